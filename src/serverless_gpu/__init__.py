@@ -22,7 +22,7 @@ if not os.path.isdir(__path__[0]):
         "interpreters that load its files. Install it: pip install serverless-gpu. Unpack a zipapp, shiv or pex"
     )
 
-# Type checkers recognize this name. An import of `typing` would take most of this module's import time.
+# Type checkers treat the name `TYPE_CHECKING` as true. Importing it from `typing` would dominate the import time.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "RunList", "Session", "as_completed", "attach"]
 __all__ += ["distributed", "errors", "session"]
 
-# Names load on first use, so that `import serverless_gpu` takes a few milliseconds, also in ranks.
+# `__getattr__` imports each public name on first use, so that `import serverless_gpu` takes a few milliseconds.
 _ORIGINS = {
     "DistributedFunction": "serverless_gpu.client.decorator",
     "distributed": "serverless_gpu.client.decorator",
@@ -52,7 +52,7 @@ _ORIGINS = {
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.receipt",
-    # IPython reads this name for `%load_ext serverless_gpu`.
+    # IPython calls `load_ipython_extension` for `%load_ext serverless_gpu`.
     "load_ipython_extension": "serverless_gpu.client.notebook",
 }
 _MODULES = ("compute", "errors", "launcher", "ray", "runtime", "testing")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 # Crockford's base 32 has no letters that look like digits. In lower case, its text order is its numeric order.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-# The names are English in every locale.
+# English month names, independent of the locale.
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock.
 
@@ -93,28 +93,28 @@ def created_wall_ns(run_id: str) -> int | None:
     if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
         return None
     value = 0
-    for letter in run_id[:10]:  # Ten characters hold 50 bits; the lower 48 bits are the time.
+    for letter in run_id[:10]:  # Ten characters encode 50 bits. The lower 48 bits are the time.
         value = value << 5 | _ALPHABET.index(letter)
     return value * 1_000_000
 
 
 def format_moment(wall_ns: int) -> str:
-    """Return a moment as local date and time, for example ``"2027-01-15 14:03:22"``."""
+    """Format a timestamp as local date and time, for example ``"2027-01-15 14:03:22"``."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / 1e9))
 
 
 def format_utc(wall_ns: int) -> str:
-    """Return a moment in ISO 8601 for machines, for example ``"2027-01-15T14:03:22Z"``."""
+    """Format a timestamp in ISO 8601 for machines, for example ``"2027-01-15T14:03:22Z"``."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(wall_ns / 1e9))
 
 
 def format_clock(wall_ns: int) -> str:
-    """Return a moment as the local time of day, for example ``"14:03:22"``."""
+    """Format a timestamp as the local time of day, for example ``"14:03:22"``."""
     return time.strftime("%H:%M:%S", time.localtime(wall_ns / 1e9))
 
 
 def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a future moment as local time, with its date if it is not today: ``"24 Nov 14:20"``."""
+    """Format a future time as local time, with the date unless the date is today: ``"24 Nov 14:20"``."""
     now_s = (SystemClock().wall_ns() if now_ns is None else now_ns) / 1e9
     moment, today = time.localtime(wall_ns / 1e9), time.localtime(now_s)
     clock = time.strftime("%H:%M", moment)
@@ -125,6 +125,6 @@ def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
 
 
 def format_soon_zoned(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a future moment with this machine's zone, for readers in other zones: ``"14:20 CET"``."""
+    """Format a future time with this machine's time zone, for readers in other zones: ``"14:20 CET"``."""
     zone = time.strftime("%Z", time.localtime(wall_ns / 1e9))
     return f"{format_soon(wall_ns, now_ns)} {zone}".strip()

@@ -1,4 +1,4 @@
-"""Reserves the name `serverless_gpu.data`. Its import raises an ImportError with alternatives."""
+"""Reserves the name `serverless_gpu.data`. Importing the module raises an ImportError that names alternatives."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@
     │   ├── EnvironmentUnsupported   an unsupported kind of environment, or an unsupported file in it
     │   ├── EnvironmentTooLarge      over the size limit; the message names the largest parts
     │   ├── EnvironmentMissing       the store does not have this snapshot
-    │   ├── EnvironmentRejected      a sent unit or snapshot breaks the rules
+    │   ├── EnvironmentRejected      a sent unit or snapshot has invalid content
     │   ├── EnvironmentCorrupt       stored bytes do not match their address, twice
-    │   └── StoreUnavailable         the store does not answer, or refuses
+    │   └── StoreUnavailable         the store does not answer, or refuses the request
     ├── AgentUnavailable           the node's agent does not answer
     ├── ServerProblem              a server refused a request, or failed
     │   ├── ServerNotConfigured      remote=True without a server
-    │   ├── ServerUnavailable        the server does not answer, or cannot do this now
+    │   ├── ServerUnavailable        the server does not answer, or cannot serve the request now
     │   ├── NotAuthenticated · NotAllowed · NotFound
     │   ├── IdempotencyConflict      another run has this identifier
     │   ├── StaleAttempt             a report about an attempt that is not the current one
@@ -46,11 +46,11 @@
         ├── EngineHeadLost         the run's Ray cluster lost its head, or a node
         ├── ResultNotSerializable · ResultTooLarge   the function finished, but its result cannot be sent
         ├── ResultUnavailableHere  the result arrived, but this process cannot load it
-        └── UntrustedResult        another principal made the result; loading it would run their code
+        └── UntrustedResult        loading would run code of another principal
 
-An `Exception` that user code raises is *not* in this tree: the caller gets it with its own type. An exception without
-a message uses the first line of its class's docstring, so each class must explain itself. `code` is stable: the
-server's API sends it, and the documentation lists it. `status` is the status code that the HTTP API sends for it.
+An `Exception` of user code is *not* in this tree. The caller receives that exception with its original type. An
+exception without a message uses the first line of its class's docstring as its message. The attribute `code` is stable,
+because the server's API sends the code. `status` is the HTTP status code with which the API reports the exception.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ServerlessGpuError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
     ) -> None:
-        """Set the attributes that the class statement gives. A class inherits the other attributes."""
+        """Set the attributes that the class statement names. A class inherits all other attributes from its parent."""
         super().__init_subclass__(**others)
         for name, value in (("code", code), ("status", status), ("retryable", retryable)):
             if value is not None:
@@ -157,7 +157,7 @@ class NoSuitableNode(HardwareError, code="no_suitable_node"):
         gpus: number of requested devices, or None for all devices of a node.
         gpu_type: requested type, or None.
         pool: requested pool, or "".
-        choices: requests that some node could serve. Each is a mapping with ``gpus``, ``gpu_type``, ``pool`` and
+        choices: requests that some node could serve. Each choice is a mapping with ``gpus``, ``gpu_type``, ``pool`` and
             ``env``, limited to the differences from the request.
     """
 
@@ -188,7 +188,7 @@ class EnvironmentMissing(EnvironmentProblem, code="environment_missing", status=
 
 
 class EnvironmentRejected(EnvironmentProblem, code="environment_rejected", status=422):
-    """A unit or snapshot breaks the rules for its content, so no part of it was used."""
+    """A unit or snapshot has invalid content, so the receiver rejected it as a whole."""
 
 
 class EnvironmentCorrupt(EnvironmentProblem, code="env_corrupt"):
@@ -196,7 +196,7 @@ class EnvironmentCorrupt(EnvironmentProblem, code="env_corrupt"):
 
 
 class StoreUnavailable(EnvironmentProblem, code="store_unavailable", status=503, retryable=True):
-    """The environment store does not answer, or refuses."""
+    """The environment store does not answer, or refuses the request."""
 
 
 class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503, retryable=True):
@@ -218,7 +218,7 @@ class ServerNotConfigured(ServerProblem, code="server_not_configured", status=40
 
 
 class ServerUnavailable(ServerProblem, code="server_unavailable", status=503, retryable=True):
-    """The server does not answer, or cannot do this now."""
+    """The server does not answer, or cannot serve the request now."""
 
 
 class NotAuthenticated(ServerProblem, code="not_authenticated", status=401):
@@ -270,7 +270,7 @@ class RunError(ServerlessGpuError, code="run_failed"):
 
     Attributes:
         run_id: identifier of the run.
-        rank: global rank that failed first, or None if no single rank did.
+        rank: global rank that failed first, or None if no single rank failed first.
         reason: the machine-readable `Reason` value, for example ``"rank_signal"``.
         log_tail: last lines that the rank wrote.
     """
@@ -309,7 +309,7 @@ class CollectiveHang(RunError, code="collective_hang"):
 
     Attributes:
         ranks_waiting: global ranks that seem to wait for other ranks: in a collective, in a backward pass or at a
-            socket. If no rank does, the largest group of ranks at the same place in the code.
+            socket. If no rank seems to wait, the largest group of ranks at the same code location.
         ranks_elsewhere: all other global ranks, including ranks that had returned. Empty if all ranks wait.
     """
 
@@ -364,11 +364,11 @@ class ResultUnavailableHere(RunError, code="result_unavailable_here"):
 
 
 class UntrustedResult(RunError, code="untrusted_result"):
-    """Another principal made the result. Loading it would run their code in this process."""
+    """Another principal made the result. Loading the result would run that principal's code in this process."""
 
 
 def error_class(code: str) -> type[ServerlessGpuError]:
-    """Return the class with a code, or `ServerlessGpuError` if this version does not know the code."""
+    """Return the exception class for an error code, or `ServerlessGpuError` for an unknown code."""
     queue: list[type[ServerlessGpuError]] = [ServerlessGpuError]
     for cls in queue:
         if cls.code == code:

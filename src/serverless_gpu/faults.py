@@ -4,9 +4,9 @@
     SGPU_FAULT=@/path/to/file sgpu up …                kills the first process that reaches the point in the file and
                                                        removes the file: a test arms a point while processes run
 
-The server and the node call `reach("name")` at each fault point. Without `SGPU_FAULT`, `reach` does nothing. Every
-name has a row here, and `reach` rejects other names. So a test cannot wait for a fault point that was removed.
-`tests/e2e/crash` has a scenario for every row. A server with `SGPU_FAULT` logs a warning at its start.
+The server and the node call `reach("name")` at each fault point. Without `SGPU_FAULT`, `reach` does nothing. The tuple
+`PLACES` lists every fault point. `reach` rejects other names, so a test cannot wait for a removed fault point.
+`tests/e2e/crash` has a scenario for every fault point. A server with `SGPU_FAULT` logs a warning at its start.
 """
 
 from __future__ import annotations
@@ -18,60 +18,72 @@ VARIABLE = "SGPU_FAULT"
 PLACES = (
     # Start of the server.
     "in_migration",  # The migration has created tables but has not committed them.
-    "before_file_is_named",  # A key or token is on the disk, under a temporary name that no request has.
-    "after_token_file_before_row",  # The file has the new token, but the database does not have the token.
+    "before_file_is_named",  # The key or token file exists only under its temporary name.
+    "after_token_file_before_row",  # The token file contains the new token, but the database does not contain it yet.
     # Database of the server.
-    "before_commit",  # The work of a transaction is done but not committed.
-    "after_commit_before_told",  # A transaction is durable, but the callers that wait for it have no result yet.
-    "after_reserve_is_given_back",  # On a full disk, the reserve file is deleted and not created again yet.
-    "in_audit_chain",  # New rows of the audit log have their place in the chain but are not committed.
+    "before_commit",  # A transaction has executed its statements but has not committed.
+    "after_commit_before_told",  # The database has committed a transaction, but the waiting callers have no result yet.
+    # On a full disk, the server has deleted its reserve file but has not created it again.
+    "after_reserve_is_given_back",
+    "in_audit_chain",  # New audit log rows have a position in the hash chain but are not committed.
     # Runs, from submission to end.
-    "after_submit_before_answer",  # The run is durable, but the client has no answer yet.
-    "after_commit_before_launch",  # The attempt and its order are durable, but no node has received the order.
-    "after_order_left",  # The server has sent the order, but the node has not answered yet.
-    "after_ack_before_answer",  # The acknowledgement of an order is durable, but the node has no answer yet.
-    "after_logs_before_state",  # A report's output is in the log files, but its state is not in the database.
-    "in_ledger_batch",  # New facts are in a transaction that is not committed.
-    "after_upload_before_state",  # Results and logs are durable, but the run's state is not.
-    "after_report_before_answer",  # The report is durable, but its sender has no answer yet.
-    "after_stop_before_answer",  # The stop request is durable, but its caller has no answer yet.
-    "after_hello_before_answer",  # The node's registration is durable, but the node has no answer yet.
+    "after_submit_before_answer",  # The server has stored the run, but the client has no answer yet.
+    # The server has stored the attempt and its order, but no node has received the order.
+    "after_commit_before_launch",
+    "after_order_left",  # The server has sent an order to a node, but the node has not answered yet.
+    # The server has stored a node's acknowledgement of an order, but the node has no answer yet.
+    "after_ack_before_answer",
+    # The log files contain the output of an attempt's report, but the database lacks the reported state.
+    "after_logs_before_state",
+    "in_ledger_batch",  # The transaction with an attempt's new ledger facts has not committed.
+    "after_upload_before_state",  # The server has stored the run's results and logs, but not the run's new state.
+    "after_report_before_answer",  # The server has stored an attempt's report, but the sender has no answer yet.
+    "after_stop_before_answer",  # The server has stored the stop request, but the caller has no answer yet.
+    "after_hello_before_answer",  # The server has stored the node's registration, but the node has no answer yet.
     # Gangs on several nodes.
     "after_offer_before_answer",  # The server has a node's rendezvous offer in memory but has sent it to no node.
-    "after_choose_before_commit",  # The server has chosen the rendezvous, but the choice is not durable.
-    "after_chosen_before_answer",  # The choice of the rendezvous is durable, but no node has received it.
-    "after_called_off_before_told",  # The cancellation of the rendezvous is durable, but no node has received it.
-    # The decision that all ranks may exit or must end is durable, but the other nodes have not received it.
+    "after_choose_before_commit",  # The server has chosen the rendezvous but has not stored the choice.
+    "after_chosen_before_answer",  # The server has stored the choice of the rendezvous, but no node has received it.
+    # The server has stored the cancellation of the rendezvous, but no node has received it.
+    "after_called_off_before_told",
+    # The server has stored the decision that all ranks may exit or must end. Only the reporting node may know the
+    # decision.
     "after_decided_before_told",
-    # Parts and output.
-    "before_object_is_named",  # A part or object is on the disk, under a temporary name that no request has.
-    "after_part_before_answer",  # A part is durable, but its sender has no answer yet.
-    "after_parts_are_deleted",  # The garbage collector has deleted some of the unused parts.
-    "after_rows_before_output",  # Retention has deleted the run's rows, but not its output.
+    # Stored objects and output of runs.
+    "before_object_is_named",  # The file of a new object exists only under its temporary name.
+    "after_part_before_answer",  # The server has stored a part of an upload, but the sender has no answer yet.
+    "after_parts_are_deleted",  # The garbage collector has deleted some of the unused upload parts.
+    "after_rows_before_output",  # The retention job has deleted the run's database rows, but not the run's output.
     # Ledger.
-    "in_charging",  # New ledger entries of attempts are in a transaction that is not committed.
-    "after_charges_before_more",  # Some attempts have charges; other attempts wait for the next transaction.
+    "in_charging",  # The transaction with new ledger charges of attempts has not committed.
+    # The ledger has charges for some attempts. The next transaction charges more attempts.
+    "after_charges_before_more",
     # Operation of the server.
     "before_backup_is_named",  # A backup is complete except for its final name.
     "before_restored_is_named",  # A restored server is complete except for its final name.
-    "between_rotation_steps",  # A rotation has replaced some of the key, sealed rows, tokens and files.
-    "after_restore_is_settled",  # A restore has recorded the new states of runs but has not removed its marker.
+    "between_rotation_steps",  # The rotation has replaced only some of the keys, sealed rows, tokens and files.
+    "after_restore_is_settled",  # A restore has recorded the new states of runs but has not removed its marker file.
     # Uplink of a node.
-    "after_directory_before_launch",  # The attempt's directory exists, but the uplink has asked no agent to run it.
-    "before_secrets_are_complete",  # The first of an attempt's secrets is in a file, but the other secrets are not.
-    "after_secrets_before_launch",  # The attempt's secrets are in files, but the uplink has asked no agent to run it.
-    "after_launch_before_ack",  # The attempt runs, but the server has no acknowledgement of the order.
+    # The attempt's directory exists, but the uplink has not asked an agent to run the attempt.
+    "after_directory_before_launch",
+    # The uplink has written the first of an attempt's secrets to a file, but not all secrets.
+    "before_secrets_are_complete",
+    # The attempt's secrets are in files, but the uplink has not asked an agent to run the attempt.
+    "after_secrets_before_launch",
+    "after_launch_before_ack",  # The attempt runs, but the server has no acknowledgement of the attempt's order.
     # The server has answered the first report, but the supervisor has no confirmation yet.
     "after_answer_before_confirm",
-    "before_token_is_written",  # The uplink has an attempt's next token, but the directory has the previous one.
+    # The uplink has an attempt's next token, but the attempt's directory contains the previous token.
+    "before_token_is_written",
     "after_token_is_written",  # The attempt's directory has the next token, but the uplink has not used the token.
-    "after_parts_before_report",  # The parts of a result are on the server, but no report names them.
-    # The server has all data of the attempt, but the attempt's directory does not record that.
+    # The server has all parts of a result, but the uplink has not sent the report that names them.
+    "after_parts_before_report",
+    # The server has received all data of the attempt, but the attempt's directory does not record the delivery.
     "after_ending_before_settled",
     # Supervisor of a node.
-    "after_exec_before_told",  # The start of user code is recorded but not sent.
-    "after_ending_before_told",  # The end of user code is recorded but not sent.
-    "after_freed_before_receipt",  # The release of the devices is recorded, but the receipt is not.
+    "after_exec_before_told",  # The supervisor has recorded the start of user code but has not reported it.
+    "after_ending_before_told",  # The supervisor has recorded the end of user code but has not reported it.
+    "after_freed_before_receipt",  # The supervisor has recorded the release of the devices, but not the receipt.
 )
 
 
@@ -105,7 +117,7 @@ def warning() -> str:
 
 
 def _is_mine(path: str, place: str) -> bool:
-    """Return True if a file names this fault point. Remove the file, so that no other process ends there."""
+    """Return True if a file names this fault point. Remove the file, so that the point kills only one process."""
     try:
         with open(path, encoding="utf-8") as file:
             if file.read(100).strip() != place:

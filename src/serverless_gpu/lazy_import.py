@@ -3,9 +3,9 @@
     serverless_gpu.distributed  ──▶  __getattr__  ──▶  load("serverless_gpu.client.decorator")
 
 Failure case: A file of the user has the name of a standard library module, so this package imports that file instead.
-The import then often raises an AttributeError. Python's `from … import …` would turn that into a "cannot import name"
-error about this package. This module imports only modules that Python loads before any program runs. So no user file
-can hide these modules.
+The import then often raises an AttributeError. Python's `from … import …` would turn the AttributeError into a "cannot
+import name" error about this package. `lazy_import` imports only modules that Python loads before any program runs, so
+no user file can hide its imports.
 
 On Windows, `load` refuses every module with the same message. The exceptions, the GPU types and the module that prints
 the message are exempt.
@@ -26,7 +26,7 @@ _ON_WINDOWS = ("serverless_gpu.cli.output", "serverless_gpu.compute", "serverles
 
 
 def load(module: str) -> ModuleType:
-    """Return a module of this package. Raise ImportError, which names the file that hides a needed module."""
+    """Return a module of this package. Raise ImportError with the path of the file that hides a needed module."""
     if sys.platform == "win32" and module not in _ON_WINDOWS:
         refusal: Exception = importlib.import_module("serverless_gpu.operating_system").windows_refusal()
         raise refusal

@@ -1,11 +1,11 @@
 """Checks the operating system, the limit of threads and the limit of inodes.
 
-Linux runs everything. macOS can be the client of a server. Windows is not supported. Code that needs Linux calls
-`require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client needs
-(fcntl, resource, termios).
+Linux supports all features. macOS supports only the client of a server. Windows is not supported. Code that needs Linux
+calls `require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client
+needs (fcntl, resource, termios).
 
-Failure cases: If a container or user is at its limit of threads, `start_thread` raises HardwareError. A full disk can
-have free bytes but no inodes (`lacks_inodes`), so freeing bytes does not help.
+Failure cases: If a container or user has reached its thread limit, `start_thread` raises HardwareError. A disk can have
+free bytes but no free inodes (`lacks_inodes`). Freeing bytes then does not help.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ON_MACOS = (
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
 _ON_WINDOWS = "install it in WSL 2, which is Linux: run `wsl --install`, then `pip install serverless-gpu` in WSL"
-_THREAD_LIMIT = "can't start new thread"  # Python's own message.
+_THREAD_LIMIT = "can't start new thread"  # Python's message for a failed thread start.
 _BYTES_MIN = 1 << 20
 _INODES_MIN = 8
 
@@ -45,7 +45,7 @@ def windows_refusal() -> HardwareError:
 
 
 def start_thread(work: Callable[[], object], name: str) -> None:
-    """Start a daemon thread. Raise HardwareError at the limit of threads."""
+    """Start a daemon thread. Raise HardwareError at the thread limit."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as error:

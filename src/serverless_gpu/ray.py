@@ -2,7 +2,7 @@
 
 `ray_launch` runs a function as the driver of the cluster.
 
-Drivers and Ray's workers import this module too, so this module imports nothing before first use.
+Drivers and Ray's workers import this module too, so `serverless_gpu.ray` imports nothing before first use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HINT = "use gpus=, cpus= and object_store_memory= of ray_launch to set the size
 def ray_init(*args: Any, **kwargs: Any) -> Any:
     """Connect to the cluster of a `ray_launch` run. Outside of such a run, call `ray.init`.
 
-    A function may call `ray_init` twice. The dashboard is an option of `ray_launch`.
+    A function may call `ray_init` more than once. The dashboard is an option of `ray_launch`.
 
     Args:
         args: the address; omit it inside of a run.
@@ -39,7 +39,7 @@ def ray_init(*args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: this environment has no Ray.
-        InvalidOption: the call sets the size of a cluster inside of a run, whose cluster already has a size.
+        InvalidOption: the call sets the cluster size inside of a run, where the cluster already exists.
     """
     try:
         import ray

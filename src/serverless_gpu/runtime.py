@@ -1,6 +1,6 @@
-"""Gives a process its ranks and stop requests: `from serverless_gpu import runtime as rt`.
+"""Provides the rank and the stop requests of a process: `from serverless_gpu import runtime as rt`.
 
-The variables of torch and torchrun have priority, so that the answers are also right under `torchrun` and
+The variables of torch and torchrun have priority, so that the functions also return correct values under `torchrun` and
 `accelerate`. Outside of any gang, a process is rank 0 of 1 and receives no stop requests.
 
 The checkpoint contract, for runs that continue after a stop:
@@ -11,10 +11,10 @@ The checkpoint contract, for runs that continue after a stop:
 By default SIGTERM ends a process at once. After the first call of `should_stop`, `stop_reason` or `on_stop`, the
 process has the run's grace period to save its state.
 
-Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal
-handler. The supervisor then kills the process at the end of the grace period (see
-docs/how-to/checkpoints-and-stopping.md). A child that a rank forked receives no stop request and keeps the default
-SIGTERM handler. The child can still call `stop_reason`.
+Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal handler.
+The supervisor then kills the process at the end of the grace period (see docs/how-to/checkpoints-and-stopping.md). A
+child that a rank forked receives no stop request and keeps the default SIGTERM handler. The child can still call
+`stop_reason`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
 _SECRETS_DIR = "SGPU_SECRETS_DIR"
 _OUTSIDE = "checkpoints"
 _NAME_IT = 'request the secret in the call: secrets=["HF_TOKEN"]; create it with `sgpu secret set HF_TOKEN`'
-_UNEXPLAINED = "cancel"  # Reason for a SIGTERM that another process than the supervisor sent.
+_UNEXPLAINED = "cancel"  # Stop reason for a SIGTERM from a process other than the supervisor.
 
 C = TypeVar("C", bound=Callable[[], object])
 
@@ -62,7 +62,7 @@ def get_global_rank() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its node, from 0. It is also the index of its GPU."""
+    """Return this process's rank on its node, from 0. The local rank is also the index of the rank's GPU."""
     return _number("LOCAL_RANK", default=0)
 
 
@@ -84,10 +84,11 @@ def get_local_world_size() -> int:
 def should_stop() -> bool:
     """Return True if this run must stop. The caller should then save its state and return.
 
-    Ranks may see the stop request one step apart. Let the ranks agree before they leave a loop with collectives.
+    Some ranks may see the stop request one training step before other ranks. In a loop with collectives, let the ranks
+    agree on the step at which all of them stop.
 
     Raises:
-        UsageError: the first call did not come from the main thread, which alone can receive signals.
+        UsageError: the first call did not come from the main thread, the only thread that can receive signals.
     """
     _listen()
     return _stop.signalled or _word() is not None
@@ -98,10 +99,10 @@ def stop_reason() -> str | None:
 
     Returns:
         ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"`` or ``"idle"``; or ``"failure"`` if
-        another rank has failed and only two seconds remain.
+        another rank has failed and only two seconds remain for the stop.
 
     Raises:
-        UsageError: as `should_stop`.
+        UsageError: the first call did not come from the main thread.
     """
     _listen()
     word = _word()
@@ -126,7 +127,7 @@ def on_stop(callback: C) -> C:
 
     Raises:
         InvalidOption: the callback is not callable.
-        UsageError: as `should_stop`.
+        UsageError: the first call did not come from the main thread.
     """
     if not callable(callback):
         raise InvalidOption(f"on_stop takes a function, not {callback!r}")
@@ -138,10 +139,10 @@ def on_stop(callback: C) -> C:
 
 
 def checkpoint_dir() -> Path:
-    """Return the checkpoint directory of this attempt, the same in all ranks. Create it if needed.
+    """Return this attempt's checkpoint directory, which all ranks share. Create the directory if needed.
 
-    The directory outlives the attempt and the run. The runtime never deletes its files. Outside of a run, the
-    directory is ``checkpoints`` in the working directory.
+    The directory outlives the attempt and the run. The runtime never deletes its files. Outside of a run, the directory
+    is ``checkpoints`` in the working directory.
 
     Raises:
         StorageError: the directory cannot be created.
@@ -161,11 +162,12 @@ def checkpoint_dir() -> Path:
 
 
 def resume_dir() -> Path | None:
-    """Return the checkpoints of the newest earlier attempt that saved any, or None to start from scratch.
+    """Return the checkpoint directory of the newest earlier attempt that saved a checkpoint, or None.
 
-    Names that begin with a dot or end in ``.tmp`` do not count. Write a checkpoint under such a name, then rename it.
-    If a later attempt finds no checkpoints, it prints one message to stderr. In that case, its node may lack access
-    to the directory of the earlier attempts.
+    Without an earlier checkpoint, start from scratch. The function ignores files whose names begin with a dot or end in
+    ``.tmp``. Write a checkpoint under a temporary name of this form, then rename the file. If a later attempt finds no
+    checkpoints, it prints one message to stderr. In that case, the later attempt's node may lack access to the
+    directory of the earlier attempts.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
     found = newest_before(given, os.environ.get(AGREED)) if given else None
@@ -217,7 +219,7 @@ _stop = _Stop()
 
 
 def _listen() -> None:
-    """Install the SIGTERM handler once, in the rank itself. Its forked children only read the stop file."""
+    """Install the SIGTERM handler once, in the rank itself. Forked children of the rank only read the stop file."""
     if _stop.listening or _stop.forked or _STOP_FILE not in os.environ:
         return
     multiprocessing = sys.modules.get("multiprocessing.process")

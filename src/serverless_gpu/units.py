@@ -1,11 +1,11 @@
 """Calculates and formats durations, bytes, GPU time and money with integers.
 
 Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere. A float
-never holds money or metered time. This module uses no runs, clocks or current prices.
+never holds money or metered time. The module does not depend on runs, clocks or current prices.
 
-Failure cases: Negative quantities raise `ValueError` where they make no sense. The ``format_`` functions never fail
-on an integer. A receipt must be printable even with a wrong number, so these functions show a negative number with
-its sign.
+Failure cases: Functions raise `ValueError` for a negative quantity that cannot be valid. The ``format_`` functions
+never fail on an integer. A receipt must be printable even with a wrong number, so the format functions show a negative
+number with its sign.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def gpu_milliseconds(gpus: int, ms: int) -> int:
-    """Return the GPU time of several GPUs held together, in device-milliseconds."""
+    """Return the GPU time of several GPUs for one duration, in device-milliseconds."""
     if gpus < 0 or ms < 0:
         raise ValueError(f"GPU time cannot be negative: {gpus} GPUs for {ms} ms")
     return gpus * ms
@@ -93,7 +93,7 @@ def format_gpu_memory(size: int) -> str:
 
 
 def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
-    """Format an amount of money: ``1.23 USD``. Below one cent, show all digits so that no cost looks free."""
+    """Format an amount of money: ``1.23 USD``. Below one cent, show all digits, so that no cost looks like zero."""
     if micros < 0:
         return "-" + format_micros(-micros, currency, exact=exact)
     if exact:
@@ -105,7 +105,7 @@ def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
 
 
 def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
-    """Return True if an amount in micros is below a cent, so that its column must show all digits."""
+    """Return True if a nonzero amount in micros is below a cent, so that its column must show all digits."""
     return any(0 < abs(micros) < MICROS_PER_UNIT // 100 for micros in amounts if micros is not None)
 
 

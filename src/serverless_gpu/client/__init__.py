@@ -1,5 +1,5 @@
-"""The client side: checks before a run, the run handle, and the exceptions that the caller receives.
+"""The client package: checks before a run, the run handle, and the exceptions for the caller.
 
-Users reach this package through `serverless_gpu`, and `cli` calls it. Start with `decorator.py`, then
+Users import this package through `serverless_gpu`. To read the code, start with `decorator.py`, then
 `launch/launch.py`.
 """

@@ -4,13 +4,13 @@
         model.predict.distributed(batch)      each rank creates its object once; each call runs in all ranks
 
 All calls use one run of the session. The ranks of this run connect to a Unix socket in a private directory of the
-client process. Calls and answers bypass the agent, the supervisor and the server. The ranks return when the client
-closes the channel or exits. The supervisor then verifies and releases the devices of the run.
+client process. Calls and answers bypass the agent, the supervisor and the server. The ranks exit when the client closes
+the socket or exits. The supervisor then verifies and releases the devices of the run.
 
-When a method raises in a rank, the client raises the same exception, and the ranks keep running. If the other ranks
-then do not answer within the grace period, the client cancels the run. For example, these ranks may wait in a
-collective. Ctrl-C during a call also cancels the run. If a rank dies, the call raises the error of the run. The client
-closes the channel after the session's idle limit without a call.
+When a method raises in a rank, the client raises the same exception, and the ranks keep running. If another rank does
+not answer the call within the grace period, the client cancels the run. For example, a rank may wait in a collective
+operation for the failed rank. Ctrl-C during a call cancels the run. If a rank process dies, the call raises the error
+of the run. If no call arrives within the session's idle limit, the client closes the socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from serverless_gpu.errors import NotPicklable, ServerlessGpuError, SessionEnded
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.actor import receive_frame, send_frame
 
-_TICK_S = 0.2  # Interval between two checks for the end of the run.
+_TICK_S = 0.2  # Seconds between two checks whether the run has ended.
 _PATH_BYTES_MAX = 100  # The kernel limits the address of a Unix socket to 107 bytes.
 _HINT = "create new actors with session.actors(...)"
 
@@ -53,8 +53,8 @@ class ActorMethod:
         """Call the method on the object of every rank and return the results by global rank.
 
         Raises:
-            SessionEnded: the actors were closed or have ended. The message gives the reason.
-            NotPicklable: an argument cannot be pickled.
+            SessionEnded: the caller closed the actors, or the run has ended. The message gives the reason.
+            NotPicklable: pickle refuses an argument.
             RunError: a rank died. The message names the rank.
             Exception: the exception that the first failing rank raised, with its own type.
         """
@@ -62,7 +62,7 @@ class ActorMethod:
 
 
 class Actors:
-    """One object in each rank, created once by `session.actors(...)` and called many times.
+    """Objects of one class, one in each rank. `session.actors(...)` creates them.
 
     Attributes:
         run: the run whose ranks hold the objects.
@@ -107,9 +107,9 @@ class Actors:
         self.close()
 
     def close(self) -> None:
-        """End the ranks, and wait until their devices are free. A second call does nothing."""
+        """End the ranks, and wait until the run's devices are free. A second call does nothing."""
         self._end("the caller closed the actors")
-        with contextlib.suppress(ServerlessGpuError):  # A run whose supervisor was killed has no receipt.
+        with contextlib.suppress(ServerlessGpuError):  # After a kill of the supervisor, the run has no receipt.
             self.run.receipt()
 
     def _call(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
@@ -123,12 +123,12 @@ class Actors:
             self._stop_timer()
             try:
                 for sock in self._socks.values():
-                    # If the rank has exited, the next read from its socket reports the error.
+                    # If the rank process has exited, the next read from its socket reports the error.
                     with contextlib.suppress(OSError):
                         send_frame(sock, request)
                 answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
                 for rank, (is_value, failure) in answers.items():
-                    if not is_value:  # The first failure in the dictionary belongs to the rank that answered first.
+                    if not is_value:  # The dictionary keeps the order of answers, so the first failure is the earliest.
                         raise self._with_note(self._error(rank, failure), len(answers))
                 return [answers[rank][1] for rank in sorted(answers)]
             except KeyboardInterrupt:
@@ -174,7 +174,7 @@ class Actors:
         )
 
     def _answers(self) -> dict[int, object]:
-        """Return the answers by rank, in order of arrival. Ranks that miss the grace period are absent."""
+        """Return the answers by rank, in order of arrival. Omit ranks that exceed the grace period."""
         answers: dict[int, object] = {}
         deadline: float | None = None
         while waiting := {sock: rank for rank, sock in self._socks.items() if rank not in answers}:
@@ -193,7 +193,7 @@ class Actors:
         return answers
 
     def _death(self) -> BaseException:
-        """Return the error of the run, which explains the exit of a rank."""
+        """Return the error that ended the run, after a rank process has exited."""
         self._end("a rank has ended")
         error = self.run._error(None)
         if error is None:
@@ -239,9 +239,10 @@ class Actors:
 
 
 def _end_idle(reference: weakref.ref[Actors], limit_s: float) -> None:
-    """End the actors after the idle limit without calls."""
+    """End the actors because no call arrived within the idle limit."""
     actors = reference()
-    if actors is not None and actors._lock.acquire(blocking=False):  # If the lock is taken, a call has just started.
+    # If another thread holds the lock, a call has just started.
+    if actors is not None and actors._lock.acquire(blocking=False):
         try:
             actors._end(f"no call arrived for {limit_s:g} s (idle_timeout)")
         finally:
@@ -257,7 +258,7 @@ def _private_directory() -> str:
 
 
 def _clean(owner: int, directory: str, socks: Mapping[int, socket.socket], listener: socket.socket) -> None:
-    """Close the channel. In a forked child, close only the child's copies of the descriptors."""
+    """Close the sockets. In a forked child, close only the child's copies of the descriptors."""
     for sock in (*socks.values(), listener):
         if os.getpid() == owner:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Queries the status of a home directory's agent, and stops the agent with its warm processes."""
+"""Queries the status of a home directory's agent, and stops the agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_S = 10.0
 
 
 def agent_status(home: Path) -> protocol.Status | None:
-    """Return the status of a home's agent, or None when no agent is running."""
+    """Return the status of the agent of a home directory, or None when no agent is running."""
     connection = running_agent(Home(home))
     if connection is None:
         return None
@@ -41,15 +41,15 @@ def agent_status(home: Path) -> protocol.Status | None:
 def stop_agent(home: Path) -> bool:
     """End the agent with its zygotes, uplinks and monitor. Return True if an agent was running.
 
-    Attempts continue, because their supervisors do not depend on the agent.
+    Running attempts continue, because a supervisor does not depend on the agent.
     """
-    # These modules are loaded by name, because a status request does not need them. The uplinks stop first, because a
-    # running uplink would start another agent.
+    # The function imports these modules by name, because a status request does not need them. The function stops the
+    # uplinks first, because a running uplink would start another agent.
     load("serverless_gpu.node.uplink.start_stop").stop_all(Home(home))
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    # The monitor stops last, because a running agent would start the monitor again.
+    # The function stops the monitor last, because a running agent would start the monitor again.
     load("serverless_gpu.node.monitor.start_stop").stop(Home(home))
     return connection is not None
 

@@ -1,26 +1,26 @@
 """Describes the calling process to the agent, and handles signals during blocking calls.
 
-The context holds the directory, the variables and the import paths that ranks inherit. `origins` finds the files of
-modules that a zygote may have loaded from another location.
+The context holds the working directory, the environment variables and the import paths that ranks inherit. `origins`
+finds the files of modules that a zygote may have loaded from another location.
 
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  names to look up
 
 A zygote knows the file of each module that it has loaded. The zygote does not know the caller's directories. `origins`
-therefore searches for names that occur in a directory of the caller and again later in `sys.path`. An example is a
-`calendar.py` beside the script. The search imports no module. As in Python's import system, the client reads a
-directory again after a change of its modification time. An unreadable directory counts as empty. The search skips zip
-files in `sys.path`.
+therefore searches for module names that occur in a directory of the caller and again later in `sys.path`. An example is
+a `calendar.py` beside the script. `origins` imports no module. Like Python's import system, the client reads a
+directory again only after its modification time has changed. The client treats an unreadable directory as empty and
+skips zip files in `sys.path`.
 
-Most environment variables have the same meaning on another machine: credentials, settings of libraries, the user's own
-variables. The client does not send variables that name a path, a process or a device of the caller's machine. The node
-sets its own values for such variables. The client never sends the server's token as an environment variable.
+Most environment variables have the same meaning on another machine, for example credentials and settings of libraries.
+The client does not send variables that name a path, a process or a device of the caller's machine. The node sets local
+values for these variables. The client never sends the server's token as an environment variable.
 
 Blocking calls run inside `interruptible` and `terminable`. `asyncio.run` and an IPython kernel that runs an `async`
-cell install their own SIGINT handler. That handler only cancels the current task at its next await, so Ctrl-C would not
-stop a blocking call. `interruptible` makes SIGINT raise `KeyboardInterrupt` during a blocking call. SIGTERM acts like
-Ctrl-C: the client applies `on_interrupt` to the run. SIGTERM then ends the client process. The client does not replace
-signal handlers that the user installed.
+cell install their own SIGINT handler. Their handler only cancels the current task at its next await, so Ctrl-C would
+not stop a blocking call. `interruptible` makes SIGINT raise `KeyboardInterrupt` during a blocking call. On SIGTERM, the
+client applies the option `on_interrupt` to the run, as on Ctrl-C. The client process then exits. The client does not
+replace signal handlers that the user installed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _NO_FILE = ("built-in", "frozen")
 _ENTRIES_MAX = 100_000
 _DIRECTORIES_MAX = 256
 _NAMES_MAX = 10_000
-_State = tuple[object, ...]  # The import settings on which a search for modules depends.
+_State = tuple[object, ...]  # Import settings that determine where Python finds a module.
 # Directory path → its modification time and the names in the directory.
 _listed: dict[str, tuple[int, frozenset[str]]] = {}
-# Module name → the import state at the search and the file of the module.
+# Module name → the import settings at the time of the search, and the file of the module.
 _resolved: dict[str, tuple[_State, str]] = {}
 TOKEN = "SERVERLESS_GPU_TOKEN"
 _NAMES = frozenset(
@@ -102,7 +102,7 @@ _PREFIXES = (
 
 
 def caller_context() -> protocol.Context:
-    """Return the context of this process. Raise StorageError if its working directory was removed."""
+    """Return the context of this process. Raise StorageError if the working directory does not exist."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
@@ -148,12 +148,12 @@ def origins() -> dict[str, str]:
 
 
 def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return names in the caller's directories that also occur later in `sys.path`."""
+    """Return module names in the caller's directories that also occur later in `sys.path`."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
     found: set[str] = set()
-    # True while the loop is before the standard library in `sys.path`. A site-packages directory in that part was added
-    # by the user.
+    # True while the loop is before the standard library in `sys.path`. If a site-packages directory precedes the
+    # standard library, the user has added the directory.
     in_front = False
     for entry, names in reversed(path):
         if entry == library:
@@ -165,9 +165,9 @@ def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
 
 
 def _importable_names(entry: str) -> frozenset[str]:
-    """Return the importable names in a directory of `sys.path`."""
+    """Return the names of modules that Python could import from a directory of `sys.path`."""
     try:
-        directory = os.path.abspath(entry)  # An empty entry means the working directory.
+        directory = os.path.abspath(entry)  # An empty entry of `sys.path` denotes the working directory.
         changed_ns = os.stat(directory).st_mtime_ns
         known = _listed.get(directory)
         if known is None or known[0] != changed_ns:
@@ -182,7 +182,7 @@ def _importable_names(entry: str) -> frozenset[str]:
 
 
 def _origin(name: str, state: _State) -> str:
-    """Return the file of a module in this process, or "" if the module is missing or has no file."""
+    """Return the file of a module in this process, or "" without a module or a file."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return str(getattr(loaded, "__file__", None) or "")
@@ -191,7 +191,7 @@ def _origin(name: str, state: _State) -> str:
         return known[1]
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # A finder that the user installed may fail.
+    except (ImportError, ValueError):  # An import finder that the user installed may raise.
         return ""
     if spec is None or not spec.origin or spec.origin in _NO_FILE:
         return ""
@@ -202,7 +202,7 @@ def _origin(name: str, state: _State) -> str:
 
 
 def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that have the same meaning on another machine."""
+    """Return the environment variables that keep their meaning on another machine."""
     return {
         name: value
         for name, value in environ.items()
@@ -211,7 +211,7 @@ def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_here(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for ranks on the caller's machine: all except the server's token."""
+    """Return the environment variables for ranks on the caller's machine, without the server's token."""
     return {name: value for name, value in environ.items() if name != TOKEN}
 
 
@@ -220,7 +220,7 @@ _LOOPS = ("asyncio", "ipykernel", "IPython", "tornado")
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` in this block even if an event loop handles SIGINT."""
+    """Make Ctrl-C raise `KeyboardInterrupt` in this block, even if an event loop handles SIGINT."""
     handler: object = signal.getsignal(signal.SIGINT)
     while isinstance(handler, functools.partial):
         handler = handler.func
@@ -237,7 +237,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process. Keep user handlers."""
+    """Make SIGTERM raise `KeyboardInterrupt` in this block, then end the process. Keep user handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -255,6 +255,6 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if received:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # The user may have closed or replaced the stream.
+                with contextlib.suppress(Exception):  # The user may have closed or replaced the output stream.
                     stream.flush()
             os.kill(os.getpid(), signal.SIGTERM)

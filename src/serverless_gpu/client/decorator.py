@@ -1,4 +1,4 @@
-"""The `distributed` decorator and the function wrapper that it returns.
+"""Implements the `distributed` decorator and the function wrapper that the decorator returns.
 
 A decorated function offers these calls:
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from serverless_gpu.client.estimating import Estimate
 
 _WHERE_RETURN_EXCEPTIONS = "the function receives the keywords of .map(); write .map(…).results(return_exceptions=True)"
-# Loaded at the first estimate, because a call does not need this module.
+# The function imports this module at the first estimate, because a call does not need the module.
 _ESTIMATING = "serverless_gpu.client.estimating"
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class DistributedFunction(Generic[P, R]):
-    """A function that can run on many GPUs. A direct call runs the plain function in this process."""
+    """A Python function that can run on many GPUs. A direct call runs the plain function in this process."""
 
     __name__: str
     __qualname__: str
@@ -86,7 +86,7 @@ class DistributedFunction(Generic[P, R]):
 
         Raises:
             UsageError: the arguments do not fit the function or cannot be pickled. No run was started.
-            HardwareError: this machine does not have the GPUs.
+            HardwareError: this machine does not have the requested GPUs.
             RunError: the run ended without success.
             Exception: the exception that the first failing rank raised, with its own type.
             KeyboardInterrupt: the user pressed Ctrl-C. The client cancelled the run, and the GPUs of the run are free.
@@ -97,7 +97,7 @@ class DistributedFunction(Generic[P, R]):
             try:
                 error = run.follow()
             except KeyboardInterrupt:
-                # A new exception shows one frame of this package instead of twenty.
+                # A new exception replaces about twenty internal frames of the traceback with one frame.
                 raise in_notebooks(KeyboardInterrupt()) from None
         if error is not None:
             raise in_notebooks(error)
@@ -109,17 +109,16 @@ class DistributedFunction(Generic[P, R]):
         return self._start(args, kwargs)
 
     def estimate(self, *args: P.args, **kwargs: P.kwargs) -> Estimate:
-        """Return the estimated start of this call and the facts behind the estimate. Start no run.
+        """Return the estimated start time of this call and the basis of the estimate. Start no run.
 
         Returns:
-            An estimate with `start`, `seconds`, `is_bound` and `basis`. `start` and `seconds` are None for an unknown
-            start.
-            `print` shows the estimate as a sentence.
+            An estimate with `start`, `seconds`, `is_bound` and `basis`. `start` and `seconds` are None if the start
+            time is unknown. `print` shows the estimate as a sentence.
 
         Raises:
             UsageError: the arguments do not fit the function or cannot be pickled.
-            HardwareError: this machine does not have the GPUs.
-            ServerlessGpuError: a real call would fail for another reason.
+            HardwareError: this machine does not have the requested GPUs.
+            ServerlessGpuError: a call of the function would fail for another reason.
         """
         __tracebackhide__ = True
         try:
@@ -131,8 +130,8 @@ class DistributedFunction(Generic[P, R]):
     def map(self, *iterables: Iterable[object], **kwargs: object) -> RunList[R]:
         """Start one run per item and return the handles. `map(xs, ys)` calls f(x, y) for each pair.
 
-        Runs beyond the free GPUs wait in the queue. If the start of one run fails, the client cancels the runs that it
-        has started.
+        If no GPU is free, a run waits in the queue. If one run fails to start, the client cancels the runs that it has
+        already started.
 
         Args:
             iterables: one iterable per positional argument. The shortest iterable sets the number of runs.
@@ -149,7 +148,7 @@ class DistributedFunction(Generic[P, R]):
         return self.starmap(zip(*iterables, strict=False), **kwargs)
 
     def starmap(self, items: Iterable[Iterable[object]], **kwargs: object) -> RunList[R]:
-        """Start one run per item. The elements of an item are the positional arguments.
+        """Start one run per tuple of positional arguments, and return the handles.
 
         Args:
             items: tuples of positional arguments.
@@ -162,7 +161,7 @@ class DistributedFunction(Generic[P, R]):
         _refuse_single(items, "starmap", "write .starmap([(x, y), …])")
         runs: RunList[R] = RunList()
         try:
-            with shared_environment():  # All runs share one scan of the environment.
+            with shared_environment():  # All runs of this call share one scan of the environment.
                 for item in items:
                     _refuse_single(item, "starmap", "write .starmap([(x, y), …]), or .map(items)")
                     runs.append(self._start(tuple(item), kwargs))
@@ -174,8 +173,8 @@ class DistributedFunction(Generic[P, R]):
         return runs
 
     def _start(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool = False) -> Run[R]:
-        """Launch a run. Raise errors without the frames of this package."""
-        __tracebackhide__ = True  # IPython and pytest hide frames with this local variable.
+        """Launch a run. Omit frames of this package from the traceback of an error."""
+        __tracebackhide__ = True  # IPython and pytest hide frames that define this local variable.
         try:
             run = self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
@@ -185,7 +184,7 @@ class DistributedFunction(Generic[P, R]):
         return run
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
-        """Launch a run. A session overrides this method."""
+        """Launch a run. The subclass for sessions overrides this method."""
         return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
@@ -201,15 +200,15 @@ def distributed(
     timeout: float | str | None = None,
     **options: Unpack[Options],
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Make a function run on GPUs of this machine or of the team's pool.
+    """Decorate a function so that calls can run on GPUs of this machine or of a server's pool.
 
     Args:
         gpus: number of GPUs, with one rank per GPU. None means every GPU of the node.
         gpu_type: GPU type in any case, such as ``"H100"`` or ``"a10"``, or ``"CPU"`` for CPU slots. None means the only
             available type.
         remote: run through a server instead of on this machine.
-        timeout: limit from the start of user code, in seconds or as text such as ``"5m"``. None means no limit.
-        options: further options, which the reference lists.
+        timeout: maximum duration of user code, in seconds or as text such as ``"5m"``. None means no limit.
+        options: further options, as listed in the reference documentation.
 
     Returns:
         A decorator. The decorated function has `.distributed`, `.submit`, `.map`, `.starmap` and `.estimate`.
@@ -243,8 +242,8 @@ def parse_options(
 ) -> RunSpec:
     """Return the run spec for a user's options.
 
-    The function reads the configuration file with the user's own GPU types only if the catalogue lacks the type. Raises
-    InvalidOption for an unknown option or a wrong type, and InvalidValue for an impossible value.
+    If the catalogue lacks the GPU type, the function reads the user's configuration file, which can define GPU types.
+    Raises InvalidOption for an unknown option or a wrong type. Raises InvalidValue for an impossible value.
     """
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())

@@ -3,16 +3,17 @@
     local: devices of this machine (`outlook`)                    ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-The estimate runs the checks of a call and raises the same errors. If the start is unknown, the estimate contains the
-reason. On this machine, the client computes the start from the runs that hold the devices:
+An estimate runs the same checks as a call and raises the same errors. If the start time is unknown, the estimate
+contains the reason. For a local run, the client computes the start time from the runs that hold the devices:
 
     locks: holder of each device ─┬─ of this home ─▶ time limit ────────────────────────────▶ latest end
     tickets: waiting runs ────────┤              └─▶ durations of earlier runs of its name ─▶ expected end
     processes, quarantine ────────┘  of other users, sessions ──────────────────────────────▶ unknown
 
-The queue of a machine is first come, first served. While other runs wait, the start of a new run is unknown.
+The queue of a machine without a server is first come, first served. While other runs wait, the start time of a new run
+is unknown.
 
-Failure cases: an unusable lock directory raises `StorageError`. Devices that do not answer count as in use.
+An unusable lock directory raises `StorageError`. The client counts a device that does not answer as in use.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         start: expected start time with its time zone, or None if unknown.
-        seconds: time until the start. 0 means at once, None means unknown.
-        is_bound: True if `start` is the latest possible time, because all runs ahead have a time limit.
+        seconds: seconds until the start. 0 means an immediate start, None means an unknown start.
+        is_bound: True if `start` is the latest possible time, because all earlier runs have a time limit.
         basis: the facts behind the estimate, or the reason why the start is unknown.
-        node: name of the node, or "".
-        nodes: names of the nodes of a gang that spans several nodes.
-        place: position in the queue for devices of this type. 0 means that the run would start at once.
+        node: name of the node on which the run would start, or "" if unknown.
+        nodes: names of the nodes, for a gang that spans several nodes.
+        place: position in the queue for devices of this type. 0 means that the run would start immediately.
         impossible: True if no existing node can ever serve the run.
         cost: expected and maximum cost of the run. None if the server gives no cost.
         policy: the server's usage policy for the run, or "".
@@ -82,7 +83,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     budgets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the start as a sentence, followed by a line with the cost if a price is known."""
+        """Return the start time as a sentence, and a line with the cost if a price is known."""
         is_priced = self.cost is not None and self.cost.micros_per_hour is not None
         return f"{self.start_text()}\n{self.cost}" if is_priced else self.start_text()
 
@@ -90,7 +91,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         printer.text(str(self))
 
     def start_text(self) -> str:
-        """Return the start as a sentence, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
+        """Return the start time as a sentence, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
         estimate = values.StartEstimate(
             at_ns=None if self.start is None else round(self.start.timestamp() * 1e9),
             is_bound=self.is_bound,
@@ -106,24 +107,24 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> Estimate:
-    """Return the estimated start of a call. Raise the error that would refuse the call."""
+    """Return the estimated start time of a call. If a call would fail, raise its error."""
     check_call(function, args, kwargs, spec)
     check_travels(function, args, kwargs, refusing_reducer(spec))
     return estimate_run(spec)
 
 
 def estimate_run(spec: RunSpec) -> Estimate:
-    """Return the estimated start of a run of any payload. Raise the error that would refuse the run."""
+    """Return the estimated start time of a run with any payload. If a launch would fail, raise its error."""
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
     if spec.remote:
-        # Loaded by name, because only calls with a server need HTTP.
+        # The function imports the module by name, because only calls with a server need HTTP.
         return cast("Estimate", importlib.import_module("serverless_gpu.client.remote.estimate").estimate(spec))
     return _local_estimate(spec)
 
 
 def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
-    """Convert an estimate in nanoseconds since 1970 to one in local time."""
+    """Convert an estimate with times in nanoseconds since 1970 to an estimate in local time."""
     at_ns, basis = estimate.at_ns, estimate.basis
     if estimate.wait is not None:
         # The estimate shows the queue position and the time separately.
@@ -144,12 +145,12 @@ def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate 
 
 
 def unknown_estimate(why: str) -> Estimate:
-    """Return an estimate without a time, with the reason."""
+    """Return an estimate without a start time, with the reason why the time is unknown."""
     return Estimate(start=None, seconds=None, basis=why)
 
 
 def _local_estimate(spec: RunSpec) -> Estimate:
-    """Return the estimated start of a local run, from the agent's devices and their locks."""
+    """Return the estimated start time of a local run, from the agent's devices and their locks."""
     home = home_with_notice()
     channel, greeting = connect(home)
     channel.close()
@@ -179,7 +180,7 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
         memory_bytes=spec.resources.memory_bytes or 0,
         tariff=tariff,
     )
-    # A local run has neither `retries` nor `resume`.
+    # A local run does not support the options `retries` and `resume`.
     lasting = AttemptDuration(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
     return estimated(devices, lasting, advice="set a price under [prices] of config.toml")
 
@@ -193,7 +194,7 @@ def outlook(
     now_ns: int,
     ignore_busy: bool = False,
 ) -> StartEstimate:
-    """Return the time when a run would get its devices if the caller submitted it now.
+    """Return the estimated time at which a new run would get its devices.
 
     Raises StorageError for an unusable lock directory.
     """
@@ -230,12 +231,12 @@ def outlook(
 
 
 def expected_s(home: Home, name: str) -> float | None:
-    """Return the expected device time of runs of this name. None means too few earlier runs."""
+    """Return the expected device time of runs of this name, or None with too few earlier runs."""
     return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
 
 
 def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
-    """Return the number of unusable devices that no run holds."""
+    """Return the number of devices that are in quarantine or used by other programs."""
     if not uuids:
         return 0
     quarantined = retest_quarantined(locks, provider, uuids)
@@ -249,7 +250,7 @@ def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ig
 
 
 def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> list[DeviceHolder]:
-    """Return the holders of the devices by run, sorted by their expected end."""
+    """Return the runs that hold devices, sorted by their expected end."""
     counts: dict[str, list[LockHolder]] = {}
     for holder in holders:
         counts.setdefault(holder.run_id, []).append(holder)
@@ -270,7 +271,7 @@ def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past
 
 
 def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
-    """Return the end of a run's device use, or None, and True if this end is the latest possible end."""
+    """Return the expected end of a run, and True if no later end is possible. None means unknown."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:
         return None, False
@@ -287,7 +288,7 @@ def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[
 
 
 def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
-    """Return device times of recent runs by name, newest first. Only runs that ended by themselves count."""
+    """Return device times of recent runs by name, newest first. Use only succeeded and timed-out runs."""
     past: dict[str, list[float]] = {name: [] for name in names}
     for run_id in run_ids(home.runs)[:_PAST_MAX] if names else ():
         record = read_run(home.runs, run_id)
@@ -299,7 +300,7 @@ def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
 
 
 def _when(lacking: int, having: Sequence[DeviceHolder]) -> tuple[int | None, bool]:
-    """Return the time when enough devices are free, and True if this time is the latest possible time."""
+    """Return the time when enough devices are free, and True if no later time is possible."""
     is_bound = True
     for holder in having:
         if holder.until_ns is None:

@@ -2,7 +2,7 @@
 
 logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 
-Pickles of users refer to `Series` in this module, so the class must stay here.
+Pickle files of users contain the name of `Series` in this module, so nothing may move the class.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from serverless_gpu.model.telemetry import Header, decode, series
 
 
 class Series(NamedTuple):
-    """One series: values and their timestamps in seconds since 1970, oldest first."""
+    """A named series: values and their timestamps in seconds since 1970, oldest first."""
 
     times: list[float]
     values: list[float]
 
 
 def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
-    """Return all series of a run by name. The sample files may come in any order."""
+    """Return all series of a run by name. The order of the sample files does not matter."""
     found: dict[str, Series] = {}
     for data in files:
         header: Header | None = None
@@ -37,7 +37,7 @@ def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
                     one.times.append(line.at_ns / 1e9)
                     one.values.append(value)
     for name, one in found.items():
-        # The files come in any order, and a node's clock may have been set back.
+        # The order of the files is arbitrary, and an administrator may have set a node's clock back.
         if any(before > after for before, after in pairwise(one.times)):
             points = sorted(zip(one.times, one.values, strict=True))
             found[name] = Series([at for at, _ in points], [value for _, value in points])

@@ -1,14 +1,14 @@
-"""Resolves the MLflow tracking of a call from the caller's MLflow variables and an imported MLflow.
+"""Determines the MLflow tracking of a call from the caller's variables and imported MLflow module.
 
     MLFLOW_TRACKING_URI, …_EXPERIMENT_NAME, …_EXPERIMENT_ID, …_RUN_ID ─┐
     an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
     the program, its user, its commit, the arguments ──────────────────┘
 
-`resolve` neither imports MLflow nor uses the network, because each call waits for the result. The result holds no
-credentials, because the client writes it to the run's directory and sends it to servers. Without MLflow in the caller's
-environment, only the server's MLflow tracks the run. For a URI that only MLflow's own client can use, the client prints
-a warning. Ranks use that URI unchanged. The client reads the program, its user and its commit from files and from its
-own process. Unknown values are "".
+`resolve` neither imports MLflow nor uses the network, because each call waits for the result. The result contains no
+credentials, because the client writes the result to the run's directory and sends it to servers. Without MLflow in the
+caller's environment, only the server's MLflow tracks the run. If only the MLflow library can use a tracking URI, the
+client prints a warning and passes the URI to ranks unchanged. The client reads the program name, the user name and the
+Git commit from files and from its own process. Unknown values are "".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 RUN_ID = "MLFLOW_RUN_ID"
 ARGUMENT = "call."
-"""Prefix for argument names. The prefix avoids conflicts with parameters that user code logs itself."""
+"""Prefix for logged argument names. The prefix avoids conflicts with parameters that user code logs."""
 _IN_A_RANK = "SGPU_RUN_ID"
 _FLUENT = "mlflow.tracking.fluent"
 _SERVICE = "mlflow.tracking._tracking_service.utils"
@@ -45,7 +45,7 @@ _RUN = re.compile(r"[a-zA-Z0-9][\w-]{0,255}")
 _EXPERIMENT = re.compile(r"[a-zA-Z0-9][\w-]{0,63}")
 _EXPERIMENT_CHARACTERS_MAX = 250
 _URI_CHARACTERS_MAX = 2_000
-_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # These schemes are also valid without a path.
+_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # URIs with these schemes need no path.
 _MEMORY = ("", ":memory:")
 _LOCAL_HOSTS = frozenset({"", "localhost"})
 _NOWHERE = (
@@ -54,8 +54,8 @@ _NOWHERE = (
 )
 _shown_notices: set[str] = set()
 INTERACTIVE = "interactive"
-_SESSION = "JPY_SESSION_NAME"  # Jupyter's variable with the path of the kernel's notebook.
-_EDITOR = "__vsc_ipynb_file__"  # VS Code's variable with the path of the notebook.
+_SESSION = "JPY_SESSION_NAME"  # Jupyter sets this variable to the path of the kernel's notebook.
+_EDITOR = "__vsc_ipynb_file__"  # VS Code sets this variable to the path of the notebook.
 _NOTEBOOK = ".ipynb"
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _ABOVE_MAX = 64
@@ -66,7 +66,7 @@ _packed: dict[Path, tuple[tuple[int, int], str]] = {}
 
 
 class TrackingStore(NamedTuple):
-    """The MLflow store of a run: the URI of a server or a local store, or the problem as a message."""
+    """The MLflow store of a run: a URI, or a message why the run cannot use the URI."""
 
     uri: str = ""
     store: str = ""
@@ -74,26 +74,26 @@ class TrackingStore(NamedTuple):
 
 
 class RemoteTracking(NamedTuple):
-    """Tracking facts about a call that goes through a server."""
+    """Facts about the server of a remote call that affect tracking."""
 
     is_elsewhere: bool  # True if ranks may run on another machine, which cannot reach a local store.
-    is_beside: bool  # True if the server runs on this machine. Its nodes may be other machines.
+    is_beside: bool  # True if the server runs on this machine, even if its nodes are other machines.
     mlflow: Callable[[], str]  # Returns the URI of the server's MLflow, or "".
 
 
 class TrackingResolution(NamedTuple):
-    """The tracking of a call, or None, and a notice for the caller."""
+    """The MLflow tracking of a call, or None, and a notice for the caller."""
 
     tracking: Tracking | None
     sentence: str = ""
 
 
 class _Driver(NamedTuple):
-    """State of the MLflow module that the caller has imported."""
+    """State of the MLflow module in the caller's process."""
 
     uri: str = ""  # MLflow's tracking URI.
-    is_set: bool = False  # False if the URI is MLflow's default.
-    experiment_id: str = ""  # Experiment from `set_experiment`, or "".
+    is_set: bool = False  # False if the URI is MLflow's default tracking URI.
+    experiment_id: str = ""  # Experiment that the caller set with `set_experiment`, or "".
     run_id: str = ""  # ID of the active MLflow run, or "".
     run_experiment_id: str = ""  # Experiment ID of the active MLflow run.
 
@@ -101,7 +101,7 @@ class _Driver(NamedTuple):
 def resolve(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: RemoteTracking | None = None
 ) -> TrackingResolution:
-    """Return the tracking of a call. A failure reduces the tracking and never refuses the call."""
+    """Return the MLflow tracking of a call. An error only reduces the tracking and never fails the call."""
     if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
         return TrackingResolution(None)
     is_installed = _is_installed()
@@ -134,7 +134,7 @@ def resolve(
 def with_tracking(
     spec: RunSpec, arguments: Mapping[str, object] | None = None, far: RemoteTracking | None = None
 ) -> RunSpec:
-    """Return a spec with its tracking. Print the notice for the caller once."""
+    """Return a run spec with its MLflow tracking. Print the notice for the caller once."""
     found = resolve(spec, arguments or {}, os.environ, far)
     if found.sentence and found.sentence not in _shown_notices and not spec.quiet:
         _shown_notices.add(found.sentence)
@@ -143,7 +143,7 @@ def with_tracking(
 
 
 def place_of(uri: str, directory: str) -> TrackingStore:
-    """Return the store of a tracking URI. Relative paths start at `directory`."""
+    """Return the MLflow store of a tracking URI. Relative paths start at `directory`."""
     text = uri.strip()
     if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
         return TrackingStore(problem=f"{URI} is not a valid address of an MLflow server; runs are not tracked")
@@ -171,7 +171,7 @@ def _server(text: str) -> TrackingStore:
         host = None
     if not host or not text.isascii():
         return TrackingStore(problem=f"{URI} is not a valid address of an MLflow server; runs are not tracked")
-    # The result omits the user, the password and the query, because a query may hold a password.
+    # The stored URI omits the user, the password and the query, because a query may contain a password.
     return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
 
@@ -195,18 +195,18 @@ def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
 
 
 def _path(directory: str, path: str) -> str:
-    """Return the canonical form of a path, which identifies the server of a store."""
+    """Return the canonical path of a local store. Stores with equal paths share an MLflow server."""
     return os.path.normpath(os.path.join(directory, path))
 
 
 def _is_installed() -> bool:
-    """Return True if ranks can import MLflow. A directory named mlflow without a module does not count."""
+    """Return True if ranks can import MLflow. Ignore a directory named mlflow without a module."""
     loaded = sys.modules.get("mlflow")
     if loaded is not None:
         return True
     try:
         found = importlib.util.find_spec("mlflow")
-    except (ImportError, ValueError, AttributeError):  # A finder that the user installed may fail.
+    except (ImportError, ValueError, AttributeError):  # An import finder that the user installed may raise.
         return False
     return found is not None and found.origin is not None
 
@@ -238,7 +238,7 @@ class _Service(Protocol):
 
 
 def _driver() -> _Driver:
-    """Return the state of an imported MLflow, without calls that would use the network."""
+    """Return the state of an imported MLflow. Avoid calls that would use the network."""
     fluent, service = sys.modules.get(_FLUENT), sys.modules.get(_SERVICE)
     if fluent is None or service is None:
         return _Driver()
@@ -257,7 +257,8 @@ def _driver() -> _Driver:
 
 def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
     uri = environ.get(URI, "")
-    # An ID of a run or an experiment belongs to the store of the caller's MLflow. That store may be MLflow's default.
+    # An ID of a run or an experiment belongs to the store of the caller's MLflow module, which may be MLflow's default
+    # store.
     is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
     if driver.run_id or (not uri and (driver.is_set or is_numbered)):
         uri = driver.uri
@@ -265,7 +266,7 @@ def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
         return TrackingStore()
     try:
         return place_of(uri, os.getcwd())
-    except FileNotFoundError:  # If the working directory was removed, the launch reports the error.
+    except FileNotFoundError:  # If the working directory does not exist, the launch reports the error.
         return TrackingStore()
 
 
@@ -323,22 +324,22 @@ def _path_part(name: str) -> str:
 
 
 def _sendable(value: object) -> object:
-    """Return a value with valid UTF-8, because paths and variables may hold other bytes."""
+    """Return a value as valid UTF-8, because paths and variables may contain other bytes."""
     if isinstance(value, dict):
         return {_sendable(key): _sendable(inner) for key, inner in value.items()}
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 class Program(NamedTuple):
-    """The script, notebook or command that started the call."""
+    """The script, notebook or command that called serverless-gpu."""
 
-    name: str  # File name without directory and suffix, or `INTERACTIVE` without a file.
+    name: str  # File name without directory and suffix. Without a file, `INTERACTIVE`.
     path: str = ""
-    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for the type of source.
+    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for the type of the program.
 
 
 class Commit(NamedTuple):
-    """Commit and branch of a repository. Unknown values are ""."""
+    """Checked-out commit and branch of a Git repository. Unknown values are ""."""
 
     commit: str = ""
     branch: str = ""
@@ -349,7 +350,7 @@ def calling_program(environ: Mapping[str, str]) -> Program:
     main = sys.modules.get("__main__")
     if "ipykernel" in sys.modules:
         path = str(getattr(main, _EDITOR, "") or environ.get(_SESSION, ""))
-        # VS Code appends a suffix after the notebook's file extension.
+        # In VS Code, the path has an additional suffix after the notebook's file extension.
         name, ending, _ = os.path.basename(path).partition(_NOTEBOOK)
         if name and ending:
             return Program(name, os.path.join(os.path.dirname(path), name + ending), "NOTEBOOK")
@@ -359,13 +360,13 @@ def calling_program(environ: Mapping[str, str]) -> Program:
         return Program(INTERACTIVE)
     path = os.path.abspath(path)
     name = Path(path).stem
-    if name == "__main__":  # The caller used `python -m package`.
+    if name == "__main__":  # The caller started Python with `python -m package`.
         name = os.path.basename(os.path.dirname(path))
     return Program(name, path)
 
 
 def submitted_program(command: Command) -> Program:
-    """Return the script or module that a command runs, or the command's executable."""
+    """Return the script or module that a command runs. For another command, return its executable."""
     if command.argv[1:2] == ("-m",) and len(command.argv) > 2:
         return Program(command.argv[2])
     script = next((argument for argument in command.argv if argument.endswith(".py")), command.argv[0])
@@ -374,10 +375,10 @@ def submitted_program(command: Command) -> Program:
 
 
 def user_name() -> str:
-    """Return the user's name, or the user ID if the account has no name."""
+    """Return the name of the operating system user, or the user ID if the account has no name."""
     try:
         return getpass.getuser()
-    except (ImportError, KeyError, OSError):  # The exception type depends on the Python version.
+    except (ImportError, KeyError, OSError):  # The type of the exception depends on the Python version.
         return f"uid {os.getuid()}"
 
 
@@ -432,7 +433,7 @@ def _in_packed(file: Path, reference: str) -> str:
 
 
 def _read(file: Path, most: int = _SMALL_BYTES) -> str:
-    # Non-blocking mode prevents a hang if the file is a pipe or a device.
+    # If the file is a pipe or a device, non-blocking mode prevents a hang.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, encoding="utf-8", errors="replace") as opened:
         return opened.read(most)

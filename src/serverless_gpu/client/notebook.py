@@ -5,17 +5,17 @@
     dist.init_process_group("gloo")
     rank * 10                               the cell's result is the list of these values: [0, 10]
 
-Variables that the cell assigns stay in the ranks. Failure cases: the magic raises every error, so that the notebook
-stops at the cell. The traceback omits the frames of IPython and of this package.
+Variables that the cell assigns exist only in the ranks. The magic raises every error, so that the notebook stops at the
+cell. The traceback omits the frames of IPython and of this package.
 
 The magic splits the cell's code so that the code can be pickled:
 
     text ─▶ statements · last expression · required notebook names ─▶ `distributed_cell(…)` in each rank
 
-The magic finds the required names statement by statement. A name that the cell always binds before it reads it (`model
-= …`, an import, a loop variable) is not sent to ranks. The notebook's value of such a name may be large or impossible
-to pickle. If the magic cannot decide, it sends the name. The magic refuses invalid Python and notebook syntax
-(`%magic`, `!command`, top-level `await`). The error contains the line.
+The magic finds the required names statement by statement. The magic does not send a name that the cell always binds
+before its first use (`model = …`, an import, a loop variable). The notebook's value of this name may be large or
+impossible to pickle. If the analysis is inconclusive, the magic sends the name. The magic refuses invalid Python and
+notebook syntax (`%magic`, `!command`, top-level `await`). The error message contains the refused line.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell
 from serverless_gpu.units import parse_duration_s
 
-# `distributed_cell` passes these names to each rank.
+# Names of parameters that `distributed_cell` passes to each rank.
 GIVEN = frozenset({"rank", "world_size"})
-# IPython defines these names. They cannot be pickled, and ranks have their own `exit` and `quit`.
+# Names that IPython defines. Pickle refuses their values, and ranks define `exit` and `quit` themselves.
 _SHELL = frozenset({"get_ipython", "exit", "quit"})
-# Python reads these names for a class or an annotation. Each rank has its own values.
+# Names that Python reads for a class or an annotation. Each rank has its own values.
 _OF_ANY_MODULE = {"__name__", "__annotations__"}
 _SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
 _NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
@@ -69,7 +69,7 @@ class Shell(Protocol):
     compile: Compiler
 
     def register_magic_function(self, func: Callable[..., object], magic_kind: str, magic_name: str) -> None:
-        """Register a function as a magic."""
+        """Register a function as an IPython magic."""
 
 
 def load_ipython_extension(ipython: Shell) -> None:
@@ -85,10 +85,11 @@ def load_ipython_extension(ipython: Shell) -> None:
 
 
 def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
-    """Run a cell on every rank and return its values, or None if the cell has no value to show."""
+    """Run a cell on every rank. Return the values of the cell, or None if the cell has no value to show."""
     with _shown_briefly():
         options, output = parse_line(line)
-        # Newer IPython versions count a cell before they run it, older versions afterwards.
+        # Newer IPython versions increment the cell number before a cell runs, and older versions increment it
+        # afterwards.
         history = getattr(shell.history_manager, "input_hist_raw", [])
         stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
         name = f"<%%distributed In[{len(history) - 1 if stored else shell.execution_count}]>"
@@ -111,7 +112,7 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
 
 
 def _seconds(text: str) -> object:
-    """Return a number of seconds, or text with a unit, which the options parser converts."""
+    """Return a number of seconds, or text with a unit, which `distributed` parses."""
     try:
         return float(text)
     except ValueError:
@@ -119,7 +120,7 @@ def _seconds(text: str) -> object:
         return text
 
 
-# Options of `distributed` with the parser of their value. None marks a switch.
+# Options of `distributed`, with a parser for each value. None denotes a switch without a value.
 VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "gpus": (int, "a whole number"),
     "gpu_type": (str, "a name"),
@@ -157,7 +158,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
 
 
 def parse_line(line: str) -> tuple[dict[str, object], str]:
-    """Return the options on the line of a magic, and the name after ``-o`` or ""."""
+    """Return the options in the line of a magic, and the variable name after ``-o`` or ""."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -229,7 +230,7 @@ Each option has the same meaning as for `distributed`.
 
 @contextlib.contextmanager
 def _shown_briefly() -> Iterator[None]:
-    """Let IPython show only an error's own text, without frames of IPython and of this package."""
+    """Make IPython show only an error's own text, without frames of IPython and of this package."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -240,7 +241,7 @@ def _shown_briefly() -> Iterator[None]:
 
 
 def _cell_frames(message: str) -> str:
-    """Rewrite a message about `distributed_cell` as a message about the cell."""
+    """Replace `distributed_cell` in an error message by a reference to the cell."""
     for ours, theirs in (
         ("the call to distributed_cell", "the cell"),
         ("argument `notebook` -> ", ""),
@@ -260,7 +261,7 @@ def _error_text(error: BaseException) -> str:
 
 
 class Cell(NamedTuple):
-    """Arguments of `distributed_cell`."""
+    """The arguments of `distributed_cell`."""
 
     body: CodeType
     last: CodeType | None
@@ -268,10 +269,10 @@ class Cell(NamedTuple):
 
 
 def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, name: str, flags: int = 0) -> Cell:
-    """Return the code and the required names of a cell.
+    """Return the compiled code of a cell, and the names that the code needs from the notebook.
 
-    `first_line` contains the magic and counts as line 1 of the cell. `name` names the cell in tracebacks. `flags` are
-    the notebook's compiler flags. Raises a UsageError with the reason if ranks cannot run the cell.
+    `first_line` contains the magic and is line 1 of the cell. Tracebacks show the cell as `name`. `flags` are the
+    notebook's compiler flags. Raises UsageError with the reason if ranks cannot run the cell.
     """
     lines = [first_line, *text.splitlines()]
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
@@ -293,7 +294,7 @@ def ends_silently(text: str) -> bool:
 
 
 def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that code reads from its environment, including names that may be local."""
+    """Return the names that code reads from its global scope, including names that may be local."""
     needed: set[str] = set()
     _walk(statements, set(), needed)
     return needed
@@ -305,11 +306,11 @@ def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
 def _parse(text: str, flags: int) -> ast.Module:
     try:
         tree = compile(text, "<cell>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-        # Only full compilation finds `return` outside a function.
+        # Only a full compilation reports `return` outside a function.
         compile(text, "<cell>", "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         raise _refusal(text, error) from None
-    except ValueError as error:  # The text contains a null byte.
+    except ValueError as error:  # The cell's text contains a null byte.
         raise UsageError(f"the cell is not valid Python: {error}") from None
     assert isinstance(tree, ast.Module)
     return tree
@@ -360,8 +361,8 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
                 code = _code(statement)
                 reads = _reads(code)
                 if isinstance(statement, _DEFINITIONS):
-                    # The body of a definition may use the defined name. A base class or a decorator reads that name
-                    # before the binding.
+                    # The body of a definition may use the defined name. A base class or a decorator reads the defined
+                    # name before Python binds it.
                     reads = reads - ({statement.name} - {name for how, name in _operations(code) if how in _NOW})
                 needed |= reads - bound
                 if isinstance(statement, (*_SIMPLE, *_DEFINITIONS)):
@@ -369,7 +370,7 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
 
 
 def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str]) -> set[str]:
-    """Walk alternative branches. Return the names that all branches bind."""
+    """Analyse alternative branches. Return the names that all branches bind."""
     after = []
     for branch in branches:
         own = set(bound)
@@ -379,7 +380,7 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
 
 
 def _bound_names(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
-    """Return the names that a target binds. Names that the target reads (`for rows[i] in …`) are needed."""
+    """Return the names that an assignment target binds. Record names that the target reads as needed."""
     code = _code(ast.Assign([target], ast.Constant(0)))
     needed |= _reads(code) - bound
     return _stores(code)
@@ -404,7 +405,7 @@ def _stores(code: CodeType) -> set[str]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield names and their bytecode operations, in this code and in nested definitions."""
+    """Yield each name in this code and in nested definitions, with the bytecode operation on the name."""
     for step in dis.get_instructions(code):
         if step.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
             yield step.opname, str(step.argval)
@@ -424,7 +425,7 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
 
 
 def _reference_function(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
-    """Return a function that refers to these globals, so that pickle includes them. It is never called."""
+    """Return a function that refers to these globals, so that pickle includes them. No code calls it."""
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
     assert isinstance(namespace, dict)

@@ -5,8 +5,8 @@
 
     sweep.distributed()      a cluster of 8 GPUs with `sweep` as its driver; returns one result per node
 
-Options of Ray and of other launchers set the number and the size of workers. With `ray_launch`, the cluster consists of
-the devices of the run. `ray_launch` therefore refuses such options, and its error names the option to use instead.
+The number and the size of Ray's workers follow from the devices of the run. `ray_launch` therefore refuses options of
+Ray and of other launchers that set workers. The error message names the option to use instead.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from serverless_gpu.model.spec import (
 P = ParamSpec("P")
 R = TypeVar("R")
 OWN = ("dashboard", "object_store_memory")
-"""Options that only `ray_launch` has."""
+"""Options that `ray_launch` accepts and `distributed` does not accept."""
 NOT_TAKEN = frozenset({"hang_timeout", "init"})
-"""Options of `distributed` that do not apply to a Ray driver."""
+"""Options of `distributed` that have no meaning for a Ray driver."""
 VALID = tuple(sorted({"gpus", "gpu_type", "remote", "timeout", *OWN, *Options.__annotations__} - NOT_TAKEN))
 _WORKER_GPUS = (
     "write gpus= for the GPUs of the whole cluster; set those of a task or an actor with @ray.remote(num_gpus=1)"
@@ -94,7 +94,7 @@ def ray_launch(
         gpu_type: GPU type in any case, such as ``"H100"`` or ``"a10"``, or ``"CPU"`` for CPU slots. None means the only
             available type.
         remote: run through a server instead of on this machine.
-        timeout: limit from the start of user code, in seconds. None means no limit.
+        timeout: maximum duration of user code, in seconds. None means no limit.
         dashboard: start Ray's dashboard on the loopback interface and print its link.
         object_store_memory: size of each node's object store, in bytes or as text such as ``"20GB"``. None means a
             share of the run's memory.
@@ -115,14 +115,14 @@ def ray_launch(
 
 
 class RayRequest(NamedTuple):
-    """The arguments of `ray_launch`: the cluster, and the options of `distributed`."""
+    """The arguments of `ray_launch`: the Ray cluster, and the options of `distributed`."""
 
     cluster: RayCluster
     options: dict[str, object]
 
 
 def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> RayRequest:
-    """Return the requested cluster and the options for the run itself."""
+    """Return the requested Ray cluster, and the options of the run."""
     for name in options:
         if name not in VALID:
             raise _unknown(name)
@@ -145,7 +145,7 @@ def _store_bytes(value: object) -> int:
 
 
 def _unknown(name: str) -> InvalidOption:
-    """Return the error for an unknown option, with a known replacement and all valid options."""
+    """Return the error for an unknown option. The error names a known replacement and all valid options."""
     valid = "valid options: " + ", ".join(VALID)
     if name in _INSTEAD:
         return InvalidOption(f"ray_launch has no option {name!r}", hint=f"{_INSTEAD[name]}; {valid}")

@@ -1,13 +1,13 @@
-"""Holds devices, their locks and a warm interpreter between calls.
+"""Implements sessions, which hold devices and a warm interpreter between calls.
 
     with serverless_gpu.session(gpus=8, gpu_type="H100") as s:
         s.distributed(train, lr=3e-4)      no wait for GPUs, no cold start
         s.distributed(evaluate)
 
 A process on the node (`node/supervisor/session.py`) holds the devices while the client process is connected to it.
-Between calls, a daemon thread reads messages of that process: a warning that the session is idle, or the end of the
-session. After the end, the next call raises an error with the reason. The exit of the client process ends the session,
-but not the runs of the session.
+Between calls, a daemon thread of the client reads messages of this process: a warning about an idle session, or the end
+of the session. After the end of a session, the next call raises an error with the reason. The exit of the client
+process ends the session, but not the runs of the session.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _HAND_BACK_S = 30.0
 
 
 class _Hold(Run[None]):
-    """The handle of a session's process, which uses the messages of a run without ranks."""
+    """The handle of a session's process, with the message protocol of a run without ranks."""
 
     devices: tuple[Device, ...] = ()
 
     def wait_held(self, display: Display) -> None:
-        """Wait for the devices, and show the reason for the wait."""
+        """Wait until the session holds its devices, and show the reason for the wait."""
         self._display = display
         self._hear_until(lambda: bool(self.devices) or self.over, None)
         if not self.devices:
             raise self._error(None) or SessionEnded(f"session {self.id} ended before it had its devices")
 
     def listen(self) -> None:
-        """Print the session's messages until the session ends."""
+        """Print messages about the session until the session ends."""
         with contextlib.suppress(OSError):
             self._hear_until(lambda: self.over and not self._source.is_open, None)
 
@@ -74,10 +74,11 @@ class _Hold(Run[None]):
 
 
 class Session:
-    """GPUs, their locks and a warm interpreter that stay reserved from one call to the next.
+    """Reserved GPUs and a warm interpreter for several calls.
 
     `serverless_gpu.session(...)` creates a session. At the end of a `with` block, the session waits for its runs and
-    releases the devices. An exception in the block cancels the runs. `close()` does the same as the end of the block.
+    releases the devices. An exception in the block cancels the runs. `close()` has the same effect as the end of the
+    block.
 
     Attributes:
         id: the session's identifier.
@@ -148,8 +149,8 @@ class Session:
     ) -> RunList[R]:
         """Start one run per item and return their handles, like `map` of a decorated function.
 
-        The session's devices limit the number of parallel runs. Decorate the function with `gpus=1` to run one item per
-        device.
+        The number of the session's devices limits the number of parallel runs. Decorate the function with `gpus=1` to
+        run one item per device.
         """
         return self._bind(function).map(*iterables, **kwargs)
 
@@ -159,11 +160,11 @@ class Session:
         items: Iterable[Iterable[object]],
         **kwargs: object,
     ) -> RunList[R]:
-        """Start one run per item and return the handles. The elements of an item are the positional arguments."""
+        """Start one run per tuple of positional arguments, and return the handles."""
         return self._bind(function).starmap(items, **kwargs)
 
     def actors(self, cls: Callable[..., object], *args: object, **kwargs: object) -> Actors:
-        """Create one object of a class in each rank. The object and its process persist between calls.
+        """Create one object of a class in each rank. The object and the rank's process persist between calls.
 
         Each rank calls ``cls(*args, **kwargs)``, then the object's ``setup()`` if it exists. The rank process fills in
         the parameters `rank` and `world_size`. The session's idle limit also applies to the actors.
@@ -209,7 +210,7 @@ class Session:
             KeyboardInterrupt: the user pressed Ctrl-C during the wait. The devices are free, and the runs were
                 cancelled unless `on_interrupt` detaches them.
         """
-        # A forked child has a copy of this object but does not own the session.
+        # A forked child has a copy of this object, but only the parent process owns the session.
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -228,7 +229,7 @@ class Session:
     def _say_end(self) -> None:
         try:
             receipt = self._hold.receipt(_HAND_BACK_S)
-            # This method creates the display, because in a notebook another cell may have opened the session.
+            # A new display is needed, because another notebook cell may have opened the session.
             make_display(quiet=self._spec.quiet, logs=self._hold.directory / "logs").receipt(receipt)
         except (TimeoutError, ServerlessGpuError) as error:
             self._display.say(f"session {self.id}: {error}")
@@ -266,7 +267,7 @@ class Session:
             raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
 
     def _stop_runs(self, *, interrupted: bool) -> None:
-        """Cancel running runs and wait for their end, except runs that Ctrl-C detaches. Drop all handles."""
+        """Cancel running runs and wait for their end. Skip runs that Ctrl-C detaches. Drop all handles."""
         runs, self._runs = self._runs, []
         going = [run for run in runs if not run._abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
         if not going:
@@ -283,14 +284,14 @@ class Session:
 
 
 def _end_in(owner: int, held: _Hold) -> None:
-    """End the session if this process opened it. The exit of a forked child must not end the session."""
+    """End the session in the process that opened it. Do nothing in a forked child."""
     if os.getpid() == owner:
         held.cancel()
 
 
 def _wait_for(runs: Sequence[Run[object]]) -> None:
     for run in runs:
-        with contextlib.suppress(ServerlessGpuError):  # A run whose supervisor was killed has no receipt.
+        with contextlib.suppress(ServerlessGpuError):  # After a kill of the supervisor, the run has no receipt.
             run.receipt()
 
 
@@ -320,9 +321,10 @@ def session(
         gpus: number of GPUs. None means every GPU of the node.
         gpu_type: GPU type in any case, such as ``"H100"`` or ``"a10"``, or ``"CPU"`` for CPU slots. None means the only
             available type.
-        timeout: limit of each run of a plain function, in seconds from the start of user code. None means no limit.
-        idle_timeout: seconds without a run until the session ends. A warning appears after four fifths of this time.
-        options: options of the session's plain functions, as for `distributed`.
+        timeout: maximum duration of user code in each run of a plain function, in seconds. None means no limit.
+        idle_timeout: maximum seconds without a run. The session then ends. A warning appears after four fifths of this
+            time.
+        options: options for runs of plain functions, as for `distributed`.
 
     Returns:
         The session, which holds its devices.
@@ -330,7 +332,7 @@ def session(
     Raises:
         InvalidOption: an option does not exist or has the wrong type.
         InvalidValue: an option has an impossible value.
-        HardwareError: this machine does not have the GPUs.
+        HardwareError: this machine does not have the requested GPUs.
         KeyboardInterrupt: the user pressed Ctrl-C during the wait. The session holds no devices.
     """
     others = dict(cast("Mapping[str, object]", options))

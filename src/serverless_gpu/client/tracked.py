@@ -2,8 +2,8 @@
 
     protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
 
-The link contains the server, the experiment and the run. For a link of another form, the server and the experiment are
-"".
+The link contains the server, the experiment and the run. If the link has another form, the module sets the server and
+the experiment to "".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _TrackingFile(msgspec.Struct, frozen=True):
 
 
 def from_link(url: str, run_id: str = "") -> TrackedRun | None:
-    """Return the MLflow run of a link, or None for "". A known `run_id` takes precedence."""
+    """Return the MLflow run of a link, or None for "". A known `run_id` overrides the link's run."""
     found = _LINK.fullmatch(url)
     if found is None:
         return TrackedRun(run_id, url) if run_id else None

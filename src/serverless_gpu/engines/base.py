@@ -1,14 +1,14 @@
-"""Defines the interface of engines. An engine knows nodes and starts an agent on each node of a gang.
+"""Defines the interface of engines. An engine lists nodes and starts an agent on each node of a gang.
 
     scheduler ── plan(gang) ─▶ Request ── submit ─▶ Placed | Waiting | Impossible
               ── release(gang) ─▶
     reconciler ── recover() at the start · events() ─▶ NodeUp, NodeLost
 
-An engine makes no scheduling decisions. The agent of a node starts the gang that the engine placed there. The agent
-connects to the server (`wire/agents.py`). The engine carries no orders, logs or results.
+An engine makes no scheduling decisions. The agent of a node starts the gang that the engine placed on the node. The
+agent connects to the server (`wire/agents.py`). The engine transfers no orders, logs or results.
 
-The lease with the server decides whether an attempt is alive. `NodeLost` means that the scheduler must not use the
-node; it does not mean that its attempts have ended. A restart of an engine ends no attempt.
+The lease with the server decides whether an attempt is alive. After `NodeLost`, the scheduler must not use the node.
+The node's attempts may continue. A restart of an engine ends no attempt.
 
 Every engine must pass the suite `testing/engines.py`, which is shipped as `serverless_gpu.testing.engines`.
 """
@@ -42,7 +42,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks of one attempt. The engine places all ranks or none.
 
     Attributes:
-        id: `run:fence`; an engine treats two submissions with the same identifier as one gang.
+        id: text of the form `run:fence`. An engine treats two submissions with the same identifier as one gang.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The reservation that an engine would make for a gang, as a value.
 
     Attributes:
-        text: description for people: `sgpu submit --dry-run` prints it, golden tests read it.
+        text: description for people, which `sgpu submit --dry-run` prints.
     """
 
     gang: Gang
@@ -67,13 +67,13 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine cannot place the gang now; `sentence` gives the reason. The scheduler retries later."""
+    """The engine cannot place the gang now, for the reason in `sentence`. The scheduler retries later."""
 
     sentence: str
 
 
 class Impossible(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine can never place the gang; `sentence` gives the reason."""
+    """The engine can never place the gang, for the reason in `sentence`."""
 
     sentence: str
 
@@ -92,10 +92,10 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(abc.ABC):
-    """A cluster or machine that can run gangs. Methods return soon. Any thread may call them.
+    """A cluster or machine that can run gangs. Methods return without long waits. Any thread may call a method.
 
     Attributes:
-        queues: True if the engine puts `Waiting` gangs into a queue of its own.
+        queues: True if the engine puts `Waiting` gangs into its own queue.
     """
 
     queues: bool = False
@@ -110,11 +110,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, gang: Gang) -> Request:
-        """Return the reservation that `submit` would make. This method is pure."""
+        """Return the reservation that `submit` would make, without side effects."""
 
     @abc.abstractmethod
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve all nodes of a gang and start an agent on each. A repeated call changes nothing."""
+        """Reserve all nodes of a gang and start an agent on each node. A repeated call changes nothing."""
 
     @abc.abstractmethod
     def release(self, gang: str) -> None:
@@ -126,8 +126,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Return the node changes since the last call, in order."""
+        """Return the node changes since the last call, oldest first."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free the engine's resources in this process. Keep reservations and agents."""
+        """Free the engine's resources in this process. Reservations and agents remain."""

@@ -1,14 +1,15 @@
-"""Serves the server's own machine as an engine with one node, and keeps its uplink running.
+"""Provides the server's own machine as an engine with one node, and keeps the node's uplink running.
 
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
                                                else         ─▶ start it detached: it outlives this process
 
 The uplink does the work of a node. This engine carries no data and does not count devices. The node reports its
-devices, and the scheduler records which gang holds each device. A reservation is an empty file, so the next server
-process finds it.
+devices, and the scheduler records which gang holds each device. A reservation is an empty file that the next server
+process finds.
 
 Failure cases: If the uplink is killed, the engine starts another uplink, which continues the running attempts. If the
-uplink cannot start (no processes, no disk), the node is lost, with the reason, until a start succeeds.
+uplink cannot start (process limit, full disk), the engine reports the node as lost, with the reason. A later successful
+start makes the node available again.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 
 
 class LocalEngine(Engine):
-    """This machine as an engine.
+    """The server's own machine as an engine.
 
     `home` is the home directory of the agent that runs the gangs. `directory` holds the files of this engine. The
-    engine creates the directory if needed. `environ` are the environment variables that describe the node's
+    engine creates the directory if needed. `environ` contains the environment variables that describe the node's
     resources.
     """
 
@@ -64,7 +65,7 @@ class LocalEngine(Engine):
         return node == self._node.name
 
     def plan(self, gang: Gang) -> Request:
-        """Return the gang that the agent would start."""
+        """Return the reservation that the agent would start as a gang."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
         return Request(gang=gang, text=f"start {gang.id} with the agent of this machine: {shares}")
 

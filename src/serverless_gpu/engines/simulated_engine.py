@@ -1,22 +1,24 @@
 """Simulates a cluster: its engine, its agents, their telemetry, and faults that a test injects.
 
     SimulatedEngine     passes the conformance suite like any other engine; counts capacity
-    SimulatedAgent      one node, in process and on a test's clock. `step()` connects if needed, takes orders, advances
+    SimulatedAgent      one node, in process and on a test's clock. `step()` connects if needed, accepts orders,
+    advances
                         its gangs to the current time, and reports
     SimulatedTelemetry  synthetic samples of one node, delivered to MLflow as on real nodes
 
-The engine and the agents never sleep, start no process and open no socket. The same calls in the same order return
-the same answers. Reservations outlive the engine (`Reservations`), as in a real cluster. `kill` ends only the
-connection: attempts and unacknowledged reports stay on the node's disk. Nothing survives `reboot`. After one large
-step of the clock, each event has the same time as with small steps.
+The engine and the agents never sleep, start no process and open no socket. The same calls in the same order return the
+same answers. Reservations outlive the engine (`Reservations`), as in a real cluster. `kill` ends only the connection.
+Attempts and unacknowledged reports stay on the node's disk. No attempt survives `reboot`. After one large step of the
+clock, each event has the same time as with small steps.
 
-The cluster, not the server, records every execution of user code in `executions`. So tests do not depend on the
+The cluster, not the server, records every execution of user code in `executions`. Therefore tests do not depend on the
 server's own records. The simulated agents give the guarantees of real nodes. An agent executes an order once. A gang
-without an answer for `partition_grace_s` ends itself. An agent stops a stale gang, keeps its files, and never reports
-the gang again.
+ends itself after `partition_grace_s` without an answer from the server. An agent stops a stale gang, keeps its files,
+and never reports the gang again.
 
-Faults: `answers` of the engine; `reaches` and `hears` cut one direction each; `kill` and `start`; `reboot`;
-`forgets_to_acknowledge`. A test decides what a gang does (`SimulatedWork`).
+A test injects faults with `answers` of the engine, and with `kill`, `start`, `reboot` and `forgets_to_acknowledge` of
+an agent. The attributes `reaches` and `hears` each cut one direction of the agent's connection. A test defines the
+behaviour of a gang with `SimulatedWork`.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ _TURN_S = 170  # Period of the synthetic curves, in seconds.
 
 
 class Reservations:
-    """The reservations of a simulated cluster. The reservations survive the engine."""
+    """The reservations of a simulated cluster, which outlive the engine."""
 
     def __init__(self) -> None:
         self.gangs: dict[str, Gang] = {}
@@ -243,8 +245,8 @@ class Observer(Protocol):
 class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated behaviour of a gang."""
 
-    start_s: float | None = 0.1  # Seconds from the order to the start of user code; None means never.
-    run_s: float | None = 1.0  # Seconds from the start of user code to its end; None means until a stop.
+    start_s: float | None = 0.1  # Seconds from the order to the start of user code, or None if user code never starts.
+    run_s: float | None = 1.0  # Seconds from the start of user code to its end, or None to run until a stop request.
     # The reason for the end of the gang. With a retryable reason, the gang ends before user code begins.
     reason: Reason = Reason.COMPLETED
     output: bytes = b""  # Output that rank 0 writes at its start.
@@ -253,7 +255,7 @@ class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Execution(msgspec.Struct, kw_only=True):
-    """One execution of user code by the cluster's clock; `ended_ns` is None while the code runs."""
+    """One execution of user code, with times of the cluster's clock. `ended_ns` is None while the code runs."""
 
     run_id: str
     fence: int
@@ -295,12 +297,13 @@ class SimulatedAgent:
         work: Callable[[Start], SimulatedWork],
     ) -> None:
         self.control, self.name, self.devices = control, name, tuple(devices)
-        self.node = ""  # The node's identifier on the server; "" before the first hello.
+        self.node = ""  # Identifier of the node on the server, or "" before the first hello request.
         self.executions: list[Execution] = []  # Every execution of user code on this node.
-        # `reaches` is True if requests arrive at the server, `hears` if answers arrive at the agent.
+        # `reaches` is True if requests arrive at the server. `hears` is True if answers arrive at the agent.
         self.reaches = self.hears = self.alive = True
         self.forgets_to_acknowledge = False  # True if the agent accepts orders without an acknowledgement.
-        # Stale gangs: the agent has stopped them, keeps their files, and never reports them again.
+        # Stale gangs, which the agent has stopped. The agent keeps the files of a stale gang and never reports the gang
+        # again.
         self.kept: list[CrewKey] = []
         self.observer: Observer | None = None  # Observes what the gangs of this node do.
         self.pool = ""
@@ -323,11 +326,11 @@ class SimulatedAgent:
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 
     def kill(self) -> None:
-        """End the agent as `kill -9` does. Its gangs continue without an agent."""
+        """End the agent as `kill -9` does. The gangs continue without an agent."""
         self.alive = self._connected = False
 
     def start(self) -> None:
-        """Start the agent again. The agent finds its gangs."""
+        """Start the agent again. The agent finds its gangs on the node's disk."""
         self.alive = True
 
     def reboot(self) -> None:
@@ -343,7 +346,7 @@ class SimulatedAgent:
         self.alive = True
 
     def step(self) -> None:
-        """Connect if needed, take orders, advance the gangs to the current time, and report."""
+        """Run one cycle of the agent: connect if needed, accept orders, advance the gangs and report."""
         now_ns = self._clock.boottime_ns()
         for attempt in list(self._attempts.values()):
             self._live(attempt, now_ns)
@@ -426,7 +429,7 @@ class SimulatedAgent:
             if begins_ns <= min(now_ns, fence_ns):
                 self._begin(attempt, begins_ns)
         if self.observer is not None and attempt.execution is not None and attempt.ended is None:
-            # The observer records the gang until the current time, or until its end if that is earlier.
+            # The observer records the gang until the current time, or until the gang's earlier end.
             until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
             late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
             self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
@@ -586,7 +589,7 @@ class SimulatedTelemetry:
                 gang.delivery.settled()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until everything is delivered. Return False on a timeout."""
+        """Wait until the tracker has received all samples. Return False on a timeout."""
         for gang in self._gangs.values():
             if gang.thread is not None:
                 gang.thread.join(timeout_s)
@@ -619,7 +622,7 @@ class _TrackingListener:
 
 
 def _made_up_sample(at_ns: int, header: Header, node_rank: int) -> Sample:
-    """Return synthetic figures: a different wave for each device and node."""
+    """Return a synthetic sample, with a different wave for each device and node."""
     seconds = (at_ns - header.origin_ns) / SECOND_NS
     waves = [
         0.5 + 0.5 * math.sin(2 * math.pi * (seconds / _TURN_S + 0.11 * (place + 3 * node_rank)))

@@ -18,7 +18,8 @@ LEVEL_REMOTE = 3
 """Compression level for a network, which is slower than the compressor."""
 
 PIECE_BYTES = 256 * 1024
-"""Bytes of the pieces that `pieces` yields: smaller than a core's cache, so that hashing and writing are fast."""
+"""Size in bytes of the pieces that `pieces` yields. A piece fits into a core's cache, so hashing and writing are fast.
+"""
 
 
 def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL, *, checksum: bool = True) -> bytes:
@@ -31,7 +32,7 @@ def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL, *, 
 
 
 class Compressor:
-    """Makes frames one after another and reuses its memory. One thread at a time may use a compressor."""
+    """Creates zstd frames and reuses its memory. Only one thread at a time may use a compressor."""
 
     def __init__(self, level: int) -> None:
         parameter = zstd.CompressionParameter

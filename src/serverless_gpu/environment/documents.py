@@ -8,16 +8,16 @@
              └ packs, blocks, places: where the bytes of the rows lie in the store          not part of the address
 
 A row's path starts with its area. `site/` is the directory on `sys.path`. `prefix/` is the directory above `site/` that
-has `bin` and `share`. So a unit does not depend on Python versions, machines or users, and the same wheel has the same
-address everywhere. The address of a unit is the BLAKE3 digest of its rows in order of their paths.
+has `bin` and `share`. A unit therefore does not depend on Python versions, machines or users. The same wheel has the
+same address everywhere. The address of a unit is the BLAKE3 digest of its rows in order of their paths.
 
 The address of a snapshot covers everything that a restore uses: the interpreter, the roots with ordered units, the
 generated files, and the snapshot's origin. Two documents with the same address can differ only in facts that have no
-effect on a restore (`UNADDRESSED_FACTS`). Version 1 of snapshots covered less: see `snapshot_address_1`.
+effect on a restore (`UNADDRESSED_FACTS`). `snapshot_address_1` returns addresses of version 1, which cover fewer facts.
 
 `Packages` lists the installed packages, to compare two environments. `Packages` leaves out the project's own code,
-which may differ, and distributions that add no module. An editable install of the project is such a distribution, and
-its metadata names the project's version. Captures and restores report a `ProgressPoint`.
+which may differ, and distributions that add no module. An editable install of the project adds no module, and its
+metadata names the project's version. Captures and restores report a `ProgressPoint`.
 
 Readers of a store use `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
 """
@@ -33,16 +33,17 @@ from blake3 import blake3
 VERSION = 1
 """Format version of units and of the list of condemned objects."""
 SNAPSHOT_VERSION = 2
-"""Format version of new snapshots; version 1 can still be read."""
+"""Format version of new snapshots. Readers also accept version 1."""
 UNADDRESSED_FACTS = ("captured_ns", "loaded", "variables", "left_out")
-"""Facts that a snapshot's address does not cover. Restore compiles `loaded` first, and only displays the other facts.
+"""Facts that a snapshot's address does not cover. Restore compiles the files in `loaded` first, and only displays all
+other facts.
 """
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Content bytes of a block, which is compressed as one zstd frame and restored separately."""
+"""Maximum number of content bytes in a block. A block is one zstd frame, and can be restored separately."""
 PACK_BYTES = 16 * 1024 * 1024
-"""Compressed bytes at which a pack is closed. A pack is sent, verified and resumed as one object."""
+"""Number of compressed bytes at which the packer closes a pack. Each pack is one object of a store."""
 _LISTED_MAX = 5
-"""Number of packages that `difference` names; it counts the others."""
+"""Maximum number of packages that `difference` names. `difference` counts all further packages."""
 
 RowKind = Literal["f", "x", "l", "d"]  # kind of a row: file, executable file, link, empty directory
 UnitKind = Literal["distribution", "unowned", "code"]
@@ -51,7 +52,7 @@ Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
 
 
 class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One file, link or empty directory of a unit."""
+    """A file, link or empty directory of a unit."""
 
     path: str  # area and path below the area, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names
     kind: RowKind = "f"
@@ -66,7 +67,7 @@ class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PackBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One zstd frame in a pack."""
+    """A zstd frame in a pack."""
 
     pack: int
     offset: int
@@ -85,13 +86,13 @@ class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of an environment; a store has it under ``units/<address>``."""
+    """A piece of an environment, stored under ``units/<address>``."""
 
     address: str
     rows: tuple[FileRow, ...]  # rows of the unit, sorted by path
     packs: tuple[str, ...] = ()
     blocks: tuple[PackBlock, ...] = ()  # Blocks in an order in which a large file continues in the next block.
-    places: tuple[ContentPlace, ...] = ()  # One place for each file that is not empty, in order of the rows.
+    places: tuple[ContentPlace, ...] = ()  # Content place of each file that is not empty, in order of the rows.
     version: int = VERSION
 
 
@@ -125,7 +126,7 @@ class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of its machine; restore generates the file again."""
+    """A small text file that names directories of one machine. Restore generates the file for each tree."""
 
     path: str
     # Content with placeholders: ``{{sgpu:2}}`` is the directory of root 2 (its site area), ``{{sgpu:python}}`` the
@@ -141,7 +142,7 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     # `pip --target`). ``code`` is the user's project.
     kind: RootKind
     members: tuple[SnapshotMember, ...]  # Units of the root, in order of kind, name and address.
-    generated: tuple[Generated, ...] = ()  # Files whose text differs on each machine.
+    generated: tuple[Generated, ...] = ()  # Generated files, whose text differs on each machine.
     # True if the root comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
     before: bool = False
     # True if the root is on `sys.path`. Only generated files may name the source of an editable install.
@@ -152,7 +153,8 @@ class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a snapshot. The snapshot's address covers all of it except `UNADDRESSED_FACTS`."""
 
     captured_ns: int = 0  # Time of the capture, in nanoseconds since 1970.
-    python: str = ""  # Path of the interpreter without its environment, for example ``/usr/bin/python3.11``.
+    # Path of the base interpreter, outside of any virtual environment, for example ``/usr/bin/python3.11``.
+    python: str = ""
     prefix: str = ""
     originals: tuple[str, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
@@ -214,13 +216,13 @@ def snapshot_address(snapshot: Snapshot) -> str:
         # msgpack stores the lengths of lists and strings, so two different snapshots never give the same bytes.
         content = msgspec.msgpack.encode(covered)
     except UnicodeEncodeError:
-        # The rules refuse text that is not UTF-8, and the error names the position of the text.
+        # The rules refuse text that is not UTF-8, with an error that names the position of the text.
         content = ascii(covered).encode()
     return blake3(b"serverless-gpu snapshot 2\n" + content).hexdigest()
 
 
 def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
-    """Return the address by version 1, which covers neither the order of units nor their kinds and sizes."""
+    """Return the version 1 address of a snapshot, which ignores the order, kinds and sizes of units."""
     digest = blake3(b"serverless-gpu snapshot 1\n")
     python = (interpreter.implementation, interpreter.minor, interpreter.abi, interpreter.platform)
     digest.update("\0".join(python).encode() + b"\n")
@@ -270,12 +272,12 @@ def packages_of(snapshot: Snapshot) -> Packages:
 
 
 def are_same(one: Packages, other: Packages) -> bool:
-    """Return whether two environments have the same installed packages."""
+    """Return True if two environments have the same installed packages."""
     return one.python == other.python and one.units.keys() == other.units.keys()
 
 
 def difference(asked: Packages, accepted: Packages) -> str:
-    """Return the difference between requested and accepted packages as text; "" without a difference."""
+    """Return the difference between requested and accepted packages as text, or "" if they are equal."""
     if asked.python != accepted.python:
         return f"{asked.python} is not {accepted.python}"
     more = [label for address, label in asked.units.items() if address not in accepted.units]

@@ -1,24 +1,25 @@
 """Chains the entries of the audit, verifies the chain, and serves the route that lists entries.
 
-`records/audit.py` writes an entry in the transaction of the change that the entry describes. `AuditChainWriter` gives
-each entry a number and a digest (`model/audit_chain.py`) a second later. `ChainCheck` verifies the chain page by page.
+`records/audit.py` writes an entry in the transaction of the change that the entry describes. A second later,
+`AuditChainWriter` assigns a number and a digest to the entry (`model/audit_chain.py`). `ChainCheck` verifies the chain
+page by page.
 
     a request's transaction ── audit row ─▶ database ── each second ─▶ rows without a number ─▶ number, digest
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ last entry, then new entries ─▶ `begin_again` ─▶ from entry 1
                                           └ remembered: the last entry and its digest
 
 PostgreSQL assigns a row's number before the commit, so rows become visible out of order. Every ten seconds the writer
-searches some thousand earlier rows for entries without a number. At its start it searches all rows. In between it reads
-only the newest row number, by key.
+searches some thousand earlier rows for entries without a number. At its start, the writer searches all rows. Between
+these searches, the writer reads only the newest row number, by key.
 
-The check compares each round with its memory of the previous round. If a valid chain has another digest, a process has
-rewritten the chain. If the chain is shorter, its last entries were removed. A server that has just started has no such
-memory, so operators keep copies of the audit (`sgpu audit export`).
+The check compares the chain in each round with the previous round. If a valid chain has a different digest, a process
+has rewritten the chain. If the chain is shorter, its last entries were removed. A server that has just started
+remembers no previous round, so operators keep copies of the audit (`sgpu audit export`).
 
-Failure cases:
-* The writer is killed: the next server continues at the end of the chain. Entries are durable before they are chained.
-* An entry is wrong or missing: the check reports it and continues with the next entry, to find other damage too.
-* The database does not answer: the writer tries again. The check raises and keeps its position.
+Failure cases: * The writer is killed: the next server continues at the end of the chain. Entries are durable before the
+writer adds them to the chain. * An entry is wrong or missing: the check reports the entry and continues with the next
+entry, to find further damage. * The database does not answer: the writer tries again. The check raises and keeps its
+position.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from serverless_gpu.wire.access import AuditPage
 EVERY_S = 1.0
 BACK_S = 10.0
 AT_ONCE = 500
-"""Maximum number of rows in one transaction. The next transaction follows without a pause."""
+"""Maximum number of rows in one transaction. The next transaction follows immediately."""
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]
 """Number of an audit entry, and the problem of that entry."""
@@ -52,7 +53,7 @@ Read = Callable[[Callable[[sa.Connection], Any]], Any]
 
 
 class AuditChainWriter:
-    """Chains audit entries within about a second after they are written."""
+    """Adds audit entries to the hash chain within about a second after their insertion."""
 
     def __init__(self, *, database: Transactions) -> None:
         self._database = database
@@ -61,7 +62,7 @@ class AuditChainWriter:
         self._back_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Chain pending entries and return the time of the next tick."""
+        """Add pending entries to the chain, and return the time of the next tick."""
         if not self._database.read(lambda connection: self._is_pending(connection, now_ns)):
             return now_ns + round(EVERY_S * 1e9)
 
@@ -95,7 +96,7 @@ class ChainCheck:
         self._at, self.done = ChainHead(), False
 
     def look(self, read: Read, *, limit: int = PAGE_LINKS) -> list[Broken]:
-        """Verify the next page and return the problems found."""
+        """Verify the next page of the chain, and return the problems found."""
         try:
             page: list[ChainedEntry] = read(
                 partial(audit.links, wanted=AuditFilter(after=self._at.number, limit=limit))
@@ -135,7 +136,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class AuditQuery(Query, frozen=True, kw_only=True):
-    """Filter and page of a request for audit entries. With `newest`, the page holds the last entries."""
+    """Filter and page of a request for audit entries. With `newest`, the page contains the last entries."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = 500

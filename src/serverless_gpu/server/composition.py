@@ -2,10 +2,10 @@
 
     ServerResources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ Services.make
 
-A service names its dependencies as keyword arguments of its constructor. `compose` passes the resource or service of
-that name. `Services` lists the services in build order, so each dependency exists before the service that needs it.
-Only the process start and tests import this module. `application` declares all routes, and `guarded` adds the
-middleware.
+A service names its dependencies as keyword arguments of its constructor. `compose` passes the resource or service with
+the name of the argument. `Services` lists the services in build order, so each dependency exists before the services
+that need the dependency. Only the process start and tests import this module. `application` declares all routes, and
+`guarded` adds the middleware.
 """
 
 from __future__ import annotations
@@ -87,24 +87,15 @@ T = TypeVar("T")
 class ServerResources:
     """Resources that the services share: opened components, and state in memory.
 
-    Attributes:
-        settings: settings of the server.
-        keys: keys that sign the tokens of attempts.
-        sealer: encrypts callers' variables.
-        leases: time of the last heartbeat of each attempt.
-        looks: gangs whose supervisors must report now.
-        meetings: rendezvous data of gangs on several nodes.
-        gang_progress: progress of gangs on several nodes.
-        presence: time of the last heartbeat of each node.
-        deliveries: orders that the server has sent.
-        sentences: reasons why runs wait.
-        waiting_room: free places in the queue by principal.
-        spending: current state of every budget.
-        feasible: cache of runs that at least one node could serve.
-        engine_nodes: returns the names of the engine's nodes, even before their agents register.
-        ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
-        unwritable: returns why the database accepts no writes; "" while the database accepts writes.
-        low: returns why the database accepts no new runs; "" while the database accepts new runs.
+    Attributes: settings: settings of the server. keys: keys that sign the tokens of attempts. sealer: encrypts callers'
+    variables. leases: time of the last heartbeat of each attempt. looks: gangs whose supervisors must report now.
+    meetings: rendezvous data of gangs on several nodes. gang_progress: progress of gangs on several nodes. presence:
+    time of the last heartbeat of each node. deliveries: orders that the server has sent. sentences: reasons why runs
+    wait. waiting_room: free queue slots by principal. spending: current state of every budget. feasible: cache of runs
+    that at least one node could execute. engine_nodes: returns the names of the engine's nodes, even before their
+    agents register. ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
+    unwritable: returns why the database accepts no writes, or "" while the database accepts writes. low: returns why
+    the database accepts no new runs, or "" while the database accepts new runs.
     """
 
     settings: Settings
@@ -180,7 +171,7 @@ class Services(ServerResources):
     run_queries: RunQueries
 
     def make(self, kind: Callable[..., T], **own: object) -> T:
-        """Build a component that is not shared, such as a loop. `own` holds additional arguments."""
+        """Build a component that is not shared, such as a loop. `own` contains additional arguments."""
         return _build(kind, vars(self), **own)
 
     @property
@@ -194,14 +185,14 @@ def compose(resources: ServerResources) -> Services:
     parts = dict(vars(resources))
     for name, kind in kinds(Services).items():
         if name not in parts:
-            # Imports must not point from principals up to budgets, so `compose` passes the budget callback in.
+            # Imports must not lead from principals up to budgets, so `compose` passes the budget callback.
             own = {"budgets_changed": resources.spending.change} if kind is PrincipalService else {}
             parts[name] = _build(kind, parts, **own)
     return Services(**parts)
 
 
 def kinds(of: type[ServerResources]) -> dict[str, type]:
-    """Return the class of each field by name, in field order. Fields with callables are left out."""
+    """Return the class of each field by name, in field order. The result omits fields with callables."""
     hints = typing.get_type_hints(of)
     return {each.name: hints[each.name] for each in dataclasses.fields(of) if isinstance(hints[each.name], type)}
 
@@ -251,7 +242,7 @@ ROUTES: tuple[Routes, ...] = (
     server_status.routes,
     usage_reports.routes,
 )
-"""Routes of all modules. A new module with routes must be added to this list."""
+"""Routes of all modules. A developer must add a new module with routes to this list."""
 
 
 def all_routes() -> list[Route]:

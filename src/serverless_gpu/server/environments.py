@@ -3,17 +3,17 @@
     10 minutes after the start, then every six hours:   parts of payloads and outputs  ─▶ blobs.collect
                                                         captured environments          ─▶ environments.collect
 
-A store deletes in two steps with a long interval in between (`blobs.py`, `environment/stores/collection.py`). After a
-store has listed its objects, the collector reads which objects runs refer to. Young objects and recently requested
-objects stay, so no request has to wait for a collection. A snapshot that a run used within the last month stays.
+A store deletes an object in two steps, separated by a long interval (`blobs.py`, `environment/stores/collection.py`).
+After a store has listed its objects, the collector reads the references of runs to objects. Young objects and recently
+requested objects stay, so no request has to wait for a collection. A snapshot that a run used within the last month
+stays.
 
-An object's key is a capability: callers with the reach `own` can use keys that they know. Only operators (reach `all`)
-can list keys or read the notes of a collection.
+An object's key is a capability: callers with the reach `own` can use known keys. Only operators (reach `all`) can list
+keys or read the notes of a collection.
 
-Failure cases:
-* A store does not answer: the collector logs this, and the next collection continues.
-* Another collection runs in the same store: this collection does nothing.
-* The server stops during a collection: the next collection continues.
+Failure cases: * A store does not answer: the collector logs the failure, and the next collection continues. * Another
+collection runs in the same store: this collection does nothing. * The server stops during a collection: the next
+collection continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Removes parts and environments that no run refers to."""
+    """Removes parts and environments to which no run refers."""
 
     def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: EnvironmentStore) -> None:
         self._clock = clock
@@ -102,7 +102,7 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 async def read_object(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, query: RangeQuery
 ) -> Response:
-    """Return an object or a range of its bytes. The result is shorter where the object ends earlier."""
+    """Return an object or a range of its bytes. The result is shorter if the object ends within the range."""
     if key.startswith(_COLLECTING):
         _check_reach(call)
     pieces = await spool.in_thread(lambda: environments.read(key, query.start, query.length))
@@ -131,7 +131,7 @@ async def present_objects(call: Call, environments: EnvironmentStore, spool: Upl
 
 @routes.post("/environments/repair", needs=reading("environments"))
 async def repair_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> KeyList:
-    """Verify snapshots and units with their content, remove the damaged ones, and return the removed keys."""
+    """Verify snapshots and units with their content. Remove damaged objects, and return the removed keys."""
     _check_count(body)
     removed = await spool.in_thread(lambda: environments.repair(body.keys))
     return KeyList(keys=removed)
@@ -141,7 +141,7 @@ async def repair_objects(call: Call, environments: EnvironmentStore, spool: Uplo
 async def condemned_objects(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList
 ) -> CondemnedAnswer:
-    """Return the requested keys that are condemned, and whether a collection is running."""
+    """Return the requested keys that are condemned, and True if a collection is running."""
     _check_count(body)
     keys, collecting = await spool.in_thread(lambda: environments.condemned(body.keys))
     return CondemnedAnswer(keys=tuple(key for key in body.keys if key in keys), collecting=collecting)

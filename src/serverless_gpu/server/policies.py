@@ -2,11 +2,11 @@
 
 Submission and estimation of a run call `PolicyAdmission`. `model/usage_policy.py` makes the decisions.
 
-    spec, caller ─▶ policies attached to the caller ─▶ the one that applies ─▶ within it? ─▶ effective spec, pool
+    spec, caller ─▶ policies attached to the caller ─▶ applicable policy ─▶ within limits? ─▶ effective spec, pool
 
-The caller of `PolicyAdmission` is in a transaction, so a concurrent policy change applies to a run fully or not at all.
-Stores must be read outside of a transaction, so `PackagesNotLoaded` ends the transaction. The caller then reads the
-packages of the environments (`read_packages`) and starts again.
+The caller of `PolicyAdmission` runs in a transaction. A concurrent policy change therefore applies to a run fully or
+not at all. Callers must read stores outside of a transaction, so `PackagesNotLoaded` ends the transaction. The caller
+then reads the packages of the environments (`read_packages`) and starts again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HOLDERS_MAX = 20_000
 NAMED_MAX = 100
 """Maximum number of pools, GPU types or tag values that one policy may name."""
 ENVIRONMENTS_MAX = 16
-"""Maximum number of captured environments in one policy. Admission reads each one."""
+"""Maximum number of captured environments in one policy. Admission reads each environment."""
 LEAST_S = 1.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -70,8 +70,8 @@ class PolicyService:
     def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
         """Return usage policies by name.
 
-        With `mine`, return only policies that can apply to the caller's runs. These are the policies attached to the
-        caller or their teams. Without such a policy, the unattached policies apply.
+        With `mine`, return only policies that can apply to the caller's runs. A policy can apply if it is attached to
+        the caller or the caller's teams. Without such a policy, the unattached policies apply.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -123,7 +123,7 @@ class PolicyService:
         return view
 
     def delete(self, who: Caller, name: str) -> PolicyView:
-        """Delete a usage policy. The server refuses new runs that name the policy. Earlier runs keep their limits."""
+        """Delete a usage policy. New runs cannot name the deleted policy. Earlier runs keep their limits."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredPolicy:
@@ -146,7 +146,7 @@ class PolicyService:
         return _view(before, (), who)
 
     def attach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Attach a usage policy to a user, service or team. The policy applies to runs submitted from now on."""
+        """Attach a usage policy to a user, service or team. The policy applies to later submissions."""
         return self._change(who, name, _holder(kind, holder), attached=True)
 
     def detach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
@@ -178,7 +178,7 @@ class PolicyService:
         return self._database.write(work)
 
     def _check_environments(self, addresses: Iterable[str]) -> None:
-        """Refuse a policy that names an environment that is not captured, because no run could match it."""
+        """Refuse a policy that names an uncaptured environment, because no run could match the environment."""
         for address in addresses:
             try:
                 if _ADDRESS.fullmatch(address):
@@ -198,7 +198,7 @@ def _find(connection: sa.Connection, name: str) -> StoredPolicy:
 
 
 def _find_named(connection: sa.Connection, name: str) -> UsagePolicy:
-    """Return the policy that a run names or has. The error for an unknown policy lists the known policies."""
+    """Return the policy that a run names or has. An error for an unknown policy lists the known policies."""
     found = policies.find(connection, name)
     if found is None:
         raise unknown_name("policy", name, [policy.name for policy in policies.every(connection)])
@@ -224,14 +224,16 @@ def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
 
 
 def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller) -> PolicyView:
-    """Return a policy and its holders. Callers without write access see only themselves and their teams."""
+    """Return a policy and its holders. Callers without write access see only the holders among themselves and their
+    teams.
+    """
     if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
 
 
 def _check(policy: UsagePolicy) -> None:
-    """Refuse an invalid policy. A later step makes the checks that need the database."""
+    """Refuse an invalid policy. A later step performs the checks that need the database."""
     for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
         if len(names) > NAMED_MAX:
             raise InvalidValue(f"a policy names {len(names)} {what}, over the limit of {NAMED_MAX}")
@@ -280,7 +282,7 @@ def _check_tags(policy: UsagePolicy) -> None:
 
 
 def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
-    """Refuse a type that is in no catalogue and on no node, because such a policy would refuse every run."""
+    """Refuse a GPU type that no catalogue and no node contains, because the policy would refuse every run."""
     strange = [kind for kind in types if not hardware.is_listed(kind)]
     if not strange:
         return
@@ -294,10 +296,10 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
 
 
 class AdmittedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that its policies accept."""
+    """A run that its usage policies accept."""
 
     spec: RunSpec  # The spec that the server stores, with the policy's name, default tags and limits.
-    policies: tuple[NamedPolicy, ...]  # Policies of the run; the chosen policy comes first.
+    policies: tuple[NamedPolicy, ...]  # Policies of the run, beginning with the chosen policy.
     pool: str  # Pool of the run; "" for any on-demand pool.
 
 
@@ -305,7 +307,7 @@ class PackagesNotLoaded(Exception):
     """A policy names environments whose packages the caller has not read."""
 
     def __init__(self, addresses: frozenset[str]) -> None:
-        # addresses of snapshots; `read_packages` reads their packages outside of the transaction
+        # addresses of snapshots whose packages `read_packages` reads outside of the transaction
         self.addresses = addresses
         super().__init__(f"the packages of {len(addresses)} environments are not loaded")
 
@@ -313,9 +315,9 @@ class PackagesNotLoaded(Exception):
 class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs for the admission of a run, in addition to its spec."""
 
-    snapshot: str = ""  # address of the run's environment; "" for a run without one or without a package check
+    snapshot: str = ""  # address of the run's environment; "" without an environment or without a package check
     packages: Mapping[str, Packages | None] = {}
-    """Packages of the environments that were read; None for an environment that no longer exists."""
+    """Packages of environments already read; None for an environment that no longer exists."""
 
 
 class PolicyAdmission:
@@ -351,7 +353,7 @@ class PolicyAdmission:
         return AdmittedRun(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
-        """Return packages by environment, None for a missing environment. Call this outside of transactions."""
+        """Return packages by environment; None for a missing environment. Callers use no transaction."""
         found: dict[str, Packages | None] = {}
         for address in addresses:
             try:
@@ -362,7 +364,7 @@ class PolicyAdmission:
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
-    """Return the policies of a run: the named or attached one, then the mandatory ones by name."""
+    """Return the policies of a run: the named or attached policy, then mandatory policies by name."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
     there = [NamedPolicy(name, _find_named(connection, name)) for name in attached.of(team)]
     mandatory = {each.name: each for each in there if each.policy.mandatory}
@@ -390,7 +392,7 @@ def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: Ru
 
 
 def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> None:
-    """Refuse an environment whose packages differ from those of all environments in the policy."""
+    """Refuse an environment whose packages differ from the packages of every environment in the policy."""
     if not policy.environments or not brought.snapshot:
         return
     unread = frozenset({brought.snapshot, *policy.environments} - brought.packages.keys())
@@ -416,7 +418,7 @@ routes = Routes("policies")
 
 
 class PolicyQuery(Query, frozen=True, kw_only=True):
-    """Query of the policy list. `mine` selects policies that can apply to the caller's own runs."""
+    """Parameters of the policy list. `mine` selects policies that can apply to the caller's own runs."""
 
     mine: bool = False
 

@@ -56,7 +56,7 @@ class PoolService:
         if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
             hint = f"levels: {', '.join(_ISOLATIONS)}"
             raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
-        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # also refuses NaN
+        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # The check also refuses NaN.
             raise InvalidValue(
                 f"a pool cannot wait {asked.return_s} s for the return of lent GPUs", hint="1 s to 7 days"
             )
@@ -98,8 +98,8 @@ class PoolService:
         return before
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
-        """Set the share of a team, or of a user within their team."""
-        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # also refuses NaN
+        """Set the share of a team, or of a user within a team."""
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # The check also refuses NaN.
             raise InvalidValue(
                 f"a share cannot be {weight}", hint=f"use a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}"
             )
@@ -120,7 +120,7 @@ class PoolService:
         return ShareView(kind=known, name=name, weight=weight)
 
     def remove_share(self, who: Caller, kind: str, name: str) -> ShareView:
-        """Reset a share to 1."""
+        """Reset a share to the weight 1."""
         known = _kind(kind)
         at_ns = self._clock.wall_ns()
 
@@ -144,7 +144,7 @@ def find_pool(connection: sa.Connection, name: str) -> StoredPool:
 
 def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
     kind = before.kind if asked.kind is None else asked.kind
-    # An on-demand pool serves all users, so it stops lending.
+    # An on-demand pool serves all users, so the pool lends no devices.
     lends = (before.lends and kind == RESERVED) if asked.lends is None else asked.lends
     if lends and kind != RESERVED:
         raise InvalidValue(

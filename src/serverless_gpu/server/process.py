@@ -4,16 +4,14 @@
     SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
     SIGHUP ─▶ reload the certificate; open connections keep the old one. With a terminal: like SIGTERM
 
-All state in memory also exists elsewhere, so a start after a kill is the same as a start after a stop. Clients and
+All state in memory also exists on disk or on nodes, so a start after a kill equals a start after a stop. Clients and
 nodes connect again, and the loops read the database. After a second signal the server does not wait for requests.
 
-Failure cases:
-* Another server of this home runs: the error names it.
-* The port is taken: the error names the process, if the settings ask for this port.
-* The database does not answer: the server waits (`startup.py`).
-* The database is of a newer version: the server reports this and starts nothing.
-* The database belongs to another server, at the start or later: this server ends (`leader_lock.py`).
-* Requests do not finish before the stop deadline: the server cancels them.
+Failure cases: * Another server of this home runs: the error names that server. * The port is taken: the error names the
+process, if the settings contain this port. * The database does not answer: the server waits (`startup.py`). * The
+database is of a newer version: the server reports the version and starts nothing. * Another server owns the database,
+at the start or later: this server ends (`leader_lock.py`). * Requests do not finish before the stop deadline: the
+server cancels them.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ from serverless_gpu.server.startup import Operator, assembled
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
-"""Seconds that requests get to end after the server has cancelled them."""
+"""Seconds in which requests must end after the server has canceled them."""
 SWITCH_S = 0.001
 """Seconds that a thread may hold the interpreter while another thread waits. Python's default is 5 ms."""
 _LOOK_S = 0.02
@@ -74,10 +72,10 @@ class UvicornServer(uvicorn.Server):
     """A uvicorn server with a graceful stop. Any thread may call `stop`.
 
     Args:
-        config: configuration of uvicorn; its application contains the proxy middleware.
+        config: configuration of uvicorn, whose application contains the proxy middleware.
         listening: the server's sockets.
         proxy: the middleware that ends all streams when the server stops.
-        stopping_s: seconds that running requests get when the server stops.
+        stopping_s: seconds in which running requests can finish when the server stops.
         certificate: certificate for HTTPS; None for plain HTTP.
         ready: called once the server accepts requests.
     """
@@ -104,7 +102,7 @@ class UvicornServer(uvicorn.Server):
         self.warnings: tuple[str, ...] = ()
 
     def stop(self) -> None:
-        """Stop gracefully once all requests have finished. A second call stops without waiting for them."""
+        """Stop gracefully once all requests have finished. A second call stops without waiting for requests."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -125,7 +123,7 @@ class UvicornServer(uvicorn.Server):
 
     @property
     def is_certificate_over(self) -> bool:
-        """Return True if the server has a certificate that has expired."""
+        """Return True if the server has an expired certificate."""
         return self._certificate is not None and self._certificate.is_over
 
     @property
@@ -150,10 +148,10 @@ class UvicornServer(uvicorn.Server):
         """Start serving, and notify the caller and systemd."""
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            # In the main thread, the process belongs to the server alone. The server may then change the garbage
+            # In the main thread, the server is the only user of the process. The server may then change the garbage
             # collector and the thread switch interval of the process.
             gc.freeze()  # A full collection would visit all imported objects, which takes about 100 ms.
-            # A request needs the interpreter several times while other threads compute.
+            # A request needs the interpreter lock several times while other threads compute.
             sys.setswitchinterval(SWITCH_S)
         if self._listening.beside is not None:
             made = await asyncio.get_running_loop().create_server(
@@ -168,7 +166,7 @@ class UvicornServer(uvicorn.Server):
         systemd.notify(self._systemd, "READY=1")
 
     async def on_tick(self, counter: int) -> bool:
-        """Reload the certificate if another thread asked for it, and return True if the server must stop."""
+        """Reload the certificate if another thread requested a reload. Return True if the server must stop."""
         if self._renew.is_set():
             self._renew.clear()
             if self._certificate is None:
@@ -179,7 +177,7 @@ class UvicornServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End streams, which would not end by themselves. Then wait for other requests, and stop uvicorn."""
+        """End streams, which would never finish. Then wait for other requests, and stop uvicorn."""
         systemd.notify(self._systemd, "STOPPING=1")
         _logger.info("stopping; running requests: %d", self._proxy.busy)
         self._proxy.close()
@@ -194,14 +192,14 @@ class UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop the server at a signal, so that the process ends normally and not by the signal."""
+        """Stop the server at a signal, so that the process exits normally instead of dying from the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, lambda _number, _frame: self.stop()) for number in _SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self._renew.set())
-        else:  # The terminal was closed.
+        else:  # The user closed the terminal.
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self.stop())
         try:
             yield
@@ -224,7 +222,7 @@ def serve(
     Args:
         settings: settings of the server.
         ready: called once the server accepts requests, with its local address and the handle that stops it.
-        announce: called with a message while the start waits for the database; the log contains the message too.
+        announce: called with a message while the start waits for the database. The log also contains the message.
         decide: called earlier during the start to decide if several principals may share a uid, as in
             `uid_sharing.settle`.
         renewed: called like `ready`, in another thread, after the server replaced a token in a file.
@@ -233,7 +231,7 @@ def serve(
     Raises:
         ServerProblem: another server uses this home or this database, the port is taken, or the database has a newer
             version.
-        TakenOver: another server has replaced this one.
+        TakenOver: another server has replaced this server.
         ServerUnavailable: the database does not answer.
     """
     clock = clock or JumpTolerantClock(SystemClock())

@@ -65,7 +65,7 @@ class SecretService:
         )
 
     def remove_replaced(self) -> None:
-        """Delete replaced values that no attempt uses any more."""
+        """Delete replaced secret values that no attempt uses."""
         for whose, name in self._database.read(stored_secrets.replaced):
 
             def work(connection: sa.Connection, whose: SecretOwner = whose, name: str = name) -> None:
@@ -93,7 +93,7 @@ routes = Routes("secrets")
 
 
 class SecretQuery(Query, frozen=True, kw_only=True):
-    """Owner of the secret: the given team, or the caller without a team."""
+    """Parameter that selects the owner of the secret: the given team, or the caller without a team."""
 
     team: str = ""
 

@@ -2,8 +2,8 @@
 
     settings ─▶ database, locked, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
 
-No component is used after it is closed: first the loops finish their tick, then the engine closes, then the database
-closes. A killed server leaves the same state behind.
+The server uses no closed component: first the loops finish their ticks, then the engine closes, and then the database
+closes. After a kill, the stored state is as consistent as after this shutdown.
 
 After a reboot the server and PostgreSQL start together, while PostgreSQL may still replay its log. The start therefore
 retries for `START_S` seconds while PostgreSQL does not answer, and logs why it waits. Some errors end the start
@@ -91,7 +91,7 @@ START_S = 60.0
 _PAUSE_S = 0.2
 _PAUSE_S_MAX = 2.0
 _FINAL = ("authentication failed", "does not exist", "no password supplied", "pg_hba.conf")
-"""Parts of error messages of PostgreSQL and its client library for which a retry is useless."""
+"""Parts of error messages of PostgreSQL and its client library after which a retry is useless."""
 
 
 LOOP_S = 10.0
@@ -99,7 +99,7 @@ LOOP_S = 10.0
 RAY_S = 20.0
 """Seconds that the start waits for Ray to report its resources."""
 SLOW_S = 6 * 3600.0
-"""Seconds before a tick counts as stuck, for ticks that visit a whole bucket."""
+"""Seconds after which a tick that visits a whole bucket counts as stuck."""
 _NAMED_MAX = 5
 _PUT_BACK = "restore the file `key` that belongs to this database"
 _log = logging.getLogger(__name__)
@@ -138,18 +138,18 @@ class Operator(NamedTuple):
 def assembled(
     settings: Settings, *, url: str, clock: Clock, other: str = "", operator: Operator | None = None
 ) -> Iterator[AssembledServer]:
-    """Build a server, and stop its components at the end.
+    """Build a server, and stop its components when the context exits.
 
     Args:
         settings: settings of the server.
         url: the server's address on this machine.
         clock: the clock of this machine.
         other: description of the process that shares the server's directory, or "".
-        operator: callbacks of the starting process; None if the log is enough.
+        operator: callbacks of the starting process; None if log messages suffice.
 
     Raises:
-        ServerProblem: the database was rolled back, belongs to another server, or has a newer version. Also if the key
-            is invalid or does not belong to the database.
+        ServerProblem: the database was rolled back, belongs to another server, or has a newer version. The server also
+            raises this error if the key is invalid or does not belong to the database.
         ServerUnavailable: the database does not answer.
     """
     rotation.refuse_unfinished(settings.directory)
@@ -187,7 +187,7 @@ def assembled(
         )
         beside: RaySidecar | None = None
         if settings.ray is not None:
-            join_token(database, settings.directory, now_ns=clock.wall_ns())  # the token for machines that join
+            join_token(database, settings.directory, now_ns=clock.wall_ns())  # token for machines that join the pool
             beside = RaySidecar(settings, url=url, node_token=tokens.node_token)
         engines: list[Engine] = []
         services = compose(
@@ -232,7 +232,7 @@ def assembled(
 
 
 def acquire_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
-    """Acquire the leader lock of the database, once the database answers.
+    """Acquire the leader lock of the database as soon as the database answers.
 
     Raises:
         ServerProblem: another server uses the database.
@@ -258,7 +258,7 @@ def acquire_when_started(database: Database, *, clock: Clock, announce: Callable
 
 
 def is_temporary(message: str) -> bool:
-    """Return True if the error message suggests that the database is only starting."""
+    """Return True if the error message suggests that the database is still starting."""
     return not any(words in message for words in _FINAL)
 
 
@@ -272,7 +272,7 @@ def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
 
 
 def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
-    """Report files of runs that the database does not know, before the loops remove any."""
+    """Report files of runs that the database does not know, before the loops remove any of these files."""
     unknown = orphan_runs(settings.directory, database.read, limit=LOOK_MAX)
     if not unknown:
         return ()
@@ -389,7 +389,7 @@ def _look_after_health(services: Services, database: Database) -> None:
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:
-    """Refuse to start with a wrong key, which could not open variables, secrets and tokens."""
+    """Refuse to start with a wrong key, because the key could not decrypt variables, secrets and tokens."""
     sealed = database.read(runs.sealed_unfinished)
     if sealed and not any(sealer.is_mine(context) for context in sealed):
         raise ServerProblem(
@@ -407,7 +407,7 @@ def _check_key(database: Database, sealer: Sealer) -> None:
 
 
 def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
-    """Delete the secrets that this key cannot open. Runs that need the lost key end at their placement."""
+    """Delete the secrets that this key cannot decrypt. Runs that need the lost key end at their placement."""
 
     def work(connection: sa.Connection) -> list[str]:
         names = stored_secrets.take_away_sealed_by_another(connection, sealer)

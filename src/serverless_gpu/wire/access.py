@@ -26,10 +26,10 @@
 
     GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
 
-Services are users of kind "service". No route returns a secret's value. The server sends the value only to the
+Services are users of kind "service". No route returns a secret's value. The server sends a secret's value only to the
 attempt's node, in the order that starts the attempt (`wire/agents.py`). `after` is the number of the last audit entry
-that the reader has. The server numbers and chains an entry within about a second after it answered the request
-(`model/audit_chain.py`).
+that the reader has. Within about a second after the answer to a request, the server adds the audit entry to the hash
+chain (`model/audit_chain.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PrincipalList(Answer, frozen=True, kw_only=True):
 
 
 class PrincipalRequest(Request, frozen=True, kw_only=True):
-    """Create a user or a service. The answer contains its first token."""
+    """Create a user or a service. The answer contains the first token of the new principal."""
 
     name: str
     kind: Kind = "user"
@@ -75,11 +75,11 @@ class PrincipalRequest(Request, frozen=True, kw_only=True):
 
 
 class PrincipalChange(Request, frozen=True, kw_only=True):
-    """Change a principal. None leaves a field unchanged. Disabling revokes all tokens.
+    """Change a user or a service. A field with None does not change. Disabling revokes all tokens.
 
     Attributes:
-        runs: action for the runs of a principal who may start no more runs. They "finish" or the server asks them to
-            "stop". None uses the server's setting `on_owner_disabled`.
+        runs: action for the runs of a disabled principal. "finish" lets the runs finish, and "stop" requests their
+            stop. None means the server's setting `on_owner_disabled`.
     """
 
     role: Role | None = None
@@ -117,7 +117,8 @@ class TokenRequest(Request, frozen=True, kw_only=True):
     """Create a token for the caller, or for `principal` with the permission to do so.
 
     Attributes:
-        scopes: permitted uses, within the permissions of the owner. An empty tuple permits everything.
+        scopes: permitted operations, within the permissions of the owner. An empty tuple permits all operations of the
+            owner.
         expires_s: lifetime in seconds. None means the server's default, 90 days.
     """
 
@@ -173,7 +174,7 @@ class SecretView(Answer, frozen=True, kw_only=True):
     """A secret without its value.
 
     Attributes:
-        version: version that the next attempt gets.
+        version: version that the server sends to the next attempt.
         owner: principal that owns the secret, or "" for a secret of a team.
         team: team that owns the secret, or "" for a secret of a principal.
         created_ns: creation time of this version, in nanoseconds since 1970.
@@ -199,8 +200,8 @@ class SecretValue(Answer, frozen=True, kw_only=True):
 
     Attributes:
         text: name and version for display, such as ``HF_TOKEN@3``.
-        value: the value, or None if the secret was deleted after the placement. The node then refuses the attempt, and
-            the next attempt fails.
+        value: the secret's value, or None if the secret was deleted after the placement. The node then refuses the
+            attempt, and the next attempt fails.
         variable: environment variable that holds the value in ranks, or "".
     """
 
@@ -219,7 +220,7 @@ class PolicyView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         pool: pool for runs that name no pool. "" means any on-demand pool.
-        holders: principals and teams with this policy that the caller may see.
+        holders: principals and teams to which this policy is attached, if the caller may see them.
     """
 
     name: str
@@ -251,21 +252,21 @@ class PolicyList(Answer, frozen=True, kw_only=True):
 
 
 class PolicyRequest(UsagePolicy, Request, frozen=True, kw_only=True):
-    """Create or replace a usage policy. The fields are those of `model.policy.UsagePolicy`."""
+    """Create or replace a usage policy. The body has the fields of `model.policy.UsagePolicy`."""
 
 
 def policy_of(said: PolicyRequest | PolicyView) -> UsagePolicy:
-    """Convert a request or a view to a policy."""
+    """Convert a request or a view to a usage policy."""
     return UsagePolicy(**{name: getattr(said, name) for name in UsagePolicy.__struct_fields__})
 
 
 def request_of(policy: UsagePolicy) -> PolicyRequest:
-    """Convert a policy to a request."""
+    """Convert a usage policy to a request."""
     return PolicyRequest(**msgspec.structs.asdict(policy))
 
 
 def view_of(name: str, policy: UsagePolicy, holders: tuple[PolicySubject, ...] = ()) -> PolicyView:
-    """Convert a policy to a view."""
+    """Convert a usage policy to a view."""
     return PolicyView(name=name, holders=holders, **msgspec.structs.asdict(policy))
 
 
@@ -275,9 +276,9 @@ class AuditPage(Answer, frozen=True, kw_only=True):
     Attributes:
         entries: entries in the order of their numbers.
         last: number of the newest entry.
-        pending: number of recorded entries that are not in the chain yet.
-        pending_since_ns: time of the oldest pending entry, in nanoseconds since 1970, or None.
-        now_ns: the server's time.
+        pending: number of recorded entries that are not in the hash chain yet.
+        pending_since_ns: time of the oldest pending entry, in nanoseconds since 1970, or None without pending entries.
+        now_ns: the server's time in nanoseconds since 1970.
     """
 
     entries: tuple[ChainedEntry, ...]

@@ -1,7 +1,7 @@
-"""Bodies between agents and the server: joining, orders, and reports about attempts.
+"""Defines bodies between agents and the server: joining, orders, and reports about attempts.
 
-The agent opens all connections. On a node, only a supervisor listens, during the rendezvous of a gang on several nodes
-(`node/supervisor/rendezvous.py`).
+The agent opens all connections between a node and the server. A node accepts connections only during the rendezvous of
+a gang on several nodes (`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
@@ -11,16 +11,18 @@ The agent opens all connections. On a node, only a supervisor listens, during th
     GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
     PUT  /blobs/{digest}, POST /blobs/missing        as for users (`blobs.py`)
 
-A token is valid for one node, which has one name and one home. A join creates a token for its node (`wire/nodes.py`).
-With any other token, the server refuses the hello (NotAllowed) until an administrator approves the node.
+An agent's token is valid for one node, with one name and one home directory. A join creates a token for its node
+(`wire/nodes.py`). If a hello uses another token, the server refuses the hello (NotAllowed) until an administrator
+approves the node.
 
-The server may send an order again until the node acknowledges it. The node executes each order once per gang. The node
-acknowledges `Start` after the attempt's directory durably records the start.
+The server may send an order again until the node acknowledges the order. The node executes each order only once per
+gang. The node acknowledges `Start` after the attempt's directory durably records the start.
 
 A report uses the attempt's own token. If the attempt has several nodes, each node reports about its own ranks. The
 server applies a report completely or not at all, and accepts repeated reports. The server identifies pieces of logs by
-their offset, and facts and files by their name. States never go backwards. An answer with `stale` means that the server
-considers the attempt ended. The node must then stop the attempt and send no more reports.
+their offset, and facts and files by their name. A repeated report cannot restore an earlier state of the attempt. With
+`stale` in an answer, the server states that the attempt has ended. The node must then stop the attempt and send no more
+reports.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.base import Answer, Json, Request
 
 CLOCK_OFF_S = 0.5
-"""Threshold in seconds for reports about a node's clock. The measurement error is subtracted first."""
+"""Minimum reported clock difference in seconds, after subtraction of the measurement error."""
 
 
 class AttemptSeen(Request, frozen=True, kw_only=True):
-    """An attempt that runs on a node or has results that the server has not accepted yet."""
+    """An attempt that is running on a node, or whose results the server has not accepted yet."""
 
     run_id: str
     fence: int
@@ -55,22 +57,24 @@ class AttemptSeen(Request, frozen=True, kw_only=True):
 
 
 class AgentHello(Request, frozen=True, kw_only=True):
-    """The first message of a node, which describes the node.
+    """The first message of a node to the server, which describes the node.
 
     Attributes:
         name: display name, by default the host name.
         machine: `ambient.machine()`.
-        instance: random identifier of the node's home, created once. Two homes of one machine are two nodes.
+        instance: random identifier of the node's home directory. Two home directories on one machine are two nodes.
         pythons: Python versions, such as ``"3.11"``, for which the node can restore a captured environment. Empty if
             unknown.
-        boot_id: boot identifier. A new value proves that no process of the previous boot is running.
+        boot_id: boot identifier from the kernel. A new value proves that no process of the previous boot is running.
         draining: reason why the node accepts no new attempts while its runs continue, or "".
-        degraded: reason why the state of the devices is unknown, or "". The server places nothing on a degraded node.
+        degraded: reason why the state of the devices is unknown, or "". The server places no attempt on a degraded
+            node.
         findings: further remarks about the devices for operators, one sentence each.
-        problem: reason why the node can run nothing now, or "".
+        problem: reason why the node cannot run attempts now, or "".
         takes: optional features that the node supports: "renewal" of attempts' tokens, "secrets", "without" (excluded
             devices), "max_run" in a spec, and "crews" (gangs on several nodes).
-        protocol: version from `wire.base`. The server refuses an unsupported version with an error that names it.
+        protocol: protocol version from `wire.base`. The server refuses an unsupported version with an error that names
+            the version.
         process: random identifier of the uplink process. If a home has two uplink processes, the server admits only
             one.
     """
@@ -98,12 +102,12 @@ class AgentHello(Request, frozen=True, kw_only=True):
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
-    """The node's identifier, and the interval of its heartbeats.
+    """The server's answer to a hello: the node's identifier, and the interval of its heartbeats.
 
     Attributes:
-        stale: gangs (`run:fence`) from the hello that the server considers ended. The node must stop and forget these
-            gangs.
-        at_ns: the server's time when it answered, in nanoseconds since 1970. A server with protocol 1 sends 0.
+        stale: gangs (`run:fence`) from the hello that the server considers ended. The node must stop these gangs and
+            delete their records.
+        at_ns: the server's time of the answer, in nanoseconds since 1970. A server with protocol 1 sends 0.
     """
 
     node: str
@@ -126,12 +130,12 @@ class ClockReading(Request, frozen=True, kw_only=True):
 
 
 def is_off(clock: ClockReading | None) -> bool:
-    """Return True if a node's clock is certainly wrong by more than `CLOCK_OFF_S`."""
+    """Return True if a node's clock is wrong by more than `CLOCK_OFF_S`, despite the measurement error."""
     return clock is not None and abs(clock.ahead_ns) - clock.error_ns > CLOCK_OFF_S * 1e9
 
 
 def clock_text(clock: ClockReading | None) -> str:
-    """Return a remark about a wrong clock that follows the node's name, or ""."""
+    """Return a remark about a wrong clock, or "". The message puts the node's name before the remark."""
     if clock is None or not is_off(clock):
         return ""
     apart = format_duration_ms(abs(clock.ahead_ns) // 1_000_000)
@@ -144,9 +148,9 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     `unavailable` contains the UUIDs of devices that other users hold or that are in quarantine.
 
     Attributes:
-        renew: gangs whose tokens the server refused and that need new tokens.
-        clock: clock difference, or None if unknown.
-        process: as in `AgentHello`.
+        renew: gangs that need new tokens, because the server refused their tokens.
+        clock: difference between the clocks of the node and the server, or None if unknown.
+        process: random identifier of the uplink process, as in `AgentHello`.
     """
 
     devices: tuple[Device, ...]
@@ -167,9 +171,9 @@ class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
     """The server's answer to a heartbeat.
 
     Attributes:
-        stale: gangs that the server considers ended. The node must stop and forget these gangs.
+        stale: gangs that the server considers ended. The node must stop these gangs and delete their records.
         tokens: new tokens by gang, for the gangs in `renew` that belong to this node.
-        at_ns: as in `AgentWelcome`.
+        at_ns: the server's time of the answer, as in `AgentWelcome`.
     """
 
     stale: tuple[str, ...] = ()
@@ -178,7 +182,7 @@ class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
 
 
 class Start(Answer, frozen=True, kw_only=True, tag="start"):
-    """Start an attempt.
+    """An order to start an attempt.
 
     Attributes:
         seq: number of the order.
@@ -186,15 +190,15 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
             token expires soon after the attempt's lease, and answers to reports contain the next token.
         gpu_type: GPU type that the scheduler chose.
         world_size: number of devices of the gang on all of its nodes.
-        context: as in `RunRequest`.
-        call: as in `RunRequest`. None if the call is a blob.
+        context: the caller's context, as in `RunRequest`.
+        call: the pickled call, as in `RunRequest`. None if the call is a blob.
         submitted_ns: time of the client's request, in nanoseconds since 1970.
-        secrets: secrets of the attempt. Empty if the node does not support "secrets".
-        without: UUIDs of devices that the attempt must not get, regardless of the node's reports.
-        tariff: price of the attempt. None from an old server. The node then uses its own prices.
+        secrets: secrets of the attempt. Empty if the node does not support the feature "secrets".
+        without: UUIDs of devices that the attempt must not use, even if the node reports these devices as free.
+        tariff: price of the attempt. None from an old server, in which case the node uses its local prices.
         crews: parts of a gang on several nodes, in node order. Empty for a gang on one node.
         crew: number of the part that this node must start.
-        nonce: random text by which the nodes of a gang recognize each other, or "" on one node.
+        nonce: random text by which the nodes of a gang recognize each other. "" for a gang on one node.
     """
 
     seq: int
@@ -219,18 +223,18 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
 
     @property
     def gpus(self) -> int:
-        """The number of devices of the attempt on this node."""
+        """The number of devices that the attempt uses on this node."""
         return self.crews[self.crew].gpus if self.crews else self.world_size
 
 
 class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
-    """Ask the node to report about an attempt now, because the server has news about the attempt.
+    """An order to report about an attempt now, because the server has news about the attempt.
 
-    `seq` is 0, and the node does not acknowledge this order. This order already contains the news about the rendezvous
+    `seq` is 0, and the node does not acknowledge the order. The order already contains the news about the rendezvous
     and the end of the gang. The node therefore need not wait for the answer to its report.
 
     Attributes:
-        offers: as in `ReportAnswer`, like `chosen`, `release` and `peer_failed`.
+        offers: the same field as in `ReportAnswer`, like `chosen`, `release` and `peer_failed`.
     """
 
     run_id: str
@@ -243,7 +247,7 @@ class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
-    """Stop an attempt gracefully.
+    """An order to stop an attempt gracefully.
 
     Attributes:
         released: True if all ranks on all nodes had returned before the stop request. The ranks may then exit, and the
@@ -267,13 +271,13 @@ class OrdersTaken(Request, frozen=True, kw_only=True):
 
 
 NOT_SENT = "results do not get to the server: "
-"""Prefix of a sentence with the reason why results do not arrive. Waiting clients show such sentences."""
+"""Prefix of a message why a node cannot deliver results. Waiting clients show the message."""
 
 
 class LogPiece(Request, frozen=True, kw_only=True):
-    """Bytes of a file from `offset` on: output of a rank, or samples of a node.
+    """A piece of a log file that starts at `offset`: output of a rank, or telemetry samples of a node.
 
-    For samples, `rank` is the number of the node.
+    For telemetry samples, `rank` is the number of the node.
     """
 
     rank: int
@@ -283,7 +287,7 @@ class LogPiece(Request, frozen=True, kw_only=True):
 
 
 class File(Request, frozen=True, kw_only=True):
-    """An output of the attempt: its bytes, or the reference of a blob that the node has already uploaded."""
+    """An output file of an attempt: its bytes, or the reference of an uploaded blob."""
 
     name: str
     size: int
@@ -292,11 +296,11 @@ class File(Request, frozen=True, kw_only=True):
 
 
 class Ending(Request, frozen=True, kw_only=True):
-    """The ending of an attempt. The node reports all files with the ending or earlier.
+    """The final state of an attempt. The node reports all output files with the final state or earlier.
 
     Attributes:
         began: True if user code had started.
-        stopped: `node.protocol.Stopped` as JSON. Unset if the supervisor died.
+        stopped: `node.protocol.Stopped` as JSON. The field is unset if the supervisor died.
         log_ends: end offset of each log that the server did not store completely: ``"<rank>.<stream>"`` → bytes.
         proven: True if the node's kernel confirms that no process of the attempt is running. Otherwise the server
             starts no other attempt and places nothing on the node until the confirmation.
@@ -311,23 +315,24 @@ class Ending(Request, frozen=True, kw_only=True):
 
 
 class Report(Request, frozen=True, kw_only=True):
-    """News about an attempt since the last report that the server answered.
+    """Changes of an attempt since the last report that the server answered.
 
     Attributes:
-        state: STARTING, RUNNING or STOPPING, as the node sees the attempt.
+        state: state of the attempt on the node: STARTING, RUNNING or STOPPING.
         sentence: reason for a wait, or a remark about the attempt.
-        world_size: number of ranks, once known.
-        exec_ns: start of user code in the server's time, in nanoseconds since 1970. None before the start.
-        ending: the ending, once no rank is running.
-        receipt: `model.receipt.Receipt` as JSON, once the devices are released. The receipt settles the attempt.
-        freed: True if no process is running and the devices are released. Outputs may still be missing.
-        tracked: link to the run in MLflow, once known.
+        world_size: number of ranks, if known.
+        exec_ns: start of user code by the server's clock, in nanoseconds since 1970. None before the start.
+        ending: the final state of the attempt, after all ranks have ended.
+        receipt: `model.receipt.Receipt` as JSON, after the release of the devices. The receipt completes the attempt.
+        freed: True if no process of the attempt is running and the devices are released. The node may still have to
+            send outputs.
+        tracked: link to the run in MLflow, if known.
         offer: addresses at which the gang's other nodes can try to reach this node before the rendezvous.
-        reach: results of this node's attempts to reach the gang's other nodes, once it has all offers.
+        reach: results of this node's connection tests to the gang's other nodes.
         returned: True if all ranks on this node have returned and wait for ranks on other nodes.
-        halt: reason of an early end, sent at once, because the ending may take longer.
-        silence: silence of this node's ranks, for a gang on several nodes. None while these ranks produce output.
-        seen: observations of the ranks at the last inspection request.
+        halt: reason why the attempt ends early. The node sends the reason before the ranks have ended.
+        silence: silence of this node's ranks, for a gang on several nodes. None while the ranks produce output.
+        seen: observations of this node's ranks after the last inspection request.
         idle: the action that this node's idle time requires, for a gang on several nodes.
         saved: number of the newest attempt with checkpoints that this node can see. 0 means none or unknown.
     """
@@ -360,17 +365,20 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     Attributes:
         stale: True if the server considers the attempt ended.
         stop: reason of a stop request, or None.
-        offsets: required offsets for log pieces that did not continue the server's copy: `"<rank>.<stream>"` → offset.
-        partition_grace_s: seconds from the *start* of the request for which the attempt may continue without another
-            answer.
+        offsets: next required offset of each log whose piece did not continue the server's copy: `"<rank>.<stream>"` →
+            offset.
+        partition_grace_s: seconds for which the attempt may continue without another answer, from the *start* of the
+            request.
         heartbeat_s: maximum interval between two reports, in seconds.
-        token: next token, or "" if the current token stays valid.
-        offers: offers of all nodes of the gang, once complete and until this node has reported its reach.
-        chosen: rendezvous of the gang, once decided. User code waits for it.
+        token: new token of the attempt, or "" if the current token stays valid.
+        offers: offers of all nodes of the gang, as soon as the server has all of them. Empty after this node has
+            reported its reach.
+        chosen: rendezvous of the gang, after the server has chosen one. User code starts only after the rendezvous.
         release: True if all ranks on all nodes have returned. The ranks on this node may then exit.
-        peer_failed: failure on another node as a sentence, or "". The ranks on this node must then end, too.
+        peer_failed: failure on another node as a sentence, or "". After a failure on another node, the ranks on this
+            node must end.
         ask: request to inspect the ranks, because the ranks of all nodes are silent.
-        judgement: result of the current or the last inspection.
+        judgement: result of the current or the last inspection of the ranks.
         idle: the action that the idle time of all nodes requires. None if unknown.
     """
 

@@ -1,4 +1,4 @@
-"""The common parts of all bodies: protocol versions, limits, and errors.
+"""Defines the common parts of all bodies: protocol versions, limits, and errors.
 
 Bodies are JSON objects under `/api/v1`. The server refuses a request with an unknown field. A client ignores unknown
 fields of an answer, so that a newer server can answer an older client. Streams are server-sent events, and the data of
@@ -11,10 +11,10 @@ import msgspec
 
 API = "/api/v1"
 PROTOCOL = 2
-"""Protocol version, in each hello of a node and in the `SGPU-Protocol` header of each request."""
+"""Protocol version, which a node's hello and each request's `SGPU-Protocol` header contain."""
 PROTOCOLS = (1, 2)
-"""Protocol versions that a server accepts: its own and the previous one. Servers are upgraded first, nodes and clients
-later.
+"""Protocol versions that a server accepts: the current and the previous version. Operators upgrade the server before
+nodes and clients.
 
     1    first version; every later server is tested with its recording in tests/support/server/recorded/
     2    a node reports its clock difference (`Heartbeat.clock`), and `Report.exec_ns` in the server's time
@@ -32,26 +32,26 @@ LIVE_STREAMS_MAX = 128
 """Maximum number of output streams in one event stream. A rank has two streams."""
 
 Json = msgspec.Raw | msgspec.UnsetType
-"""Unparsed JSON, or `msgspec.UNSET`, which is falsy and not sent. msgspec cannot decode `Raw | None`."""
+"""Unparsed JSON, or `msgspec.UNSET`, which is falsy and omitted. msgspec cannot decode `Raw | None`."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class of bodies that the server receives."""
+    """Base class of request bodies."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class of bodies that the server sends."""
+    """Base class of answer bodies."""
 
 
 class ShortageView(Answer, frozen=True, kw_only=True):
-    """Requirements of a run that no node can ever meet, and similar requirements that a node can meet.
+    """Requirements of a run that no node can meet, and alternatives that a node can meet.
 
     Attributes:
         gpus: requested number of devices, or None for all devices of a node.
         gpu_type: requested type, or None.
         pool: requested pool, or "".
-        choices: similar requests. A choice contains only those of ``gpus``, ``gpu_type``, ``pool`` and ``env`` that
-            differ.
+        choices: alternative requests. A choice contains only the differences in ``gpus``, ``gpu_type``, ``pool`` and
+            ``env``.
     """
 
     gpus: int | None = None
@@ -61,14 +61,14 @@ class ShortageView(Answer, frozen=True, kw_only=True):
 
 
 class Problem(Answer, frozen=True, kw_only=True):
-    """An answer with status 400 or higher.
+    """The body of an answer with status 400 or higher.
 
     Attributes:
-        code: code of an exception class in `errors.py`, which the client raises.
+        code: code of an exception class in `errors.py`. The client raises an exception of this class.
         message: the failure and the affected object.
         hint: advice for the next step.
         run_id: the affected run, or "".
-        shortage: requirements that would work, for the code ``no_suitable_node``.
+        shortage: the unmet requirements and their alternatives, for the code ``no_suitable_node``.
     """
 
     code: str

@@ -1,4 +1,4 @@
-"""Billing bodies: budgets, prices, use by group, and rows of the ledger.
+"""Defines bodies for billing: budgets, prices, usage by group, and rows of the ledger.
 
     GET    /budgets                                   → BudgetList    budgets that the caller may see
     GET    /budgets/{name}                            → BudgetView
@@ -15,9 +15,9 @@
     GET    /usage/records?after&from_day&until_day&limit              → RecordPage   rows in the form of billing tables
     GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor → DemandPage  rows that `sgpu advise` reads
 
-A resource is a GPU type, "core" or "memory". Its price applies to one hour of a device, a core or a GiB. Amounts are in
-micros: millionths of the currency unit, or of a DBU. Days are UTC days, numbered from 1970-01-01. `until_day` is the
-first day after the range. Sums omit rows that the caller may not see.
+A resource is a GPU type, "core" or "memory". The price of a resource applies to one hour of a device, a core or a GiB.
+Amounts are in micros: millionths of the currency unit, or of a DBU. Days are UTC days, numbered from 1970-01-01.
+`until_day` is the first day after the requested range. Sums omit rows that the caller may not see.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX, Answer, Request
 
 
 class BudgetView(Answer, frozen=True, kw_only=True):
-    """A budget and its current state.
+    """A budget with its limit, its usage and its forecast.
 
     Money is in millionths of `currency`, GPU time in GPU-milliseconds.
 
     Attributes:
         kind: type of the scope: "everything", "user", "team", "pool", "policy" or "tag".
         scope: name within the type. For a tag, ``key=value``, or ``key`` for each run that has the tag.
-        limit_micros: limit in money. A budget has either this limit or `limit_gpu_ms`.
-        hard: True if the server stops runs when the budget is used up. Otherwise running runs finish, and no new run
+        limit_micros: limit in money. A budget has either `limit_micros` or `limit_gpu_ms`.
+        hard: True if the server stops runs when the budget is used up. False if running runs may finish and no new run
             starts.
-        start_ns: start of the period, in nanoseconds since 1970. `end_ns` is the start of the next period.
-        used: use in the unit of the limit. `held` is the additional reservation of running attempts.
+        start_ns: start of the budget period, in nanoseconds since 1970. `end_ns` is the start of the next budget
+            period.
+        used: usage in the unit of the limit. `held` is the additional reservation of running attempts.
         percent: used percentage of the limit.
         unpriced_ms: device-milliseconds of runs without a price, which do not count toward a budget of money.
         going_on: number of running attempts that count toward the budget.
-        forecast: expected use at the end of the period, at the average rate of the last days.
-        per_day: use per day that the forecast assumes.
-        reached_ns: time at which the budget is used up at the rate of the forecast. None means after this period.
+        forecast: expected usage at the end of the budget period, at the average rate of the last days.
+        per_day: usage per day that the forecast assumes.
+        reached_ns: time at which the budget is used up at the rate of the forecast. None means after the current budget
+            period.
         basis: basis of the forecast as a sentence.
         sentence: state of the budget as a sentence.
-        time_zone: time zone of the periods.
+        time_zone: time zone of the budget periods.
     """
 
     name: str
@@ -85,7 +87,7 @@ class AlarmView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         at_ns: time of the alarm, in nanoseconds since 1970.
-        subject: affected object: "run <id>" or "team <name>".
+        subject: object of the alarm: "run <id>" or "team <name>".
         sentence: the observation as a sentence.
     """
 
@@ -95,14 +97,14 @@ class AlarmView(Answer, frozen=True, kw_only=True):
 
 
 class BudgetList(Answer, frozen=True, kw_only=True):
-    """Budgets by name, and the alarms of the last seven days, latest first."""
+    """Budgets sorted by name, and the alarms of the last seven days, latest first."""
 
     budgets: tuple[BudgetView, ...]
     alarms: tuple[AlarmView, ...] = ()
 
 
 class BudgetRequest(Request, frozen=True, kw_only=True):
-    """Create or replace a budget. Exactly one limit is set. Money is in the server's currency."""
+    """Create or replace a budget. A request contains exactly one limit. Money is in the server's currency."""
 
     kind: ScopeKind
     scope: str = ""
@@ -118,15 +120,16 @@ Moment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class PriceView(Answer, frozen=True, kw_only=True):
-    """One row of the price list.
+    """A row of the price list.
 
     Attributes:
         resource: a GPU type, a family of GPU types, "core" or "memory".
         pool: pool of the price, or "" for every pool without its own price.
         micros_per_hour: price per hour of one device, core or GiB.
-        dbu_micros_per_hour: DBUs per hour of one device if the price is set in DBUs, else 0.
-        from_ns: start of the price, in nanoseconds since 1970. `until_ns` is its end, or None for an open end.
-        set_ns: time at which the price was set.
+        dbu_micros_per_hour: DBUs per hour of one device for a price in DBUs, else 0.
+        from_ns: start of the price, in nanoseconds since 1970. `until_ns` is the end of the price, or None for an open
+            end.
+        set_ns: time at which an operator set the price.
         in_force: True if the price is in force now.
     """
 
@@ -141,7 +144,7 @@ class PriceView(Answer, frozen=True, kw_only=True):
 
 
 class PriceList(Answer, frozen=True, kw_only=True):
-    """The price list, by resource, pool and time.
+    """The price list, sorted by resource, pool and time.
 
     Attributes:
         currency: currency of all prices.
@@ -158,8 +161,8 @@ class PriceRequest(Request, frozen=True, kw_only=True):
         micros_per_hour: price per hour of one device, core or GiB.
         dbu_micros_per_hour: DBUs per hour of one device. `micros_per_dbu` is the price of one DBU.
         pool: pool of the price, or "" for every pool without its own price.
-        from_ns: start of the price. None means now. A past time is accepted only if no run placed since then could have
-            paid the price.
+        from_ns: start of the price. None means now. The server accepts a past time only if the price applies to no run
+            that was placed since then.
     """
 
     micros_per_hour: Micros | None = None
@@ -170,12 +173,12 @@ class PriceRequest(Request, frozen=True, kw_only=True):
 
 
 class PriceSet(Answer, frozen=True, kw_only=True):
-    """Changes of the price list.
+    """The changes of the price list after a request.
 
     Attributes:
-        price: the new price, or None if a price was ended.
-        ended: prices that the change ends, as they were before the change.
-        withdrawn: planned prices that the change removes.
+        price: the new price, or None if the request ended a price.
+        ended: prices that the request ends, in their state before the request.
+        withdrawn: planned prices that the request removes.
         is_known: True if the catalogue or a node has a resource of this name.
         currency: currency of all prices.
     """
@@ -194,17 +197,17 @@ SKUS_MAX = 500
 
 
 class UsageView(Answer, frozen=True, kw_only=True):
-    """A usage report.
+    """A report of usage and cost by group.
 
     Attributes:
         by: grouping of the report.
-        from_day: first day of the report. `until_day` is the first day after the report.
+        from_day: first day of the report. `until_day` is the first day after the end of the report.
         groups: groups with the highest cost, or periods in chronological order.
         totals: sums of all groups, including omitted groups, with one row per currency.
-        is_cut: True if there are more groups.
-        going: number of attempts that are running or not in the ledger yet. The server computes their use from reports
-            of their nodes.
-        is_going_cut: True if the report omits some of these attempts.
+        is_cut: True if the report omits some groups.
+        going: number of attempts that are running or not in the ledger yet. The server computes the usage of these
+            attempts from reports of nodes.
+        is_going_cut: True if the report omits some attempts that are running or not in the ledger yet.
     """
 
     by: tuple[str, ...]
@@ -240,18 +243,17 @@ class ListPrices(Answer, frozen=True, kw_only=True):
 
 
 class DemandRow(Answer, frozen=True, kw_only=True):
-    """The current use of one attempt on one UTC day.
+    """The usage of one attempt on one UTC day.
 
     Attributes:
         day: days since 1970-01-01.
         name: name of the run.
         owner: owner of the run.
         reserved: True if the pool was reserved.
-        start_ns: start in nanoseconds since 1970. `end_ns` is the end.
-        gpus: maximum number of devices lent at the same time.
-        queued_ms: waiting time of the attempt. Only its first day has a value above 0.
-        gpu_ms: device-milliseconds that count as use. `billed_ms` counts the device-milliseconds that are billed at a
-            price.
+        start_ns: start of the usage in nanoseconds since 1970. `end_ns` is the end of the usage.
+        gpus: maximum number of devices that the attempt had at the same time.
+        queued_ms: waiting time of the attempt in milliseconds. Only the first day of an attempt has a value above 0.
+        gpu_ms: device-milliseconds of usage. `billed_ms` counts the device-milliseconds with a price.
         lent_ms: device-milliseconds of lent devices, summed over all segments.
         micros: cost in millionths of the currency unit, or None without a price.
         used_ms: device-milliseconds of the whole attempt, repeated on each of its days, like the next three fields.
@@ -284,7 +286,7 @@ class DemandRow(Answer, frozen=True, kw_only=True):
 
 
 class DemandPage(Answer, frozen=True, kw_only=True):
-    """A page of rows. The rows of one attempt are in the order of their days.
+    """A page of demand rows. The rows of one attempt are in the order of their days.
 
     Attributes:
         cursor: cursor of the next page, or "" on the last page.

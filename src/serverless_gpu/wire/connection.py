@@ -1,14 +1,14 @@
-"""The connection of clients and nodes to a server, which sends and returns bodies.
+"""Connects clients and nodes to a server, and sends and receives bodies.
 
-The connection raises problems as exceptions of `errors`.
+If the server answers with an error, the connection raises an exception of `errors`.
 
     ask     one request, one answer            retried for `patience_s` while the server is unreachable
     put     bytes of a part or an object       retried like `ask`
     get     bytes, or a range of them          retried like `ask`
     stream  server-sent events, one by one     not retried, because only the reader knows the position
 
-Failure cases: the cases of `http_client.py`, and a silent stream. The server sends a comment at least every 10 s. After
-a longer silence (`SILENCE_S`) the connection raises `ServerUnavailable`.
+`http_client.py` describes the failure cases of requests. On a stream, the server sends data or a comment at least every
+10 s. After a silence of `SILENCE_S` seconds, the connection raises `ServerUnavailable`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from serverless_gpu.wire.base import API, Request
 from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, HttpClient, Reply, problem_of, trust
 
 SILENCE_S = 30.0
-"""Seconds of silence until a stream counts as broken. The server sends data or a comment every 10 s."""
+"""Seconds without data after which a stream has failed. The server sends data or a comment every 10 s."""
 EVENT_BYTES_MAX = 32 << 20
 
 
 class Connection(HttpClient):
     """A connection to one server with one token. Threads may share a connection, forked processes may not.
 
-    The arguments are those of `HttpClient`.
+    The constructor has the arguments of `HttpClient`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Connection(HttpClient):
             timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
             limits=httpx2.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60.0),
             verify=trust(ca) if self.url.startswith("https://") else False,
-            trust_env=False,  # A proxy from the environment would see the token.
+            trust_env=False,  # A proxy that an environment variable names would see the token.
         )
 
     def stream(
@@ -61,9 +61,9 @@ class Connection(HttpClient):
         answer: Any,
         query: Mapping[str, str] | None = None,
     ) -> Iterator[Any]:
-        """Yield the events of a stream until the server ends the stream. `answer` is the type of the events.
+        """Yield the events of a stream until the server ends the stream. `answer` is the event type.
 
-        Raises ServerUnavailable if the connection breaks, because only the reader knows the position to continue from.
+        Raises ServerUnavailable if the connection breaks, because only the reader knows the next position.
         """
         decode = decoder(answer).decode
         headers = {**self._headers(), "Accept": "text/event-stream"}
@@ -90,7 +90,7 @@ class Connection(HttpClient):
             raise ServerProblem(f"an event of {self.url}{API}{path} cannot be understood: {error}") from None
 
     def close(self) -> None:
-        """Close all connections. Other threads stop waiting for the server."""
+        """Close all connections. Threads that wait for the server then raise."""
         super().close()
         self._client.close()
 
@@ -103,7 +103,7 @@ class Connection(HttpClient):
             )
         except httpx2.TransportError as error:
             raise self._broken(error) from None
-        except RuntimeError as error:  # Another thread has closed the client.
+        except RuntimeError as error:  # Another thread has closed the HTTP client.
             raise ServerUnavailable(f"the connection to {self.url} was closed: {error}") from None
         return _reply(response)
 

@@ -1,18 +1,17 @@
-"""HTTP requests to a server, with retries while it is unreachable. Subclasses send the bytes.
+"""Sends HTTP requests to a server, with retries while the server is unreachable.
 
     Connection        `connection.py`: many requests, threads, streams; with httpx2
     BriefConnection   here: a few requests of a command, with the standard library, because importing httpx2 and its
                       dependencies takes more CPU time than such a command. No streams, no threads
 
-A retried request must have the same meaning as the first request. All routes of `wire` are idempotent: clients create
-the identifiers, and reports and parts may be repeated. Plain `http://` is only for loopback, because each request
-contains a token.
+All routes of `wire` are idempotent, so that the client can repeat a request. Clients create the identifiers, and the
+server accepts repeated reports and parts. Plain `http://` is only for loopback, because each request contains a token.
 
-Failure cases: the client retries for `patience_s` if no process listens, if the connection breaks, or for status 502 to
-504. The client also retries problems with a retryable class. After `patience_s`, the client raises `ServerUnavailable`.
-The client prints one line when the wait starts and one line when the wait ends. If `url` and `token` are functions, the
-client finds a server that restarted on another port or with another token. An answer that is not valid JSON of this
-protocol, such as the page of a proxy, raises `ServerProblem` with its status.
+The client retries a request for `patience_s` seconds if no process listens, if the connection breaks, or after a status
+from 502 to 504. An answer whose exception class is retryable also leads to a retry. After `patience_s`, the client
+raises `ServerUnavailable`. The client prints one line when the wait starts and one line when the wait ends. If `url`
+and `token` are functions, the client calls these functions to find a restarted server with another port or token. An
+answer that is not valid JSON of this protocol, such as the page of a proxy, raises `ServerProblem` with its status.
 """
 
 from __future__ import annotations
@@ -56,21 +55,22 @@ _TEXT_CHARACTERS_MAX = 200
 
 
 class Reply(NamedTuple):
-    """A complete answer of a server."""
+    """A complete HTTP answer of a server."""
 
     status: int
     content: bytes
     headers: Mapping[str, str]
-    url: str  # Address without query parameters.
+    url: str  # Address of the request without query parameters.
 
 
 class HttpClient(abc.ABC):
-    """A client of one server with one token.
+    """Base class of HTTP clients of one server with one token. Subclasses send the bytes.
 
     `url` and `token` are strings, or functions that return the current values. If the server does not answer, the
     client calls `url` again, possibly in another thread. If the server rejects the token, the client calls `token`.
-    `patience_s` limits the wait for an unreachable server, in seconds. `announce` gets a line at the start and the end
-    of the wait. `ca` is a file with trusted certificates, or "" for the system's certificates.
+    `patience_s` is the maximum wait for an unreachable server, in seconds. At the start and the end of a wait, the
+    client calls `announce` with a message. `ca` is a file with trusted certificates, or "" for the system's
+    certificates.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class HttpClient(abc.ABC):
         reply = self._patiently("GET", "/health", fine=(503,))
         try:
             return from_json(reply.content, Health)
-        except msgspec.MsgspecError:  # A proxy in front of the server has answered.
+        except msgspec.MsgspecError:  # A proxy in front of the server sent this answer.
             raise problem_of(reply) from None
 
     def put(self, path: str, data: bytes | memoryview) -> None:
@@ -131,13 +131,13 @@ class HttpClient(abc.ABC):
     def get(
         self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
     ) -> bytes:
-        """Return bytes or a range of bytes, which may be shorter at the end. Raise the same errors as `ask`."""
+        """Return the bytes of an object, or of a range. Raise the same errors as `ask`."""
         return self.fetch(path, query=query, start=start, length=length)[0]
 
     def fetch(
         self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Return bytes with the headers of the answer. Raise the same errors as `get`."""
+        """Return bytes together with the headers of the answer. Raise the same errors as `get`."""
         headers = {}
         if start or length is not None:
             headers["Range"] = f"bytes={start}-" + ("" if length is None else str(start + length - 1))
@@ -153,7 +153,7 @@ class HttpClient(abc.ABC):
         return True
 
     def close(self) -> None:
-        """Refuse further requests. Other threads stop waiting for the server."""
+        """Refuse further requests. Threads that wait for the server then raise."""
         self._closed.set()
 
     # --- requests and retries ------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class HttpClient(abc.ABC):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        """Send a request to `self.url` with `self._headers()`. Without an answer, raise the error of `_away`."""
+        """Send a request to `self.url` with `self._headers()`, or raise the error that `_away` returns."""
 
     def _headers(self) -> dict[str, str]:
         """Return the headers of every request."""
@@ -181,7 +181,7 @@ class HttpClient(abc.ABC):
             except ServerlessGpuError as error:
                 waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
                 if (error.retryable or isinstance(error, NotAuthenticated)) and self._has_moved():
-                    continue  # Another server may now listen at the old address.
+                    continue  # Another server may now use the old address.
                 if isinstance(error, NotAuthenticated) and self.renew():
                     continue
                 if not error.retryable or waited_s + pause_s > self._patience_s:
@@ -204,7 +204,7 @@ class HttpClient(abc.ABC):
         if url == self.url or url.partition(":")[0] != self.url.partition(":")[0]:
             return False
         self.url = url
-        self.renew()  # A token belongs to an address, so both may have changed.
+        self.renew()  # A token belongs to an address, so a new address may need a new token.
         return True
 
     def _once(
@@ -223,7 +223,7 @@ class HttpClient(abc.ABC):
         return reply
 
     def _away(self, error: Exception, *, is_no_http: bool = False) -> ServerUnavailable:
-        """Return the exception for a transport error. `is_no_http` means that another protocol answered."""
+        """Return the exception for a transport error. `is_no_http` means that the peer does not use HTTP."""
         said = str(error)
         if _UNTRUSTED in said:
             hint = (
@@ -251,7 +251,7 @@ class HttpClient(abc.ABC):
 
 
 class BriefConnection(HttpClient):
-    """A client for a few requests in sequence to one server. The arguments are those of `HttpClient`."""
+    """An HTTP client for a few sequential requests. The constructor has the arguments of `HttpClient`."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
@@ -282,10 +282,10 @@ class BriefConnection(HttpClient):
 
 
 def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
-    """Return the variable that names a proxy for a remote address, or "". Lower case wins, as in curl.
+    """Return the variable that names a proxy for a remote address, or "".
 
     Connections to a server bypass proxies, because a proxy would see the token. A user behind a proxy may not expect
-    this.
+    the bypass. As in curl, a variable in lower case takes precedence.
     """
     parts = urlsplit(url)
     if parts.hostname in ("localhost", "127.0.0.1", "::1"):

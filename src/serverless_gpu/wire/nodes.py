@@ -1,4 +1,4 @@
-"""Bodies for nodes and pools, for the rules that operators set, and for joining machines.
+"""Defines bodies for nodes, pools, operator rules, and joining machines.
 
     GET    /nodes                                      → NodeList
     POST   /nodes/{node}/forget      ForgetRequest     → NodeView         gives up the node's attempts at once
@@ -17,9 +17,10 @@ The server stores the rules of a node, so that they survive restarts of the serv
 `sgpu node list` shows these rules. Operators and the owner in the node's calendar may change them.
 
 A join token (scope "joining") permits only joins, for a limited time and a limited number of homes. The answer to a
-join contains an agent's token for one name and one home, which can be revoked separately. If an answer is lost, the
-home repeats the request with the same join token and gets a new agent's token. The repeated request does not count as
-another use. The answer also contains Ray's token, which is not in the join file.
+join request contains an agent's token for one node name and one home directory. An operator can revoke each agent's
+token separately. If an answer is lost, the machine repeats the request with the same join token and gets a new agent's
+token. The server does not count the repeated request as another use of the join token. The join answer also contains
+Ray's token, which the join file does not contain.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ INVITED_S = 86_400.0
 class NodeDrain(Answer, frozen=True, kw_only=True):
     """The principal who drains a node, the start time (nanoseconds since 1970) and the reason.
 
-    `stop` means that the server also stops the runs on the node.
+    With `stop`, the server also stops the runs on the node.
     """
 
     by: str
@@ -45,7 +46,7 @@ class NodeDrain(Answer, frozen=True, kw_only=True):
 
 
 class NodeCalendar(Answer, frozen=True, kw_only=True):
-    """The owner of a node, and the times at which others may use it, as in `CalendarRequest`."""
+    """The owner of a node, and the times at which other users may use the node, as in `CalendarRequest`."""
 
     owner: str = ""
     owner_first: bool = False
@@ -56,7 +57,7 @@ class NodeCalendar(Answer, frozen=True, kw_only=True):
 class LeftOut(Answer, frozen=True, kw_only=True):
     """A device that the server excludes from runs.
 
-    The other fields are the principal who excluded the device, the time (nanoseconds since 1970) and the reason.
+    The body also contains the principal who excluded the device, the time (nanoseconds since 1970) and the reason.
     """
 
     uuid: str
@@ -89,7 +90,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
         clock: last reported difference between the clocks of the node and the server, or None.
         rules: rules that operators and the owner have set.
         shared: True if the calendar currently lets users other than the owner use the node.
-        turns_ns: time at which `shared` changes, in nanoseconds since 1970, or None for never.
+        turns_ns: time of the next change of `shared`, in nanoseconds since 1970, or None for never.
         findings: further remarks about the devices for operators, one sentence each.
     """
 
@@ -118,10 +119,11 @@ class NodeList(Answer, frozen=True, kw_only=True):
 
 
 class NodeDrainRequest(Request, frozen=True, kw_only=True):
-    """Set or lift the drain of a node, with a reason.
+    """Start or end the drain of a node, with a reason.
 
     Attributes:
-        stop: True to also stop the runs on the node gracefully. The runs continue on other nodes if possible.
+        stop: True if the server should also stop the runs on the node gracefully. If possible, the runs continue on
+            other nodes.
     """
 
     on: bool
@@ -130,13 +132,13 @@ class NodeDrainRequest(Request, frozen=True, kw_only=True):
 
 
 class CalendarRequest(Request, frozen=True, kw_only=True):
-    """Set the owner of a node, and the times at which others may use it. Replaces the previous calendar.
+    """Set the owner of a node, and the times for other users. Replaces the previous calendar.
 
     Attributes:
         owner: principal who may always use the node, or "" for none.
         owner_first: True if the owner's runs preempt runs of other users even while the node is shared.
-        shared: times at which others may use the node, such as ``"mon-fri 19:00-07:00"``. Empty means always.
-        zone: time zone of these times, such as ``"Europe/Berlin"``. "" means UTC.
+        shared: times at which other users may use the node, such as ``"mon-fri 19:00-07:00"``. Empty means always.
+        zone: time zone of `shared`, such as ``"Europe/Berlin"``. "" means UTC.
     """
 
     owner: str = ""
@@ -158,17 +160,17 @@ class QuarantineRequest(Request, frozen=True, kw_only=True):
 
 
 class ForgetRequest(Request, frozen=True, kw_only=True):
-    """Confirm that a node's machine is dead. The server gives up the node's attempts at once."""
+    """Confirm that a node's machine is permanently off. The server then ends the node's attempts."""
 
     i_know_it_is_dead: bool
 
 
 class PoolView(Answer, frozen=True, kw_only=True):
-    """A pool: nodes under one policy. `free` and `total` count devices by type.
+    """A pool of nodes with one policy. `free` and `total` count devices by type.
 
     Attributes:
         lends: True if the pool is reserved and lends idle devices to `BEST_EFFORT` runs that name no pool.
-        return_s: maximum seconds until borrowers release lent devices.
+        return_s: maximum seconds until borrowing runs release lent devices.
         isolation: "none" if an administrator accepts that runs of several principals share a uid, else "unset".
     """
 
@@ -192,13 +194,13 @@ class PoolList(Answer, frozen=True, kw_only=True):
 class PoolRequest(Request, frozen=True, kw_only=True):
     """`PUT /pools/{name}`: create or change a pool.
 
-    None leaves a field unchanged, or means the default in a new pool.
+    A field with None does not change, or has the default in a new pool.
 
     Attributes:
         kind: "on-demand" or "reserved".
         nodes: nodes to move into the pool.
-        lends: as in `PoolView`.
-        return_s: as in `PoolView`.
+        lends: True if a reserved pool lends idle devices, as in `PoolView`.
+        return_s: maximum seconds until borrowing runs release lent devices, as in `PoolView`.
         isolation: "none" or "unset", as in `PoolView`.
     """
 
@@ -210,12 +212,12 @@ class PoolRequest(Request, frozen=True, kw_only=True):
 
 
 class JoinRequest(Request, frozen=True, kw_only=True):
-    """A machine that requests to join.
+    """A request of a machine to join the server.
 
     Attributes:
-        name: display name.
+        name: display name of the node.
         machine: `ambient.machine()`.
-        instance: identifier of its home.
+        instance: identifier of the machine's home directory.
         ray: True if the machine also joins the server's Ray cluster.
     """
 
@@ -232,9 +234,9 @@ class RayPool(Answer, frozen=True, kw_only=True):
         address: address of the cluster's head.
         port: first port of Ray's port range on the server's machine.
         token: token of the cluster.
-        version: Ray version. Every machine needs the same version.
-        python: Python version of the cluster. Every machine needs the same minor version.
-        problem: reason why the head does not answer the server, or "". The head may still be starting.
+        version: Ray version. Every machine of the cluster needs the same Ray version.
+        python: Python version of the cluster. Every machine needs the same minor version of Python.
+        problem: reason why the cluster's head does not answer the server, or "". The head may still be starting.
     """
 
     address: str
@@ -250,7 +252,7 @@ class JoinAnswer(Answer, frozen=True, kw_only=True):
 
     Attributes:
         token: agent's token for this machine.
-        ray: data for joining the Ray cluster, or None if not requested.
+        ray: data for joining the Ray cluster, or None if the machine did not request the data.
     """
 
     token: str
@@ -261,9 +263,9 @@ class InviteRequest(Request, frozen=True, kw_only=True):
     """Create a join token.
 
     Attributes:
-        name: the only permitted name, or "" for any name.
+        name: the only permitted node name, or "" for any name.
         uses: number of machines that may join.
-        expires_s: lifetime in seconds.
+        expires_s: lifetime of the join token in seconds.
     """
 
     name: str = ""
@@ -272,11 +274,11 @@ class InviteRequest(Request, frozen=True, kw_only=True):
 
 
 class InviteAnswer(Answer, frozen=True, kw_only=True):
-    """A join token. The server returns its secret only in this answer.
+    """A new join token. The server returns the secret only in this answer.
 
     Attributes:
         id: identifier of the token, for its revocation.
-        token: the secret.
+        token: the secret of the join token.
         expires_ns: expiry time in nanoseconds since 1970.
     """
 
@@ -287,10 +289,10 @@ class InviteAnswer(Answer, frozen=True, kw_only=True):
 
 
 class ApproveRequest(Request, frozen=True, kw_only=True):
-    """Approve a waiting node.
+    """Approve a node in the state PENDING.
 
     Attributes:
-        name: name of the node, or the identifier of its token if several nodes have the name.
+        name: name of the node. If several nodes have the same name, the identifier of the node's token.
     """
 
     name: str

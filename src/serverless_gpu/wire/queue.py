@@ -1,12 +1,12 @@
-"""Bodies for the queue, the reasons of waits, and the shares of teams and users with their weights.
+"""Defines bodies for the queue, wait reasons, and the fair shares of teams and users.
 
     GET    /queue?limit                                    → QueueView    runs that the caller may see
     GET    /shares                                         → ShareList
     PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
     DELETE /shares/{kind}/{name}                           → ShareView    restores the default weight of 1
 
-`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The client composes the sentence from these parts
-in its own time zone. Times are nanoseconds since 1970 by the server's clock.
+`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The client composes a sentence from the fields of
+`WaitView`, with times in its local time zone. Times are nanoseconds since 1970 by the server's clock.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 
 HOLDERS_MAX = 16
-"""Maximum number of named holders. `others` counts the devices of the remaining holders."""
+"""Maximum number of named holders. `others` counts the devices of all further holders."""
 _REASONS = frozenset(reason.value for reason in WaitReason)
 
 
 class HolderView(DeviceHolder, frozen=True, kw_only=True):
-    """A run that holds devices for which another run waits.
+    """A run that holds devices that another run needs.
 
     Attributes:
         title: owner and name of the holding run.
         until_ns: time at which the run releases the devices, or None if unknown.
-        is_bound: True if `until_ns` is the latest possible time, from a declared limit.
+        is_bound: True if `until_ns` is the latest possible time, because the run has a time limit.
         is_leaving: True if the server has asked the run to stop.
-        asked_ns: time of the planned preemption request. None for never, or if the request was already sent.
-        node: node of the held devices if the waiting gang needs several nodes, else "".
+        asked_ns: time of the planned preemption request. None if no request is planned, or if the server has already
+            sent the request.
+        node: node of the held devices, if the waiting gang needs several nodes. Otherwise "".
         likely_ns: likely release time, estimated from earlier runs of the same name, if before `until_ns`.
     """
 
 
 class PartView(GangPart, frozen=True, kw_only=True):
-    """A node for which a gang waits: the gang's number of devices on this node, and the free devices."""
+    """A node that a waiting gang needs: the required devices on this node, and the free devices."""
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
-    """The reason why a run is not placed.
+    """The reason why a run waits in the queue.
 
     Attributes:
         reason: value of `WaitReason`. A newer server may send other values.
-        count: number of required devices, or 0 if the number depends on the node.
-        gpu_type: required type, or "" if the type depends on the node.
+        count: number of devices that the run requires, or 0 if the number depends on the node.
+        gpu_type: required device type, or "" if the type depends on the node.
         one_node: True if all devices must be on one node.
         whole: True if the run requests all devices of a node, regardless of their number.
-        nodes: nodes on which a gang on several nodes fits soonest.
-        node: name of the node on which the run fits soonest, or "".
-        free: number of free devices of the required type on that node.
+        nodes: nodes on which a gang on several nodes can start earliest.
+        node: name of the node on which the run can start earliest, or "".
+        free: number of free devices of the required type on `node`.
         outside: number of devices in quarantine or in use by programs outside this server.
-        holders: runs that hold the other devices, sorted by their expected end, at most `HOLDERS_MAX`.
-        others: number of devices of the holders that are not named.
-        ahead: title of the run for which the free devices are reserved, or "".
+        holders: runs that hold the required devices, sorted by their expected end, at most `HOLDERS_MAX`.
+        others: number of devices that belong to holders without an entry in `holders`.
+        ahead: title of the run for which the scheduler reserves the free devices, or "".
         kept_ns: start of the reservation for the run `ahead`. None means now.
-        spare_s: maximum declared duration with which a run would start now, or 0 for none.
-        place: position among runs that need the same type of devices. 1 means the next run, and 0 means not in line.
-        at_ns: expected start time, if known. `is_bound` means that this time is the latest possible time.
+        spare_s: maximum time limit in seconds with which the run would start now, or 0 for no such limit.
+        place: position among runs that need the same type of devices. 1 means the next run, and 0 means no position.
+        at_ns: expected start time, if known. `is_bound` means that `at_ns` is the latest possible time.
         owner: owner of `node` if a calendar is the reason.
         turns_ns: time at which the calendar of `node` admits other users.
-        words: additional sentence, or a sentence that replaces the other parts.
+        words: additional sentence, or a sentence that replaces all other fields.
         likely_ns: likely start time, estimated from earlier runs of the same names, if before `at_ns`.
         ends_ns: time at which the run ends without a start if no suitable node joins. None for never.
     """
@@ -95,14 +96,14 @@ class WaitView(Answer, frozen=True, kw_only=True):
 
 
 def wait_view(wait: Wait) -> WaitView:
-    """Convert the scheduler's wait to its wire form."""
+    """Convert the scheduler's wait reason to the wire form."""
     view = from_builtins(wait, WaitView, from_attributes=True)
     rest = wait.holders[HOLDERS_MAX:]
     return msgspec.structs.replace(view, holders=view.holders[:HOLDERS_MAX], others=sum(each.count for each in rest))
 
 
 def wait_of(view: WaitView, run_id: str) -> Wait | None:
-    """Convert a view to the scheduler's wait. Return None for an unknown reason."""
+    """Convert a view to the scheduler's wait reason. Return None for an unknown reason."""
     if view.reason not in _REASONS:
         return None
     wait = from_builtins(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
@@ -111,18 +112,19 @@ def wait_of(view: WaitView, run_id: str) -> Wait | None:
 
 
 LIMIT_MAX = 50
-"""Maximum number of entries in one answer, because each explanation of a wait needs a scan of the queue."""
+"""Maximum number of entries in one answer, because each wait reason requires a scan of the queue."""
 ShareKind = Literal["team", "user"]
 
 
 class QueueEntry(Answer, frozen=True, kw_only=True):
-    """A waiting run.
+    """A waiting run in the queue.
 
     Attributes:
         run: identifier of the run, or "" if the caller may not see the run. `name` and `sentence` are then also "", and
             `place` is 0.
-        waiting: parts of `sentence`. None before the first scheduling pass, or if the caller may not see the run.
-        place: position among runs that need the same type of devices. 1 means the next run, and 0 means not in line.
+        waiting: the structured form of `sentence`. None before the first scheduling pass, or if the caller may not see
+            the run.
+        place: position among runs that need the same type of devices. 1 means the next run, and 0 means no position.
         gpus: number of requested devices, or None for all devices of a node.
         gpu_type: requested type, or "" for any type.
         pool: requested pool, or "" for any on-demand pool.
@@ -149,7 +151,7 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
 
 
 class QueueView(Answer, frozen=True, kw_only=True):
-    """The waiting runs in the order of scheduling. Runs that no node can ever serve come last.
+    """The waiting runs in the order of scheduling. Runs that no node can ever serve are at the end.
 
     Attributes:
         waiting: total number of waiting runs.
@@ -160,19 +162,19 @@ class QueueView(Answer, frozen=True, kw_only=True):
 
 
 class ShareView(Answer, frozen=True, kw_only=True):
-    """The share of all devices that a team or user gets while others also request devices.
+    """The fair share of all devices for a team or a user.
 
     Attributes:
         kind: "team" or "user". The users of a team divide the team's share. A user without a team competes with the
             teams.
-        weight: weight against other teams or users. The default is 1.
+        weight: weight relative to other teams or users. The default is 1.
         due: fair share of all devices while all teams and users in this list request devices. None for a user in a
             team.
-        used_gpu_s: device-seconds used, with less weight for older use. A CPU slot counts as 1/32 of a GPU. None for a
-            user in a team.
-        counted_gpu_s: use that the scheduler counts: `used_gpu_s`, and one minute in advance (`queue_entry_penalty`)
+        used_gpu_s: device-seconds of past usage, with less weight for older usage. A CPU slot counts as 1/32 of a GPU.
+            None for a user in a team.
+        counted_gpu_s: usage that the scheduler counts: `used_gpu_s`, and one additional minute (`queue_entry_penalty`)
             for each device of each running run. None for a user in a team.
-        part: fraction of all use. None for a user in a team.
+        part: fraction of the total usage. None for a user in a team.
     """
 
     kind: ShareKind
@@ -188,7 +190,7 @@ class ShareList(Answer, frozen=True, kw_only=True):
     """The list of all shares.
 
     Attributes:
-        half_life_s: time in seconds after which use counts half.
+        half_life_s: time in seconds after which past usage has half of its weight.
     """
 
     shares: tuple[ShareView, ...]

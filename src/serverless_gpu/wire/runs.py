@@ -1,4 +1,4 @@
-"""Bodies for runs: estimate, submit, list, follow and stop.
+"""Defines bodies for runs: estimate, submit, list, follow and stop.
 
 Routes:
 
@@ -33,7 +33,7 @@ from serverless_gpu.wire.queue import WaitView, wait_of, wait_view
 
 
 class CostView(Answer, frozen=True, kw_only=True):
-    """The use and cost of all attempts of a run so far."""
+    """The usage and cost of all attempts of a run up to now."""
 
     id: str
     cost: Cost
@@ -56,15 +56,15 @@ class Target(Request, frozen=True, kw_only=True):
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
-    """A submitted run. A repeated request with the same identifier and body refers to the same run.
+    """A run submission. A repeated request with the same identifier and body refers to the same run.
 
     Attributes:
         id: identifier from `ambient.new_run_id`. The client writes it to disk before it sends the request.
         spec: specification of the run.
         target: requirements for the node.
         context: `node.protocol.Context` as JSON, which ranks inherit from the caller. The server encrypts the stored
-            context, because it contains environment variables. Only the node gets the context.
-        call: the pickled call, up to `INLINE_BYTES_MAX`. None if `spec.payload` refers to a blob or has no call.
+            context, because it contains environment variables. The server sends the context only to the node.
+        call: the pickled call, up to `INLINE_BYTES_MAX`. None if `spec.payload` is a program or refers to a blob.
         snapshot: address of the environment that ranks import, or "" for the caller's own files.
         version: version of the client's package.
     """
@@ -79,12 +79,12 @@ class RunRequest(Request, frozen=True, kw_only=True):
 
 
 class CrewView(Answer, frozen=True, kw_only=True):
-    """The part of an attempt on one of several nodes.
+    """The ranks of an attempt on one of several nodes.
 
     Attributes:
         number: number of the node within the attempt, starting at 0 (NODE_RANK).
         node: name of the node.
-        state: last reported state, UNREACHABLE without recent reports, or the final state on this node.
+        state: last reported state, or the final state on this node. UNREACHABLE without recent reports.
         first_rank: lowest global rank on this node, for runs with one rank per device.
         gpus: number of devices on this node.
         sentence: message of the node about the run.
@@ -109,14 +109,14 @@ class RunView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         fence: number of the current attempt, or 0 before the first.
-        sentence: the reason of a wait with the holders of the devices, or the reason of the end.
+        sentence: the reason why the run waits or has ended. A wait reason contains the holders of the devices.
         node: name of the node, names of several nodes separated by commas, or "".
         world_size: number of ranks, or 0 while unknown.
         stop: reason of the stop request, or None.
         deduplicated: True if the server had already received this request.
         finished: True if state, files and receipt are final.
-        tracked: link to the run in MLflow, once known.
-        waiting: parts of `sentence` during a wait, after the first scheduling pass.
+        tracked: link to the run in MLflow, if known.
+        waiting: the structured form of `sentence` during a wait, after the first scheduling pass.
         crews: parts of the attempt by node, for an attempt on several nodes.
         Times are nanoseconds since 1970.
     """
@@ -147,7 +147,7 @@ class RunView(Answer, frozen=True, kw_only=True):
 
     @property
     def processes(self) -> int | None:
-        """The number of user processes: one per device, or one per node. None while unknown."""
+        """The number of user processes: one per device, or one per node. None if unknown."""
         if self.spec.per_node:
             return len(self.crews) or (1 if self.node else None)
         return self.world_size or self.spec.resources.gpus
@@ -158,7 +158,7 @@ class RunPage(Answer, frozen=True, kw_only=True):
 
     Attributes:
         cursor: cursor of the next page, or "" on the last page.
-        costs: use and cost of each run so far, if requested.
+        costs: usage and cost of each run up to now, if the client requested costs.
     """
 
     runs: tuple[RunView, ...]
@@ -167,17 +167,17 @@ class RunPage(Answer, frozen=True, kw_only=True):
 
 
 class StopRequest(Request, frozen=True, kw_only=True):
-    """Stop a run. After `preempt` or `drain`, a run with `resume` continues as a new attempt."""
+    """A request to stop a run. After `preempt` or `drain`, a run with `resume` continues in a new attempt."""
 
     reason: StopReason = StopReason.CANCEL
 
 
 class FileView(Answer, frozen=True, kw_only=True):
-    """One output of an attempt, with its name in the attempt's directory on the node.
+    """An output file of an attempt, with its name in the attempt's directory on the node.
 
     Attributes:
-        name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` …
-            With several nodes, whose files share one directory, `hang-<number of the node>-<n>.txt`.
+        name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` … For an
+            attempt on several nodes, `hang-<number of the node>-<n>.txt`.
         inline: bytes of a small file. Clients read larger files from `/runs/{run}/files/{name}`.
     """
 
@@ -187,18 +187,18 @@ class FileView(Answer, frozen=True, kw_only=True):
 
 
 class FileList(Answer, frozen=True, kw_only=True):
-    """The outputs of an attempt, sorted by name."""
+    """The output files of an attempt, sorted by name."""
 
     fence: int
     files: tuple[FileView, ...]
 
 
 class AttemptView(Answer, frozen=True, kw_only=True):
-    """One attempt of a run.
+    """An attempt of a run, with its nodes, state and times.
 
     Attributes:
-        secrets: versions of its secrets, such as ``HF_TOKEN@3``.
-        sentence: reason of the stop request, if the request ended the attempt.
+        secrets: versions of the attempt's secrets, such as ``HF_TOKEN@3``.
+        sentence: reason of the stop request, if a stop request ended the attempt.
         crews: parts of the attempt by node, for an attempt on several nodes.
     """
 
@@ -221,11 +221,10 @@ class AttemptList(Answer, frozen=True, kw_only=True):
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------
-#
-# A reader that lost its connection sends `after`, the last `seq` that it has, and `offsets` =
-# "<fence>.<rank>.<stream>:<next byte>,…". The server then resumes without gaps and without repeats. `ranks` = "all" or
-# "0,3,…" requests the output of these ranks instead of the live ranks of the run (`spec.ranks_log`). A stream carries
-# at most `LIVE_STREAMS_MAX` output streams.
+#  After a connection failure, the client sends `after`, the last `seq` that it received, and `offsets` =
+# "<fence>.<rank>.<stream>:<next byte>,…". The server then resumes the stream without gaps and repeats. `ranks` = "all"
+# or "0,3,…" requests the output of these ranks instead of the live ranks of the run (`spec.ranks_log`). A stream
+# carries at most `LIVE_STREAMS_MAX` output streams.
 
 
 class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
@@ -234,7 +233,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
     Attributes:
         seq: number of the event, or 0 if only the message or the link has changed.
         tracked: link to the run in MLflow, or "" if it is unknown or already sent.
-        waiting: parts of the message about a wait.
+        waiting: the structured form of the message about a wait.
     """
 
     seq: int
@@ -249,7 +248,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
 
 
 class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
-    """Bytes that a rank wrote, from `offset` of its stream on."""
+    """Bytes that a rank wrote. `offset` is their position in the rank's output stream."""
 
     fence: int
     rank: int
@@ -259,7 +258,7 @@ class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
 
 
 class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
-    """A gap in the live output of `size` bytes from `offset` on. The log contains these bytes."""
+    """A gap of `size` bytes in the live output, at `offset`. The log contains the missing bytes."""
 
     fence: int
     rank: int
@@ -269,16 +268,16 @@ class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
 
 
 class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
-    """The final message about the ending: no rank is running.
+    """The message about the end of the run: no rank is running.
 
-    For a run on several nodes, an earlier message with `seq` 0 may arrive while nodes still clean up. At that time, the
-    server knows the cause of the ending and starts no further attempt. The final message also contains the failures on
-    other nodes.
+    For a run on several nodes, an earlier message with `seq` 0 may arrive while nodes still clean up. The server then
+    already knows the cause and starts no further attempt. The message with a higher `seq` also contains the failures on
+    further nodes.
 
     Attributes:
-        ending: `node.protocol.Stopped` as JSON. Unset if no node could report. In that case, only state and reason are
-            known.
-        files: outputs of the last attempt.
+        ending: `node.protocol.Stopped` as JSON. Unset if no node could report, so that only the state and the reason
+            are known.
+        files: output files of the last attempt.
     """
 
     seq: int
@@ -291,17 +290,17 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
 
 
 class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
-    """The last message of a stream: the devices are verified and released.
+    """The last message of a stream, after the verification and release of the devices.
 
     Attributes:
-        receipt: `model.receipt.Receipt` as JSON. Unset for a run without a receipt.
+        receipt: `model.receipt.Receipt` as JSON. The field is unset for a run without a receipt.
     """
 
     receipt: Json = msgspec.UNSET
 
 
 class AcceptedMessage(Answer, frozen=True, kw_only=True, tag="accepted"):
-    """The first message of a stream: the run is durable."""
+    """The first message of a stream: the server has stored the run durably."""
 
     run: RunView
 
@@ -310,7 +309,7 @@ StreamMessage = AcceptedMessage | StateMessage | LogMessage | GapMessage | Ended
 
 
 class EstimateRequest(Request, frozen=True, kw_only=True):
-    """A request for the start time of a run, without submitting the run.
+    """A request for the estimated start time of a run, without submitting the run.
 
     Attributes:
         spec: specification of the run, as in `RunRequest`, without its call.
@@ -324,18 +323,18 @@ class EstimateRequest(Request, frozen=True, kw_only=True):
 
 
 class EstimateView(Answer, frozen=True, kw_only=True):
-    """The estimated start of a run that the caller would submit now.
+    """The estimated start time of a run, if the caller submitted the run now.
 
     Attributes:
         at_ns: expected start time, or None if unknown.
         is_bound: True if `at_ns` is the latest possible time.
         node: name of the node, or "".
         nodes: names of the nodes of a gang on several nodes.
-        basis: the facts behind the estimate, or the reason why the start is unknown.
-        place: number of runs ahead for the same type of devices, plus one. 0 means a start at once.
+        basis: the basis of the estimate, or the reason why the start time is unknown.
+        place: number of earlier runs that need the same type of devices, plus one. 0 means an immediate start.
         impossible: True if no node that has joined can ever serve the run.
-        now_ns: the server's time.
-        waiting: parts of the expected wait, or None without a wait.
+        now_ns: the server's time in nanoseconds since 1970.
+        waiting: the structured form of the expected wait, or None without a wait.
         cost: estimated cost.
         policy: usage policy of the run, or "".
         budgets: sentences about the remaining amount of each budget that the run counts toward.
@@ -356,7 +355,7 @@ class EstimateView(Answer, frozen=True, kw_only=True):
 
 
 def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:
-    """Convert the scheduler's estimate to its wire form."""
+    """Convert the scheduler's estimate to the wire form."""
     parts = msgspec.structs.asdict(estimate)
     wait = parts.pop("wait")
     return EstimateView(now_ns=now_ns, waiting=None if wait is None else wait_view(wait), **parts)

@@ -1,6 +1,6 @@
-"""Bodies about the server itself, without data of users. The first two routes are public.
+"""Defines bodies about the server's health, version and drain, without data of users.
 
-Routes:
+The first two routes are public:
 
     GET /health    → Health     503 with the same body while a check fails
     GET /version   → Version
@@ -15,12 +15,13 @@ from serverless_gpu.wire.base import Answer, Request
 
 
 class HealthCheck(Answer, frozen=True, kw_only=True):
-    """One part of the server.
+    """The health of one component of the server.
 
     Attributes:
-        name: database, store, environments, disk, mlflow, claim, server, or a loop: scheduler, reconciler, …
-        problem: the failure as a sentence without names of users, or "".
-        ms: duration of the check so far, in milliseconds.
+        name: name of the component: database, store, environments, disk, mlflow, claim, server, or a loop (scheduler,
+            reconciler, …).
+        problem: the component's failure as a sentence without names of users, or "".
+        ms: duration of the health check up to now, in milliseconds.
     """
 
     name: str
@@ -30,7 +31,7 @@ class HealthCheck(Answer, frozen=True, kw_only=True):
 
 
 class Health(Answer, frozen=True, kw_only=True):
-    """The health of the server: a list of problems without names of users, and the result of each check."""
+    """The health of the server: a list of problems, and the result of each health check."""
 
     ok: bool
     problems: tuple[str, ...] = ()
@@ -41,12 +42,13 @@ class Version(Answer, frozen=True, kw_only=True):
     """Version and protocol of the server.
 
     Attributes:
-        protocol: protocol version of the server. `protocols` has all versions that it accepts, and is empty from a
-            server of protocol 1.
+        protocol: protocol version of the server. `protocols` contains all versions that the server accepts. A server
+            with protocol 1 sends no `protocols`.
         machine: `ambient.machine()` of the server, by which a client detects that it runs on the same machine.
-        mlflow: address of the server's MLflow for clients and nodes. This MLflow tracks runs whose caller configured no
-            MLflow. "" means none.
-        joinable: True if other machines can join. A run may then start on a machine without the caller's files.
+        mlflow: address of the server's MLflow for clients and nodes, or "". The server's MLflow tracks runs whose
+            caller configured no MLflow.
+        joinable: True if other machines can join the server. A run may then start on a machine without the caller's
+            files.
     """
 
     version: str
@@ -65,7 +67,7 @@ class DrainRequest(Request, frozen=True, kw_only=True):
 
 
 class DrainView(Answer, frozen=True, kw_only=True):
-    """The drain of the server, with its principal, its start time (nanoseconds since 1970) and its reason.
+    """The state of the server's drain: the principal, the start time and the reason.
 
     Attributes:
         going: number of running runs.

@@ -1,13 +1,14 @@
-"""Shows a run in a notebook: the ranks' lines as the cell's output, and one status display.
+"""Shows a run in a notebook: output lines of ranks as the cell's output, and one status display.
 
     ● RUNNING for 12 s                       one display, updated in place at most four times a second:
       rank 0   40%|████      | 4/10            state, progress bars
     [rank 0] loss 0.31                       ordinary stream output of the cell
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
-Lines are plain stream text, which every front end shows and `nbconvert` retains. A finished progress bar becomes an
-output line. Messages before the start appear in the status, and later messages appear on stderr. If the front end has
-disconnected or the display raises, the run continues without the status.
+The display prints output lines of ranks as plain stream text. Every notebook front end shows stream text, and
+`nbconvert` retains it. A finished progress bar becomes an output line. Until the run starts, messages of serverless-gpu
+appear in the status display. Later messages appear on stderr. If the front end has disconnected or the display raises,
+the run continues without the status display.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LO
 
 
 class StatusOutput(Protocol):
-    """One output of a cell."""
+    """An updatable output of a notebook cell."""
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Replace the shown content. This method may raise any exception."""
+        """Replace the content of the output. This method may raise any exception."""
 
 
 class KernelOutput:
-    """One output of the running cell, shown through IPython."""
+    """An output of the running notebook cell, shown through IPython."""
 
     def __init__(self) -> None:
         self._handle: _Handle | None = None
@@ -64,7 +65,7 @@ class _Handle(Protocol):
 
 
 class OutputStatus:
-    """Content of an output, updated at most a few times a second."""
+    """An output whose content changes at most a few times a second."""
 
     def __init__(self, output: StatusOutput, clock: Clock) -> None:
         self._output = output
@@ -75,11 +76,11 @@ class OutputStatus:
 
     @property
     def due(self) -> bool:
-        """Return True if enough time has passed since the last change."""
+        """Return True if the minimum interval since the last update has passed."""
         return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
 
     def show(self, plain: str, page: str, *, now: bool) -> None:
-        """Show plain text and HTML. Skip a change too soon after the previous change, unless `now` is True."""
+        """Show plain text and HTML. Skip an update within the minimum interval, unless `now` is True."""
         bundle = {"text/plain": plain, "text/html": page}
         if self.broken or self._shown == bundle or not (now or self.due):
             return
@@ -91,9 +92,9 @@ class OutputStatus:
 
 
 class NotebookDisplay(LineDisplay):
-    """Shows one run in the cell that waits for it.
+    """Shows one run in the notebook cell that waits for the run.
 
-    `status` is the output during the run, and `account` is the output for the receipt.
+    `status` is the cell output for the state of the run. `account` is the cell output for the receipt.
     """
 
     tick_s: float | None = _TICK_S
@@ -114,23 +115,24 @@ class NotebookDisplay(LineDisplay):
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
         self._finished = False
-        self._accounted = False  # True after the receipt is shown, because nothing may follow the receipt.
+        self._accounted = False  # True after the receipt, because the receipt must be the last output.
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print a rank's finished lines. Show its unfinished line in the status."""
+        """Print finished output lines of a rank. Show an unfinished line in the status display."""
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._show()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print the size of missing output and the location of the logs."""
         screen = self._screens.by_stream.get((rank, stream))
-        if screen is not None and not screen.moving:  # Output after a gap must not continue the line before the gap.
+        # The next output starts on a new line, because the gap may contain a newline.
+        if screen is not None and not screen.moving:
             self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         _write("stderr", self._missing(rank, stream, bytes_, lost))
 
     def say(self, sentence: str) -> None:
-        """Show a message of serverless-gpu: in the status before the start, as text afterwards."""
+        """Show a message of serverless-gpu: in the status display before the start, as text afterwards."""
         if self._state in _BEFORE and not self._finished:
             self._sentence = sentence
             self._show()
@@ -138,7 +140,7 @@ class NotebookDisplay(LineDisplay):
             _write("stderr", f"serverless-gpu: {sentence}\n")
 
     def progress(self, sentence: str) -> None:
-        """Show a progress message in the status."""
+        """Show a progress message in the status display."""
         self._sentence = sentence
         self._show()
 
@@ -151,24 +153,24 @@ class NotebookDisplay(LineDisplay):
         began = state != self._state
         self._wait.over(self._clock.boottime_ns())
         self._state, self._sentence = state, sentence
-        if began or sentence:  # The first state without a message would only make the display flicker.
+        if began or sentence:  # Without a message, the first state would make the display flicker.
             self._show()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the wait in the queue and its duration."""
+        """Show the reason for the run's wait in the queue, and the duration of the wait."""
         self._begin_to_wait(sentence, queued_ns)
         self._state, self._sentence = "QUEUED", sentence
         self._show()
 
     def tick(self) -> None:
-        """Print lines that have become final after a delay, and update the durations in the status."""
+        """Print output lines that are now final, and update the durations in the status display."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
         self._show()
 
     def tracked(self, url: str) -> None:
-        """Show the link to MLflow in the status from this call on."""
+        """Add the link to the MLflow run to the status display."""
         self._tracked = url
         self._show()
 
@@ -182,7 +184,7 @@ class NotebookDisplay(LineDisplay):
             _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.brief()))
 
     def finish(self) -> None:
-        """Print lines without a final newline, and show the last state. A second call does nothing."""
+        """Print output lines without a final newline, and show the last state. A second call does nothing."""
         for rank, stream, lines in self._screens.end_all():
             self._print(rank, stream, lines)
         self._finished = True
@@ -190,12 +192,12 @@ class NotebookDisplay(LineDisplay):
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
-            # The front end of a kernel may be a terminal, such as `jupyter console`.
+            # A kernel's front end may be a terminal, such as `jupyter console`.
             _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
 
     def _show(self) -> None:
         if self._quiet or self._accounted or not (self._finished or self._status.due):
-            return  # The display calls this method for every piece of output, so it returns early.
+            return  # The display calls this method for every piece of output, so the method must return quickly.
         state, sentence, lines = self._state, self._told(), self._progress()
         tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
         plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
@@ -208,7 +210,7 @@ class NotebookDisplay(LineDisplay):
         if self._ran_ms is not None:
             return f"after {format_duration_ms(self._ran_ms)}"
         elapsed_ms = self._elapsed_ms()
-        # The duration in the text changes at most once a second.
+        # The text contains a duration in seconds, which changes at most once a second.
         elapsed = f"for {elapsed_ms // 1000} s" if elapsed_ms < 60_000 else f"for {format_duration_ms(elapsed_ms)}"
         return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
 
@@ -232,7 +234,8 @@ class NotebookDisplay(LineDisplay):
 
 def _write(stream: str, text: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
-    # This method does not flush, because the kernel flushes five times a second. Each flush waits for a kernel thread.
-    with contextlib.suppress(Exception):  # The user may have closed or replaced the stream. The run must continue.
+    # The kernel flushes the stream five times a second. A flush in this method would also wait for a kernel thread.
+    # The user may have closed or replaced the output stream. The run must continue.
+    with contextlib.suppress(Exception):
         if target is not None:
             target.write(text)

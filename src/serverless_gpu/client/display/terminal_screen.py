@@ -1,23 +1,24 @@
-r"""Emulates the terminal rows of a rank with `\r` and "cursor up", so that a progress bar is one line.
+r"""Emulates the terminal rows of a rank (`\r`, cursor up), so that a progress bar uses one line.
 
     text ──feed──▶ rows ──▶ lines that are final, to be printed
                     └─────▶ open rows: unfinished lines, active progress bars
 
-This module has no side effects. A rewritten row is final when its line has ended and the cursor does not return to it.
-For example, tqdm draws a second bar below the first with a newline and then moves up again. The screen therefore holds
-a rewritten row for a moment after its newline. Other lines are final at once. A row stores only its last state. The
-rank's log contains all states.
+The functions and classes of this module do no I/O. A rewritten row is final after its newline, if the cursor does not
+move back up to the row. For example, tqdm draws a second bar below the first with a newline and then moves up again.
+The screen therefore delays a rewritten row briefly after its newline. Rows without rewriting are final at their
+newline. A row stores only its last state, while the rank's log contains all states.
 
-`safe` makes a rank's output harmless, because user code may print untrusted data. A file name in a data set may contain
-a sequence that changes the title, fills the clipboard or forges a line. On a terminal, `safe` treats sequences as
-follows:
+`safe` removes or escapes control sequences in a rank's output, because user code may print untrusted data. For example,
+a file name may contain a sequence that changes the terminal's title or writes to the clipboard. On a terminal, `safe`
+handles sequences as follows:
 
     colours (SGR)                              kept until the end of the line
     cursor movement and erasing, charsets      removed: programs use them to draw, for example progress bars
     OSC: titles, clipboard, links              removed; the linked text stays
     other control characters, bidi controls    escaped: \x1b, \u202e
 
-A file or a pipe gets the text unchanged. `safe` escapes an unfinished sequence, so that each line is safe by itself.
+For a file or a pipe, `safe` returns the text unchanged. `safe` escapes an unfinished sequence, so that each line is
+safe by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Iterator
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
 HELD_S = 0.3  # Maximum seconds between a newline and a cursor movement back up.
-# Longer limit in seconds after a move up, because some programs draw all bars and then pause below the last bar.
+# Longer limit in seconds after a cursor movement up. Some programs draw all bars and then pause below the last bar.
 _HELD_AGAIN_S = 3.0
 GLIMPSE_S = 10.0
 
@@ -38,7 +39,7 @@ _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:?]{0,32})?\Z")
 
 
 class ScreenRow:
-    """One line in its current state. Progress bars are `rewritten`."""
+    """An emulated terminal row in its current state. Progress bars are `rewritten`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -48,7 +49,7 @@ class ScreenRow:
         self._cut = 0
 
     def write(self, text: str) -> None:
-        """Add text, or start again after a carriage return."""
+        """Add text at the end of the row. After a carriage return, replace the row."""
         if self._from_start:
             self.clear()
         room = LINE_CHARACTERS_MAX - len(self.text)
@@ -56,11 +57,11 @@ class ScreenRow:
         self._cut += max(0, len(text) - room)
 
     def go_to_start(self) -> None:
-        """Let the next text replace the row. Until then the row stays visible."""
+        """Handle a carriage return: the row stays visible until the next text replaces it."""
         self._from_start = True
 
     def erase(self, sequence: str) -> None:
-        """Erase the row, or the part after the cursor. After a carriage return, that part is the whole row."""
+        """Erase the row, or only the part after the cursor. After a carriage return, erase the whole row."""
         if self._from_start or sequence == "\x1b[2K":
             self.clear()
         else:
@@ -72,7 +73,7 @@ class ScreenRow:
         self.rewritten, self._from_start = True, False
 
     def final(self, *, broken: bool = False) -> str:
-        """Return the line for printing. `broken` means that an unknown part of the line is missing."""
+        """Return the row's text for printing. `broken` means that an unknown part of the text is missing."""
         if not self._cut:
             return self.text
         return f"{self.text} … and {'' if broken else f'{self._cut} characters '}more in this line"
@@ -84,7 +85,7 @@ class ScreenRow:
 
 
 class Screen:
-    """The unfinished rows of one stream of one rank."""
+    """The emulated terminal of one stream of one rank, with its unfinished rows."""
 
     def __init__(self) -> None:
         self.touched_ns = 0
@@ -97,12 +98,12 @@ class Screen:
 
     @property
     def open_rows(self) -> list[str]:
-        """The unfinished rows that are not blank."""
+        """The unfinished rows that contain visible text."""
         return [row.final() for row in self._rows if not row.blank]
 
     @property
     def held(self) -> bool:
-        """True if `settle` will return lines soon."""
+        """True if a later call of `settle` will return finished rows."""
         return self._cursor > 0
 
     @property
@@ -111,7 +112,7 @@ class Screen:
         return any(row.rewritten and not row.blank for row in self._rows)
 
     def feed(self, text: str, now_ns: int) -> list[str]:
-        """Process a piece of output. Return the lines that are final."""
+        """Process a piece of output. Return the output lines that are now final."""
         self.touched_ns = now_ns
         text = self._pending + text
         unfinished = _UNFINISHED.search(text)
@@ -129,7 +130,7 @@ class Screen:
         return lines
 
     def settle(self, now_ns: int) -> list[str]:
-        """Return rewritten lines that have become final after a delay."""
+        """Return rewritten rows whose delay after the newline has passed."""
         held_ns = (_HELD_AGAIN_S if self._goes_up else HELD_S) * 1e9
         lines: list[str] = []
         while self._cursor > 0 and now_ns - self._rows[0].left_ns >= held_ns:
@@ -137,7 +138,7 @@ class Screen:
         return lines
 
     def glimpse(self, now_ns: int) -> list[str]:
-        """Return the current state of rewritten rows at intervals, for outputs that cannot redraw a line."""
+        """Return the current state of progress bars at intervals, for outputs that cannot redraw a line."""
         if self._glimpsed_ns is None or now_ns - self._glimpsed_ns < GLIMPSE_S * 1e9:
             return []
         seen = [row.final() for row in self._rows if row.rewritten and not row.blank]
@@ -146,7 +147,7 @@ class Screen:
         return seen if seen != before else []
 
     def end(self, *, broken: bool = False) -> list[str]:
-        """Return all unfinished lines at the end of the output. `broken` means that later output is missing."""
+        """Return all unfinished rows at the end of the output. `broken` means that later output is missing."""
         if self._pending:
             self._rows[self._cursor].write(self._pending)
         return [row.final(broken=broken) for row in self._rows if not row.blank]
@@ -186,7 +187,7 @@ class Screen:
         return self._commit(over if self._goes_up else self._cursor - 1)
 
     def _commit(self, count: int) -> list[str]:
-        """Remove `count` rows from the top, but no row below the cursor. Return the removed lines."""
+        """Remove `count` rows from the top, but no row below the cursor. Return the removed rows as lines."""
         count = min(count, self._cursor)
         gone, self._rows = self._rows[:count], self._rows[count:]
         self._cursor -= count
@@ -200,21 +201,21 @@ class Screens:
         self.by_stream: dict[tuple[int, str], Screen] = {}
 
     def feed(self, rank: int, stream: str, text: str, now_ns: int) -> list[str]:
-        """Process a rank's output. Return the lines that are final."""
+        """Process a piece of a rank's output. Return the output lines that are now final."""
         return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
 
     def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield the lines that have become final after a delay, by rank and stream."""
+        """Yield rank, stream and lines for rewritten rows whose delay has passed."""
         for (rank, stream), screen in self.by_stream.items():
             yield rank, stream, screen.settle(now_ns)
 
     def end(self, rank: int, stream: str, *, broken: bool = False) -> list[str]:
-        """Return the unfinished lines of one stream. Its next output starts a new screen."""
+        """Return the unfinished lines of one stream. The next output of the stream starts a new screen."""
         screen = self.by_stream.pop((rank, stream), None)
         return [] if screen is None else screen.end(broken=broken)
 
     def end_all(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield all unfinished lines, by rank and stream."""
+        """Yield rank, stream and lines for all unfinished rows."""
         for rank, stream in list(self.by_stream):
             yield rank, stream, self.end(rank, stream)
 
@@ -232,7 +233,7 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return a rank's line in a form that is safe to print. Without a terminal, return the line unchanged."""
+    """Return a rank's line without harmful control sequences. Without a terminal, return it unchanged."""
     if not tty:
         return line
     colours: list[str] = []
@@ -251,7 +252,7 @@ def safe(line: str, *, tty: bool) -> str:
 
 
 def fit(line: str, columns: int) -> str:
-    """Return the start of a `safe` line that fits the columns. Colours use no columns."""
+    """Return the start of a `safe` line that fits into the given columns. Colours use no columns."""
     kept: list[str] = []
     used = 0
     for match in _PIECE.finditer(line.replace("\t", " ")):

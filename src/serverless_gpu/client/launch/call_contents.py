@@ -1,9 +1,9 @@
-"""Walks the objects of a call to find an object that cannot be pickled, or the largest objects.
+"""Walks the objects of a call to find objects that pickle refuses, or the largest objects.
 
 The walk follows the same objects as the pickler. For a function that is pickled by value, the walk visits its closure,
 its referenced globals and its defaults. For other objects, the walk visits the items of containers and the state from
-`__reduce_ex__`. The walk limits the number of pickling attempts, objects and levels. If the walk reaches a limit or
-user code raises, it returns the nearest known owner of the culprit, or a smaller size.
+`__reduce_ex__`. The walk limits the number of pickling attempts, objects and levels. At a limit or after an exception
+of user code, the walk returns the nearest known owner of the refused object, or a smaller size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHILDREN_MAX = 1_000_000
 _SAMPLE = 1000
 _OBJECTS_MAX = 200_000
 _REPR_MAX = 40
-# If an object has at least this share of its owner's bytes, the warning names the object instead of the owner.
+# Minimum share of the owner's bytes at which the warning names the object instead of its owner.
 _SHARE_NAMED = 0.8
 _CLASS_MACHINERY = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__"}
 
@@ -45,7 +45,7 @@ def explain_unpicklable(
     error: BaseException,
     reducer: payload.Reducer | None = None,
 ) -> str:
-    """Return the path to the culprit, such as ``global `x` of `train` -> _thread.lock``, or `error`."""
+    """Return the path to the refused object, such as ``global `x` of `train` -> _thread.lock``."""
     search = _Search(reducer)
     for root in _roots(function, args, kwargs):
         way = search.culprit(root.value, ())
@@ -58,10 +58,10 @@ class _Search:
     def __init__(self, reducer: payload.Reducer | None) -> None:
         self._reducer = reducer
         self._probes_left = _PROBES_MAX
-        self._innocent: dict[int, object] = {}  # The references prevent Python from reusing an id.
+        self._innocent: dict[int, object] = {}  # A reference to the object prevents Python from reusing its id.
 
     def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
-        """Return labels from `value` to the culprit. Return None if `value` itself can be pickled."""
+        """Return the labels from `value` to the refused object, or None if pickle accepts `value`."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
         if len(above) >= _DEPTH_MAX or self._is_refused(value):
@@ -82,7 +82,7 @@ class _Search:
         return [_culprit_name(value)]
 
     def _first_failing(self, parts: list[_Part], start: int) -> int | None:
-        """Return the index of the first part from `start` on that does not pickle, by bisection."""
+        """Return the index of the first part, at `start` or later, that pickle refuses. Uses bisection."""
         low, high = start, len(parts)
         if low >= high or not self._fails([part.value for part in parts[low:high]]):
             return None
@@ -117,7 +117,7 @@ class _Search:
 
 
 def _culprit_name(value: object) -> str:
-    """Return a name for the culprit that users recognize."""
+    """Return a description of the refused object that users recognize."""
     if isinstance(value, io.IOBase):
         return f"open file {getattr(value, 'name', '')}".rstrip()
     if isinstance(value, FunctionType):
@@ -140,7 +140,7 @@ def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapp
     yield _Part("" if isinstance(function, FunctionType) else f"`{called}`", function)
     try:
         names = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # Builtins may have no signature.
+    except (TypeError, ValueError):  # A builtin function may have no signature.
         names = []
     named = [parameter.name for parameter in names if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
     for index, value in enumerate(args):
@@ -150,7 +150,7 @@ def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapp
 
 
 def _parts(value: object) -> Iterator[_Part]:
-    """Yield the parts that the pickler visits separately. Objects without separate parts yield nothing."""
+    """Yield the parts of an object that the pickler visits separately. Yield nothing for an atomic object."""
     if isinstance(value, FunctionType):
         return _function_parts(value) if payload.is_by_value(value) else iter(())
     if isinstance(value, type):
@@ -264,7 +264,7 @@ def _state_parts(state: object) -> Iterator[_Part]:
 def largest_captured(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> list[tuple[str, int]]:
-    """Return the objects of a call and the approximate bytes that each object adds, largest first."""
+    """Return the objects of a call and their approximate additional bytes in the pickle, largest first."""
     scale = _Scale()
     found: list[tuple[str, int]] = []
     roots = _roots(function, args, kwargs)
@@ -298,10 +298,10 @@ def _narrow(labels: tuple[str, ...], value: object, size: int) -> tuple[tuple[st
 
 
 class _Scale:
-    """Estimates the bytes of objects in a pickle and counts each object once."""
+    """Estimates the pickled size of objects and counts each object once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, object] = {}  # The references prevent Python from reusing an id.
+        self._seen: dict[int, object] = {}  # A reference to the object prevents Python from reusing its id.
 
     def weigh(self, value: object, depth: int = 0) -> int:
         if value is None or isinstance(value, bool):
@@ -324,7 +324,7 @@ class _Scale:
             sample: list[object] = [thing for pair in islice(value.items(), _SAMPLE) for thing in pair]
             taken = len(sample) // 2
         else:
-            # The sample covers the whole sequence, because its first items may differ from the others.
+            # The sample covers the whole sequence, because the first items may not be typical.
             step = max(1, count // _SAMPLE)
             sample = list(value[::step] if isinstance(value, (list, tuple)) else islice(value, _SAMPLE))
             taken = len(sample)
@@ -332,7 +332,7 @@ class _Scale:
 
 
 def _own_bytes(value: object) -> int | None:
-    """Return the bytes of an object with one block of memory, or None for other objects."""
+    """Return the bytes of an object that uses one block of memory, or None for an object of another kind."""
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
     if isinstance(value, memoryview):
@@ -344,7 +344,8 @@ def _own_bytes(value: object) -> int | None:
         tensor: _Tensor = value
         try:
             return tensor.untyped_storage().nbytes()
-        except (RuntimeError, NotImplementedError):  # Sparse and other layouts have no single storage.
+        # Tensors with other layouts, such as sparse tensors, have no single storage.
+        except (RuntimeError, NotImplementedError):
             return tensor.numel() * tensor.element_size()
     return None
 

@@ -1,6 +1,6 @@
-"""The process of the environment service (`environment/service.py`), one per calling process.
+"""Runs the environment service (`environment/service.py`) in its own process, one per client process.
 
-The process has a clean interpreter and ends with its caller.
+The service uses a new Python interpreter and exits when the client process exits.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class _Wire:
 
 
 def main(channel_fd: int, caller: int, index: str) -> NoReturn:
-    """Serve one caller over the inherited channel until the caller exits."""
+    """Serve one client process over the inherited socket until the client exits."""
     if os.fork():
-        os._exit(0)  # init adopts the service, so that a long-running caller does not keep a zombie.
+        # The kernel makes init the parent of the service, so that a long-running client keeps no zombie process.
+        os._exit(0)
     linux.set_name("sgpu-snapshots")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     process = -1
-    with contextlib.suppress(OSError):  # If the caller has already exited, the service detects the closed socket.
+    with contextlib.suppress(OSError):  # If the client has already exited, the service detects the closed socket.
         process = os.pidfd_open(caller)
     Service(_Wire(channel), Path(index)).serve(process)
     os._exit(0)

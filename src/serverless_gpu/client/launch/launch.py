@@ -3,11 +3,11 @@
     check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
                      └ with env="snapshot": find it ────────────────────────────────────────────┘  └ Confirm
 
-A session is launched in the same way, without a function.
+The client launches a session in the same way, but without a function.
 
-Failure cases: after any error, the client removes the run directory. If the environment has changed, the client
-withdraws the launch before user code starts and launches again with the current files. If the stored environment is
-damaged, the client captures the environment again and launches a new run.
+After any error, the client removes the run directory. If the environment has changed, the client withdraws the launch
+before user code starts and launches again with the current files. If the stored environment is damaged, the client
+captures the environment again and launches a new run.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _notes_said: set[str] = set()
 
 
 class LendingSession(NamedTuple):
-    """The session of a run, and the devices that the session holds."""
+    """The session whose devices a run uses, and these devices."""
 
     session: str
     devices: tuple[Device, ...]
 
 
 class LaunchOrder(NamedTuple):
-    """A launch of a run or of a session. Only a session has an idle limit."""
+    """A request to launch a run or a session. Only a session has an idle limit."""
 
     spec: RunSpec
     called_ns: int
@@ -82,13 +82,13 @@ def launch(
     *,
     watch: bool = False,
 ) -> Run[R]:
-    """Start a run on this machine or through a server. After an error, no run exists.
+    """Start a run on this machine or through a server. An error leaves no run.
 
-    `watch` is True if the caller waits for the run at once.
+    `watch` is True if the caller immediately waits for the run.
     """
     called_ns = SystemClock().boottime_ns()
     arguments = check_call(function, args, kwargs, spec)
-    if spec.hang_warning_s:  # `hang_warning_s` is 0 for actors, because the ranks of actors wait for calls.
+    if spec.hang_warning_s:  # Actors need no hang warning, because their ranks wait for calls.
         spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         if lender is not None:
@@ -96,7 +96,7 @@ def launch(
                 f"{spec.name} has remote=True, and session {lender.session} holds devices of this machine",
                 hint="call the function outside the session, or remove remote=True",
             )
-        # Loaded by name, because only calls with a server need HTTP.
+        # The function imports the module by name, because only calls with a server need HTTP.
         remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.SubmittedCall(function, args, kwargs, arguments), spec, watch=watch))
     order = LaunchOrder(with_tracking(spec, arguments), called_ns, lender)
@@ -112,18 +112,18 @@ def launch(
 def check_call(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> dict[str, object]:
-    """Return the arguments by name. Raise UsageError for a call that ranks cannot run."""
+    """Return the arguments by name. Raise UsageError for a call that cannot run on ranks."""
     check_function(function)
     arguments = bind_arguments(function, args, kwargs)
     if spec.ray is not None:
         check_ray(spec.ray)
-    # The arguments of a cell function are code objects, which are not shown.
+    # The arguments of a notebook cell's function are code objects, so displays omit the arguments.
     is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)
     return {} if is_cell else arguments
 
 
 def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
-    """Start the program `spec.payload` on this machine or through a server, like `launch`."""
+    """Start the program `spec.payload` on this machine or through a server. `launch` describes the errors."""
     called_ns = SystemClock().boottime_ns()
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
@@ -145,7 +145,7 @@ def _place(handle: Callable[..., Handle], order: LaunchOrder, fill: Callable[[Pa
     home = home_with_notice()
     recognition = snapshot_environment.recognise(home) if order.spec.environment == "snapshot" else None
     try:
-        while True:  # The loop runs at most twice, because a new capture needs no further check.
+        while True:  # The loop runs at most twice, because the client does not check a new capture again.
             placed = _try_place(handle, order, fill, home, recognition)
             if placed is not None:
                 return placed
@@ -175,17 +175,17 @@ def _try_place(
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
             if not message.confirmed and recognition is not None:
-                if recognition.changes():  # The next capture reports the changes.
+                if recognition.changes():  # The next capture reports these changes to the user.
                     withdraw(channel)
                     secret_files.remove(directory)
                     home.remove_run(message.run_id)
                     return None
-                # If the supervisor has exited, the handle detects the exit and reports the ending.
+                # If the supervisor has exited, the run handle detects the exit and reports the error.
                 with contextlib.suppress(OSError):
                     protocol.send(channel, protocol.Confirm())
         except BaseException:
-            # Ctrl-C may arrive just after the client sent the launch. In that case a supervisor reads the Cancel
-            # message.
+            # If Ctrl-C arrives just after the client sent the launch, a supervisor may already exist. The supervisor
+            # then reads this message.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
             secret_files.remove(directory)
@@ -196,7 +196,7 @@ def _try_place(
         raise
     again = msgspec.structs.replace(message, confirmed=True)
 
-    def launch_again() -> Channel:  # The dead agent's cleanup removed the first copy of the secrets.
+    def launch_again() -> Channel:  # When the agent died, its cleanup deleted the first copy of the secrets.
         return _send(home, None, with_secrets(home, again))
 
     source = LocalRun(message.run_id, directory, ranks_of(message), channel, launch_again)
@@ -207,7 +207,7 @@ def _try_place(
 
 
 def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> LocalRun | None:
-    """Capture a damaged environment again and relaunch its run. Return None if the capture does not help."""
+    """Capture a damaged environment again and relaunch its run. Return None if a new capture cannot help."""
     recognition = snapshot_environment.Recognition(home)
     try:
         wanted = recognition.wanted()
@@ -244,7 +244,7 @@ def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> Local
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshot_environment.Recognition) -> protocol.Launch:
-    """Return the launch with its environment. Capture the environment first if necessary."""
+    """Return the launch message with the environment. If the environment is new, capture it first."""
     display = snapshot_environment.capture_display(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
     try:
         wanted = recognition.wanted(display)
@@ -256,7 +256,7 @@ def _in_environment(message: protocol.Launch, recognition: snapshot_environment.
 
 
 def withdraw(channel: Channel) -> None:
-    """Withdraw a launch before user code starts, and wait until its devices are free."""
+    """Withdraw a launch before user code starts, and wait until the devices of the launch are free."""
     channel.sock.settimeout(_WITHDRAWN_S)
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         protocol.send(channel, protocol.Cancel())
@@ -267,8 +267,8 @@ def withdraw(channel: Channel) -> None:
 
 
 def prewarm(spec: RunSpec) -> None:
-    """Prepare a warm interpreter in the background. Ignore errors, because the first run reports them."""
-    # The main thread calls this function. Up to Python 3.12, a call in another thread may show the caller incomplete
+    """Prepare a warm interpreter in the background. Ignore errors, because a call reports the same errors."""
+    # The main thread caches these variables. Up to Python 3.12, the first call in another thread may expose incomplete
     # values.
     sysconfig.get_config_vars()
 
@@ -282,7 +282,9 @@ def prewarm(spec: RunSpec) -> None:
                 environment = recognition.wanted()
                 recognition.close()
                 if environment is None:
-                    return  # The environment is not captured yet. The first call captures it and shows the progress.
+                    # The home has no capture of this environment yet. The first call captures it and shows the
+                    # progress.
+                    return
             channel, _ = connect(home)
             ranks = spec.processes(spec.resources.gpus or 1)
             tracker = resolve(spec, {}, os.environ).tracking if not spec.remote else None
@@ -292,12 +294,13 @@ def prewarm(spec: RunSpec) -> None:
         except Exception:  # noqa: BLE001 - prewarming is optional
             pass
 
-    with contextlib.suppress(HardwareError):  # If no thread can start, the run starts without a warm interpreter.
+    # If the process cannot start a thread, the run starts without a warm interpreter.
+    with contextlib.suppress(HardwareError):
         start_thread(ask, "serverless-gpu-prewarm")
 
 
 def should_prewarm(module: str) -> bool:
-    """Return True if decorators in this module prewarm: in scripts and notebooks, not in ranks and tests."""
+    """Return True if the module's decorators prewarm: in scripts and notebooks, not in ranks and tests."""
     setting = os.environ.get("SERVERLESS_GPU_PREWARM")
     if setting is not None:
         return setting not in ("0", "")
@@ -305,7 +308,7 @@ def should_prewarm(module: str) -> bool:
 
 
 def home_with_notice() -> Home:
-    """Return the home of this process. Print its notice once."""
+    """Return the home directory of this process. Print the notice about the directory once."""
     home = find_home(os.environ)
     if home.note and home.note not in _notes_said:
         _notes_said.add(home.note)
@@ -314,7 +317,7 @@ def home_with_notice() -> Home:
 
 
 def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
-    """Return the launch message for an order. The directory of its attempt does not exist yet."""
+    """Return the launch message for an order. The directory of the attempt does not exist yet."""
     context = caller_context()
     devices = offered(greeting, context.environ)
     chosen = _choose(greeting, order, devices, context.environ)
@@ -343,7 +346,7 @@ def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) ->
 
 
 def check_shown(spec: RunSpec, devices: int) -> None:
-    """Raise InvalidValue if `ranks_log` names only ranks that the run does not have."""
+    """Raise InvalidValue if the run has none of the ranks in `ranks_log`."""
     shown, ranks = spec.ranks_log, spec.processes(devices)
     if shown and min(shown) >= ranks:
         raise InvalidValue(
@@ -381,7 +384,7 @@ def _choose(
 
 
 def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:
-    """Send a launch to the known agent, or to a new agent if the known one has just ended."""
+    """Send a launch to the known agent, or to a new agent if the known agent has just exited."""
     for channel_or_none in (channel, None):
         live = channel_or_none or connect(home)[0]
         try:

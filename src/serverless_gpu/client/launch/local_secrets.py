@@ -1,9 +1,9 @@
-"""Secrets for local runs: files in the home directory, which `sgpu secret set --local` writes.
+"""Reads and writes secrets for local runs: files that `sgpu secret set --local` creates.
 
     $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed at its end
 
-The files have the same protection as the user's other files. Encryption would not help, because a reader of the files
-could also read a key stored beside them. A run through a server gets the server's secrets and no local secrets.
+Only the user can read the files. Encryption would not help, because a process that can read the files could also read
+the key beside the files. A run through a server gets only secrets of the server.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ DIRECTORY = "secrets"
 
 
 def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
-    """Write a launch's secrets to memory for its ranks, and return the launch. Raise SecretMissing."""
+    """Write the secrets of a launch to memory for its ranks. Return the launch, or raise SecretMissing."""
     spec = launch.spec
-    # A session itself runs no user code and needs no secrets.
+    # A session executes no user code, so a session needs no secrets.
     if not spec.secrets or launch.idle_timeout_s is not None:
         return launch
     values = {name: _read(home, name) for name in spec.secrets}
@@ -40,7 +40,7 @@ def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write(home: Home, name: str, value: bytes) -> None:
-    """Set a secret of this home atomically. Only its user can read the file."""
+    """Set a secret of this home directory atomically. Only the user can read the file."""
     check_value(check_name(name), value)
     path = home.root / DIRECTORY / name
     beside = path.with_name(f"..{name}-{os.getpid()}")
@@ -59,14 +59,14 @@ def write(home: Home, name: str, value: bytes) -> None:
 
 
 def names(home: Home) -> list[str]:
-    """Return the names of this home's secrets."""
+    """Return the names of the secrets in this home directory."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in (home.root / DIRECTORY).iterdir() if not path.name.startswith("."))
     return []
 
 
 def delete(home: Home, name: str) -> None:
-    """Delete a secret of this home. Raise SecretMissing if it does not exist."""
+    """Delete a secret of this home directory. Raise SecretMissing for an unknown secret."""
     try:
         (home.root / DIRECTORY / check_name(name)).unlink()
     except FileNotFoundError:

@@ -1,20 +1,20 @@
-"""Checks a call before its run starts, and writes the call to its file.
+"""Checks a call before its run starts, and pickles the call into a file.
 
-The checks run in the caller's process. They report unsuitable functions, wrong arguments, and captured objects that are
-very large or cannot be pickled. For an object that cannot be pickled, the error shows the path from the call to the
-object. Only pickling runs user code. A full disk raises `StorageError` and leaves no partial file.
+The checks run in the caller's process. The checks report unsuitable functions, wrong arguments, very large captured
+objects, and objects that cannot be pickled. For an object that cannot be pickled, the error shows the path from the
+call to the object. Of all checks, only pickling executes user code. If the disk is full, `pack` raises `StorageError`
+and leaves no partial file.
 
 The checks refuse objects that hold state of their own process. Packages such as accelerate and Lightning create objects
-that are set up for one process. A copy of such an object makes each rank train its own model, and the run would still
-succeed. The client pickles the `TrainingArguments` of transformers without their process state
-(`node/inside/payload.py`). The refused objects cannot be pickled in this way, because their data loaders, optimizers
-and strategies are prepared for one process. The client pickles used data modules and modules of Lightning without their
-trainer.
+that are set up for one process. With a copy of such an object, each rank would train a separate model, and the run
+would still succeed. The client pickles the `TrainingArguments` of transformers without their process state
+(`node/inside/payload.py`). The checks refuse objects that contain data loaders, optimizers or strategies for one
+process. The client pickles modules and data modules of Lightning without their trainer.
 
 Before a Ray cluster starts, the checks refuse a missing or old Ray and references to other clusters. The checks also
 refuse a user's file or directory named `ray`, because ranks would import it instead of Ray. The checks do not import
-Ray, because the import takes a second. The rank reports problems that these checks cannot find, such as missing
-metadata or a failing finder of the user.
+Ray, because the import takes a second. The rank reports problems that only an import of Ray can find, such as missing
+metadata.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ __all__ += ["largest_captured", "pack"]
 
 
 class WrittenCall(NamedTuple):
-    """A written call: the size of its file in bytes, and an optional warning for the caller."""
+    """A pickled call: the size of the file in bytes, and an optional warning for the caller."""
 
     size_bytes: int
     warning: str | None
@@ -116,7 +116,7 @@ def bind_arguments(
     """Return the arguments by name with defaults. `rank` and `world_size` are optional."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Builtins may have no signature.
+    except (TypeError, ValueError):  # A builtin function may have no signature.
         return dict(kwargs)
     filled = call.fill_rank(function, args, kwargs, 0, 1)
     try:
@@ -142,9 +142,10 @@ def pack(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> WrittenCall:
-    """Write a call to `path`. Return its size, and a warning with the large objects of a call above 10 MB.
+    """Pickle a call into the file `path`. Return its size, and a warning for a call above 10 MB.
 
-    The pickler first passes each object to `reducer`, which may raise. An error leaves no file.
+    The warning names the largest objects. The pickler first passes each object to `reducer`, which may raise. After an
+    error, no file exists.
     """
     try:
         size = call.dump_call(
@@ -170,7 +171,7 @@ def check_travels(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> None:
-    """Raise NotPicklable for a call that `pack` could not write."""
+    """Raise NotPicklable for a call that `pack` could not pickle."""
     try:
         call.measure_call(function, args, kwargs, _sources(function), reducer)
     except KeyboardInterrupt:
@@ -266,14 +267,14 @@ def _size_warning(
 
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
-    """Return source lines of code that is not in files: first the function's own lines, then the newest."""
+    """Return source lines of code without a file: the function's lines first, then the newest code."""
     code = getattr(_unwrap(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}
     left = _SOURCES_SIZE_MAX
     for name in sorted(reversed(list(linecache.cache)), key=lambda name: name != own):
         entry = linecache.cache.get(name)
-        # A lazy cache entry has only its loader and no lines.
+        # A lazy entry of `linecache` contains only a loader and no lines.
         lines = [] if entry is None or len(entry) != 4 or os.path.exists(name) else list(entry[2])
         size = sum(map(len, lines))
         if lines and size <= left:
@@ -283,14 +284,14 @@ def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
 
 
 class RayInstallation(NamedTuple):
-    """The Ray installation that `import ray` would load."""
+    """The version and the file of the Ray installation that `import ray` would load."""
 
     version: str
     origin: str  # The file that `import ray` would load, or "".
 
 
 def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None:
-    """Raise RayMissing if no cluster can start because Ray is missing, old, hidden or incomplete."""
+    """Raise RayMissing if Ray is not installed, too old, hidden by another module, or incomplete."""
     version, origin = found if found is not None else find_ray()
     if version and origin and not _is_ray(origin):
         place = origin if os.path.basename(origin) != "__init__.py" else os.path.dirname(origin)
@@ -315,10 +316,10 @@ def find_ray() -> RayInstallation:
 
 
 def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
-    """Return a reducer that refuses objects of the caller's own Ray cluster, or None.
+    """Return a pickle reducer that refuses objects of the caller's own Ray cluster, or None.
 
-    Pickle accepts a reference of the caller's cluster, but the driver cannot use the reference. The driver's cluster
-    lacks the owner of an object reference and cannot load an actor handle.
+    Pickle accepts a reference to an object of the caller's Ray cluster, but the run's driver cannot use the reference.
+    The driver runs in another Ray cluster, which contains neither the object's owner nor the actor.
     """
     ray = sys.modules.get("ray")
     found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))
@@ -337,13 +338,13 @@ def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
 
 
 def _is_ray(origin: str) -> bool:
-    """Return True if a file is the `__init__.py` of Ray's package, which has a compiled module beside it."""
+    """Return True if a file is Ray's `__init__.py`, which has a compiled module in its directory."""
     path = Path(origin)
     return path.name == "__init__.py" and any(path.parent.glob("_raylet*"))
 
 
 def refusing_reducer(spec: RunSpec) -> Reducer | None:
-    """Return a reducer that refuses objects of one process or of another Ray cluster, or None."""
+    """Return a pickle reducer that refuses objects of one process or of another Ray cluster, or None."""
     of_ray = ray_reference_reducer(spec)
     kinds, data_modules = _loaded_classes(_PROCESS_STATE_KINDS), _loaded_classes(_DATA_MODULES)
     if not kinds:
@@ -366,6 +367,6 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
 
 
 def _loaded_classes(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
-    """Return the classes from a list of names that this process has imported."""
+    """Return those classes of a list that this process has already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))

@@ -1,4 +1,4 @@
-"""Writes remedies in the syntax of the request: Python options, `sgpu submit` options or a cell magic.
+"""Writes error hints in the syntax of the request: Python, `sgpu submit` or a cell magic.
 
 NoSuitableNode(choices) ─▶ ``gpu_type="CPU"`` · ``--gpu-type CPU``, and the option that queues the run
 """
@@ -24,7 +24,7 @@ def explain(error: NoSuitableNode, syntax: Syntax) -> None:
 
 
 def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
-    """Return the error for the command `typed`, which needs a server. `instead` is an alternative or ""."""
+    """Return the error for the command `typed`, which needs a server. `instead` names an alternative."""
     hint = "start a server on this machine with `sgpu up`, or connect to an existing one with `sgpu login`"
     return ServerNotConfigured(
         f"`{typed}` needs a server, and none is configured", hint="; ".join(filter(None, (hint, instead)))

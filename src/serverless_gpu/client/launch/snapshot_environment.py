@@ -1,14 +1,15 @@
-"""Recognizes, captures and checks the caller's Python environment for `env="snapshot"`.
+"""Identifies, captures and checks the caller's Python environment for `env="snapshot"`.
 
     launch ─ ask ─────▶ service (a separate process, `environment/service.py`)
            ◀─ wanted ── known: at once · else after a capture, which the client shows
            ─ launched; meanwhile the service checks every file ─
            ◀─ changes ─ none: Confirm, user code starts · else: shown, captured, launched again
 
-Each process has one service per home. The first call or a decorator starts the service. A forked child starts its own
-service. The client restarts a killed service once per question. If the service refuses a question, the client raises an
-exception of the same class. If the service sends no message, the client prints a notice after 10 s and raises an error
-after 15 minutes. Ctrl-C withdraws the question and ends a capture that no other question needs.
+Each client process has one environment service per home directory. The first decorator or call starts the service. A
+forked child starts its own service. If the service dies during a request, the client restarts the service once. If the
+service refuses a request, the client raises an exception of the same class. If the service sends no message, the client
+prints a notice after 10 s and raises an error after 15 minutes. Ctrl-C withdraws the request and ends a capture that no
+other request needs.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 RESTORE = "SERVERLESS_GPU_RESTORE"
 _TRIES_MAX = 2
 SILENT_S = 10.0
-"""Seconds without a message from the service until the client prints a notice."""
+"""Seconds without a message from the service after which the client prints a notice."""
 SILENT_S_MAX = 900.0
-"""Seconds without a message from the service until the client gives up.
+"""Seconds without a message from the service after which the client raises an error.
 
-The service itself gives up on an unreachable store after a third of this time, with an error message.
+The service reports an unreachable store after a third of this time.
 """
 _clock = SystemClock()
 _MODES: tuple[Mode, ...] = ("overlay", "links")
 
 
 class _ServiceEnded(Exception):
-    """The service process has ended."""
+    """Raised when the service process has exited."""
 
 
 class _Service:
-    """The service of this process for one home."""
+    """The environment service of this process for one home directory."""
 
     def __init__(self, home: Home) -> None:
         self._turn = threading.Condition()
@@ -71,7 +72,7 @@ class _Service:
                 environ=os.environ,
                 fds=(theirs.fileno(),),
             )
-            process.wait()  # The process detaches at once, so this wait is short.
+            process.wait()  # The started process detaches at once, so this wait is short.
         except OSError as error:
             self._channel.close()
             raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
@@ -79,7 +80,7 @@ class _Service:
             theirs.close()
 
     def ask(self, description: dict[str, object], store: StoreLocation, *, capture: bool) -> int:
-        """Send a question and return its number. Raise _ServiceEnded if the service has ended."""
+        """Send a request and return its number. Raise _ServiceEnded if the service process has exited."""
         with self._turn:
             self._number += 1
             number = self._number
@@ -97,9 +98,9 @@ class _Service:
         return number
 
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
-        """Return the next answer, or None after a timeout. Raise _ServiceEnded if the service has ended.
+        """Return the next answer, or None after a timeout. Raise _ServiceEnded after an exit of the service.
 
-        One of the waiting threads reads the answers for all threads.
+        At any time, a single waiting thread reads the answers for all threads.
         """
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
@@ -121,7 +122,7 @@ class _Service:
             return self._inbox[number].popleft()
 
     def forget(self, number: int, *, abandon: bool) -> None:
-        """Drop further answers to a question. `abandon` withdraws a question that may have more answers."""
+        """Drop later answers to a request. With `abandon`, ask the service to stop its work on the request."""
         with self._turn:
             self._inbox.pop(number, None)
         if abandon:
@@ -129,16 +130,17 @@ class _Service:
                 self._send(service_messages.Abandon(number=number))
 
     def close(self) -> None:
-        """Close the channel. The service reads the end of the stream and exits."""
+        """Close the socket. The service then reads the end of the stream and exits."""
         self.alive = False
         self._channel.close()
 
     def _read(self, within_s: float) -> None:
-        """Read one message if it arrives in time. Other threads may send questions or get answers meanwhile."""
+        """Read one message before the timeout. Meanwhile, other threads may use this object."""
         self._turn.release()
         received = None
         try:
-            poller = select.poll()  # `select` is not used, because a caller may have thousands of descriptors.
+            # `select` supports only descriptors below 1024, and a client may have thousands of descriptors.
+            poller = select.poll()
             poller.register(self._channel, select.POLLIN)
             if not poller.poll(within_s * 1000):
                 return
@@ -180,7 +182,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class Recognition:
-    """One question to the service about this environment. `store` is None for the home's own store."""
+    """A request to the service about this process's environment. `store` is None for the home's store."""
 
     def __init__(self, home: Home, *, capture: bool = True, store: StoreLocation | None = None) -> None:
         self._home = home
@@ -208,9 +210,9 @@ class Recognition:
         )
 
     def changes(self) -> tuple[str, ...]:
-        """Return the differences from the snapshot after a check of every file.
+        """Wait for the check of every file, and return the differences from the snapshot.
 
-        After changes, `wanted` returns the new snapshot that the service has captured.
+        If there are differences, a later call of `wanted` returns the new snapshot.
         """
         while not self.verified:
             answer = self._next()
@@ -221,16 +223,16 @@ class Recognition:
                 self.close()
             elif isinstance(
                 answer, service_messages.UnknownEnvironment
-            ):  # The service died, and the client sent the question again.
+            ):  # The service process died, and the client sent the request again.
                 return ("installed packages or the project's code",)
         return ()
 
     def is_about(self, home: Home, store: StoreLocation | None) -> bool:
-        """Return True if `recognise` with this home and store would ask the same question."""
+        """Return True if a request with this home and store would be the same request."""
         return self._home.root == home.root and self._store == (store or _own_store(home))
 
     def close(self) -> None:
-        """Withdraw the question. A second call does nothing."""
+        """Withdraw the request. A second call does nothing."""
         if not self._over:
             self._service.forget(self._number, abandon=not self.verified)
         self._over = True
@@ -316,11 +318,11 @@ class _CaptureNotices:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # The value survives a restart of the service, so that the display shows the changes once.
+            None  # The value survives a restart of the service, so that the display shows the changes only once.
         )
 
     def take(self, answer: service_messages.Answer) -> None:
-        """Show an answer on the display."""
+        """Show the content of an answer on the display."""
         display = self._display
         if display is None:
             return
@@ -347,9 +349,9 @@ def _own_store(home: Home) -> StoreLocation:
 
 
 def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
-    """Ask the service about this process's environment. `store` is None for the home's own store.
+    """Request this process's environment from the service. `store` is None for the home's own store.
 
-    Inside `shared_environment`, calls share one question.
+    Inside `shared_environment`, all calls share one request.
     """
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
@@ -361,7 +363,7 @@ def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
 
 @contextlib.contextmanager
 def shared_environment() -> Iterator[None]:
-    """Let all launches of this block, in this thread, share the environment of the first launch."""
+    """Make all launches of this block, in this thread, use the environment of the first launch."""
     _shared.kept = []
     try:
         yield
@@ -370,7 +372,7 @@ def shared_environment() -> Iterator[None]:
 
 
 def capture_display(*, quiet: bool, logs: Path) -> Display:
-    """Return the display for a capture."""
+    """Return the display for the progress of a capture."""
     return make_display(quiet=quiet, logs=logs)
 
 
@@ -397,7 +399,7 @@ def progress_text(progress: ProgressPoint) -> str:
 
 
 def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
-    """Return the lines shown before a capture."""
+    """Return the messages that the client shows before a capture."""
     said = []
     if found.first:
         said.append("capturing the environment (done once; later calls only check for changes)")
@@ -407,7 +409,7 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
 
 
 def taken_text(taken: service_messages.CaptureDone, found: service_messages.CapturedEnvironment | None) -> str:
-    """Return the line shown after a capture: full sizes the first time, only additions later, or ""."""
+    """Return the message after a capture, or "". A repeated capture reports only additional units."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)
     if found is not None and not found.first:

@@ -1,4 +1,4 @@
 """Runs calls with `remote=True` through a server.
 
-The first remote call loads this package, because loading the HTTP library takes 50 ms.
+The client imports this package at the first remote call, because the import of the HTTP library takes 50 ms.
 """

@@ -1,7 +1,7 @@
-"""Estimates the start of a run on a server with one request. The client submits and captures nothing.
+"""Requests an estimated start time from a server, without submitting a run or capturing files.
 
-Failure cases: the client does not wait for an unreachable server, and an old server has no estimates. In both cases,
-the estimate is "unknown" and contains the reason. If the server refuses the run, the client raises the server's error.
+The client does not wait for an unreachable server, and an old server does not support estimates. In these cases, the
+estimate is "unknown" and contains the reason. If the server refuses the run, the client raises the server's error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serverless_gpu.wire.runs import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:
-    """Return the estimated start of a run of the server. Raise the error that would refuse the run."""
+    """Return the server's estimate of a run's start time, or raise the error of a refusal."""
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     try:
@@ -33,7 +33,8 @@ def estimate(spec: RunSpec) -> Estimate:
 
 
 def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
-    server.version(patiently=False)  # The client caches the version, which `environment_of` also needs.
+    # The client caches the server's version, because `environment_of` also needs the version.
+    server.version(patiently=False)
     environment = environment_of(spec, server)
     travels = environment == "snapshot"
     payload = spec.payload if isinstance(spec.payload, Command) else Function()

@@ -1,16 +1,17 @@
-"""The event stream of a run. After a broken connection it resumes without gaps and repeats.
+"""Reads the event stream of a run, and resumes a broken stream without gaps and repeats.
 
     thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ reader: the run's handle
             ▲── again: after a pause, from the cursor ──┘                     pipe: wakes the reader
 
-The thread only transfers messages. The reader writes files and displays. The queue is bounded: if no thread reads the
-handle, the stream stops and the server stores the messages. Each stream has its own connection, so that closing one
-stream affects no other stream.
+A thread transfers messages from the server to a queue. The run handle reads the queue, writes files and updates
+displays. The queue is bounded. If the run handle does not read the queue, the thread stops reading the stream, and the
+server stores the messages. Each stream has a separate connection, so that closing one stream affects no other stream.
 
-The thread retries a broken connection, with one notice, for `SERVERLESS_GPU_PATIENCE` seconds. The thread passes a
-refusal by the server to the reader. If the token expires after the server accepted the run, the thread waits for a new
-token (`RemoteServer.wait_for_token`). A proxy may interrupt the stream repeatedly, because each new stream makes
-progress. If the caller drops the handle, the thread ends at the next comment, which the server sends every 10 s.
+The thread retries a broken connection, with one notice, for `SERVERLESS_GPU_PATIENCE` seconds. If the server refuses
+the request, the thread passes the error to the run handle. If the token expires after the server accepted the run, the
+thread waits for a new token (`RemoteServer.wait_for_token`). A proxy may interrupt the stream repeatedly, because each
+new connection makes progress. After the garbage collection of a run handle, its thread ends at the server's next
+comment. The server sends a comment every 10 s.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _BYTES_MAX = 8 << 20
 
 
 class ServerAway(NamedTuple):
-    """Notice that the server does not answer or no longer accepts the token."""
+    """Notice to the user that the server is unreachable or no longer accepts the token."""
 
     sentence: str
 
@@ -61,19 +62,19 @@ E = TypeVar("E", bound=ServerProblem)
 
 
 class StreamCursor:
-    """The position in a stream, which sets the start of the next request and drops repeats."""
+    """The position in an event stream, which sets the start of the next request and drops repeats."""
 
     def __init__(self) -> None:
         self.after = 0
         self.offsets: dict[tuple[int, int, str], int] = {}
 
     def query(self) -> dict[str, str]:
-        """Return the query parameters for the next messages."""
+        """Return the query parameters that request the next messages."""
         places = (f"{fence}.{rank}.{stream}:{at}" for (fence, rank, stream), at in self.offsets.items())
         return {"after": str(self.after), "offsets": ",".join(places)}
 
     def take(self, message: StreamMessage) -> StreamMessage | None:
-        """Return the new part of a message, or None for a repeat."""
+        """Return the part of a message after the cursor, or None for a repeated message."""
         match message:
             case StateMessage(seq=seq, fence=fence) | EndedMessage(seq=seq, fence=fence):
                 if 0 < seq <= self.after:
@@ -106,9 +107,9 @@ class StreamCursor:
 
 
 class EventStream:
-    """Reads a run's events in a thread.
+    """Reads a run's events from the server in a thread.
 
-    With `request`, the thread first submits the run. The server's answer to that request is the stream.
+    With `request`, the thread first submits the run. The server's answer to the submission is the event stream.
     """
 
     def __init__(self, server: RemoteServer, run_id: str, request: RunRequest | None = None) -> None:
@@ -120,7 +121,7 @@ class EventStream:
         self._queue: deque[Heard] = deque()
         self._queued_bytes = 0
         self._error: Exception | None = None
-        self._over = False  # True after the last message is in the queue.
+        self._over = False  # True after the thread put the last message into the queue.
         self._closed = threading.Event()
         self._turn = threading.Condition()
         self._connection: Connection | None = None
@@ -130,11 +131,11 @@ class EventStream:
         start_thread(self._listen, f"serverless-gpu-run-{run_id}")
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a message is in the queue, or -1."""
+        """Return a descriptor that becomes readable when the queue has a message, or -1."""
         return self._readable
 
     def read(self, timeout_s: float | None) -> Heard | None:
-        """Return the next message, or None after the last. Raise TimeoutError if none arrives in time."""
+        """Return the next message, or None after the last message. Raise TimeoutError after the timeout."""
         deadline_ns = None if timeout_s is None else self._clock.boottime_ns() + round(timeout_s * 1e9)
         poll = select.poll()
         poll.register(self._readable, select.POLLIN)
@@ -145,7 +146,7 @@ class EventStream:
                 if self._error is not None:
                     raise self._error.with_traceback(
                         None
-                    )  # The caller sees one frame of this package instead of the thread's traceback.
+                    )  # The new traceback has one frame of this package instead of the thread's frames.
                 if self._over or self._closed.is_set():
                     return None
             left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9
@@ -154,7 +155,7 @@ class EventStream:
             poll.poll(None if left_s is None else left_s * 1000)
 
     def close(self) -> None:
-        """Stop reading. This method is safe at any time, also during garbage collection."""
+        """Stop reading the stream. A caller may call this method at any time, even in a finalizer."""
         with self._turn:
             if self._closed.is_set():
                 return
@@ -189,7 +190,7 @@ class EventStream:
 
     def _wake(self) -> None:
         if not self._closed.is_set():
-            with contextlib.suppress(BlockingIOError):  # A full pipe already wakes the reader.
+            with contextlib.suppress(BlockingIOError):  # A full pipe is already readable, so the reader wakes up.
                 os.write(self._writable, b"\0")
 
     # --- the thread ----------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class EventStream:
             self._wake()
 
     def _keep_up(self) -> None:
-        """Read until the last message, and reconnect after each break."""
+        """Read the stream until the last message, and reconnect after each connection failure."""
         pause_s, away_ns, told = _PAUSE_S, 0, False
         while not self._closed.is_set():
             problem, token = "the server ended the stream", self._server.profile.token
@@ -222,7 +223,7 @@ class EventStream:
             except ServerProblem as error:
                 url = self._server.profile.url
                 if isinstance(error, NotAuthenticated) and self._server.look_again() != url:
-                    continue  # Another server now listens at the old address.
+                    continue  # Another server now uses the old address.
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
                         self._with_run_state(error),
@@ -251,7 +252,7 @@ class EventStream:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _with_run_state(self, error: E) -> E:
-        """Return a refusal with the state of the run if the server had accepted the run."""
+        """Return the server's error, with the state of the run if the server had accepted the run."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
             still = (
                 f"run {self._run_id} continues; to stop it, use `sgpu cancel {self._run_id}` with a token that "
@@ -275,7 +276,7 @@ class EventStream:
             connection.close()
 
     def _queue_new(self, message: StreamMessage) -> bool:
-        """Queue the new part of a message. Return True if the stream has advanced."""
+        """Queue the part of a message after the cursor. Return True if the cursor has advanced."""
         if isinstance(message, AcceptedMessage):
             self._request = None
         new = self._cursor.take(message)

@@ -1,10 +1,10 @@
-"""The server of remote calls, and the caller's principal on this server.
+"""Finds the server for remote calls, and the caller's credentials on the server.
 
     SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      take precedence, for jobs and containers
     $SERVERLESS_GPU_HOME/server.json (0600)           written by `sgpu up` on this machine, or by `sgpu login`
 
-This module refuses an address without a token, an unreadable file or a file of another user. It also refuses plain HTTP
-to another machine.
+The client refuses an address without a token, an unreadable file, and a file that another user owns. The client also
+refuses plain HTTP to another machine.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _notes_said: set[str] = set()
 
 
 class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A server, and the caller's principal on it."""
+    """A server's address, and the caller's credentials on the server."""
 
     url: str
     token: str
     principal: str = ""  # Owner of the token, or "" if unknown.
-    embedded: bool = False  # True if `sgpu up` of this home wrote the profile.
-    machine: str = ""  # `ambient.machine()` of the server when the profile was written, or "".
-    ca: str = ""  # File with certificates to trust, or "" for the system's certificates.
+    embedded: bool = False  # True if `sgpu up` wrote the profile for the server of this home directory.
+    machine: str = ""  # `ambient.machine()` of the server at the time of writing, or "".
+    ca: str = ""  # File with trusted certificates, or "" for the system's certificates.
 
 
 def remote_home(environ: Mapping[str, str]) -> Home:
-    """Return the home for remote calls, which names the server and keeps copies of results.
+    """Return the home directory for remote calls, with the server's profile and copies of results.
 
-    If variables name the server, a temporary home is enough, because the server itself keeps all results.
+    If environment variables name the server, a temporary directory is enough, because the server stores all results.
     """
     if not environ.get(SERVER):
         return find_durable_home(environ, f"its {FILE} names the server")
@@ -57,7 +57,7 @@ def remote_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the configured server. Raise ServerNotConfigured without one."""
+    """Return the profile of the configured server. Raise ServerNotConfigured without a configured server."""
     url, token = environ.get(SERVER, ""), environ.get(TOKEN, "")
     if url:
         if not token:
@@ -74,29 +74,30 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
 
 
 def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
-    """Return True if a variable or the home's file names a server, even an invalid one."""
+    """Return True if a variable or the home's file names a server, even an invalid server."""
     return bool(environ.get(SERVER)) or (home / FILE).exists()
 
 
 def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the current address and token of a known server, or `known` if nothing has changed.
+    """Return the profile of a known server with its current address and token.
 
-    Address and token may change together, for example after a restart on another port with new tokens. The client reads
-    both from the same source, so that it sends a token only to the matching address. The client ignores a different
-    server or principal, because the caller waits for this server as this principal.
+    Without changes, the function returns `known`. A restarted server may use another port and new tokens. The client
+    reads address and token from the same source, so that the client sends a token only to the matching address. The
+    client ignores a profile of another server or principal, because the caller waits for the known server.
     """
     try:
         there = find_profile(home, environ)
-    except ServerlessGpuError:  # The file is missing, or another process is writing it.
+    # The profile file is missing or incomplete, because another process is writing the file.
+    except ServerlessGpuError:
         return known
-    # A token from the variable does not identify the server.
+    # A token from the environment variable does not identify the server.
     same_token = there.token == known.token and not environ.get(TOKEN)
     same_principal = there.principal == known.principal or not (there.principal and known.principal)
     return there if same_token or (same_principal and _is_same_server(there, known)) else known
 
 
 def _is_same_server(there: ServerProfile, known: ServerProfile) -> bool:
-    """Return True if two profiles share the address, this home's `sgpu up`, or host and principal."""
+    """Return True if two profiles belong to the same server."""
     if there.url.rstrip("/") == known.url.rstrip("/"):
         return True
     if there.embedded and known.embedded:
@@ -120,13 +121,13 @@ def patience_s(environ: Mapping[str, str]) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 86_400:  # NaN also fails this comparison.
+    if not 0 <= value <= 86_400:  # A comparison with NaN is False, so this check also refuses NaN.
         raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
     return value
 
 
 def write_profile(home: Path, profile: ServerProfile) -> None:
-    """Store a server in a file that only its user can read."""
+    """Store a server profile in a file that only its user can read."""
     path = home / FILE
     temporary = path.with_name(f".{FILE}-{os.getpid()}")
     try:
@@ -162,7 +163,7 @@ def _read(path: Path) -> ServerProfile:
 
 
 def check_address(url: str) -> None:
-    """Raise InvalidValue for a malformed address, or one that would send the token unencrypted."""
+    """Raise InvalidValue for a malformed address, or for plain HTTP to another machine."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise InvalidValue(
@@ -185,7 +186,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def remove_profile(home: Path) -> ServerProfile | None:
-    """Delete the stored server and return it. Return None if no server is stored."""
+    """Delete the stored server profile. Return the deleted profile, or None without a stored profile."""
     path = home / FILE
     if not path.exists():
         return None

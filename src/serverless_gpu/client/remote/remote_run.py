@@ -1,22 +1,23 @@
-"""A remote run, which translates a server's messages into the messages of a local supervisor.
+"""Converts a server's messages about a run into the messages of a local supervisor.
 
     EventStream ──StateMessage, LogMessage, Ended …──▶ RemoteRun ──Snapshot, Output, Stopped …──▶ Run
                                                          └─ copies of the run's files, fetched on demand
 
 A run may have several attempts in sequence. The copied files belong to the last attempt. For a run on several nodes,
-the server may send the ending twice: first the known part, then the complete ending. If a node does not reconnect, the
-server sets the ending of the run.
+the server may send the final state twice. The first message contains the known part, and the second message is
+complete. If a node does not reconnect, the server determines the final state of the run.
 
-`attach` finds a run by its id from any machine that has a token for the run. `attach` loads only the caller's own
-results, because loading a result runs code. Results of another principal require `allow_pickle_from="bob"`.
+`attach` finds a run by its id, from any machine with a token that permits access to the run. `attach` loads only
+results of the caller's own runs, because loading a result executes code. Results of another principal require
+`allow_pickle_from="bob"`.
 
-The copies on the caller's disk have the layout of a run directory. The client therefore reads local and remote outcomes
-in the same way:
+The copies on the caller's disk have the layout of a run directory. The client therefore reads results of local and
+remote runs in the same way:
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
-The client fetches small files at the run's end, and large files in pieces at their first use. It writes each file
-atomically. The client writes only files whose names belong to a run.
+The client fetches small files at the run's end, and large files in pieces at their first use. The client writes each
+file atomically and refuses file names that a run cannot have.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _CLEANED_EVERY_S = 86_400.0
 
 
 class RemoteRun(RunSource):
-    """A run of a server. `untrusted` names an owner whose results this process must not load."""
+    """A run on a server. If `untrusted` names the owner, this process must not load the results."""
 
     def __init__(
         self, server: RemoteServer, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
@@ -124,7 +125,7 @@ class RemoteRun(RunSource):
         return -1 if self._over else self._open_stream().fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
-        """Return the next message, or None after the last."""
+        """Return the next message, or None after the last message."""
         deadline_ns = None if timeout_s is None else SystemClock().boottime_ns() + round(timeout_s * 1e9)
         try:
             while not self._pending:
@@ -134,7 +135,7 @@ class RemoteRun(RunSource):
                     self._is_over_there = self._is_over_there or self._look()
                     if not self._is_over_there:
                         break
-                # An attached client must get the first messages of a stream, and the ending of an ended run.
+                # An attached client needs the first messages of a stream, and the final state of an ended run.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
                 heard = self._open_stream().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
@@ -149,7 +150,7 @@ class RemoteRun(RunSource):
         return self._pending.popleft()
 
     def _unknown_run(self) -> protocol.Refused:
-        """Return the refusal for a run that the server had accepted but no longer has."""
+        """Return the error for a run that the server had accepted but no longer knows."""
         self.close()
         return protocol.Refused(
             code=NotFound.code,
@@ -160,7 +161,7 @@ class RemoteRun(RunSource):
         )
 
     def _look(self) -> bool:
-        """Fetch the run's state without a stream. Return True if the run has ended."""
+        """Fetch the run's state without an event stream. Return True if the run has ended."""
         view = self._server.run(self.run_id)
         if view.state in TERMINAL:
             return True
@@ -170,18 +171,18 @@ class RemoteRun(RunSource):
         return False
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Ask the server to stop the run. A run that has already ended is not an error."""
+        """Request a stop of the run from the server. If the run has already ended, do nothing."""
         with contextlib.suppress(AlreadyFinished):
             self._server.stop(self.run_id, why, patiently=patiently)
 
     def close(self) -> None:
-        """Stop reading messages."""
+        """Stop reading messages from the server."""
         self._over = True
         if self._stream is not None:
             self._stream.close()
 
     def ending(self) -> protocol.Stopped:
-        """Return the run's ending."""
+        """Return the run's final state."""
         if self._stopped is None:
             raise ServerProblem(
                 f"the server ended the stream of run {self.run_id} before the run had ended",
@@ -199,23 +200,23 @@ class RemoteRun(RunSource):
         if self._receipt is None or not self._receipt.nodes:
             return super().receipts()
         for number, node in enumerate(self._receipt.nodes):
-            with contextlib.suppress(NotFound):  # A lost node has sent no receipt.
+            with contextlib.suppress(NotFound):  # A node that the server considers lost has sent no receipt.
                 found[node] = self._server.receipt_of(self.run_id, self._fence, number)
         return found
 
     def bring_result(self, rank: int) -> None:
-        """Fetch a rank's result, unless this process must not load it."""
+        """Fetch a rank's result, unless this process must not load the result."""
         copies = self._copies
         if copies is not None and not self._untrusted:
             self._server.with_valid_token(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
 
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Fetch a rank's output so far."""
+        """Fetch the output of a rank up to now."""
         fence = self._fence or self._server.run(self.run_id).fence
         return self._server.read_log(self.run_id, fence, rank, stream) if fence else b""
 
     def read_telemetry(self) -> list[bytes]:
-        """Fetch the samples of each attempt, node by node."""
+        """Fetch the telemetry samples of each attempt, node by node."""
         files: list[bytes] = []
         for attempt in self._server.attempts(self.run_id):
             for node in range(max(1, len(attempt.crews))):
@@ -224,16 +225,16 @@ class RemoteRun(RunSource):
         return files
 
     def cost(self) -> Cost:
-        """Return the cost from the server."""
+        """Fetch the run's usage and cost from the server."""
         try:
             return self._server.cost(self.run_id)
         except NotFound:
-            self._server.run(self.run_id)  # The run exists, so the server does not know this route.
+            self._server.run(self.run_id)  # The run exists, so the status 404 means that the server has no such route.
             url = self._server.profile.url
             raise ServerProblem(f"the server at {url} is too old to report the cost of runs") from None
 
     def attempts(self) -> list[AttemptTimes]:
-        """Return each attempt from the server."""
+        """Fetch the list of all attempts from the server."""
         return [
             AttemptTimes(
                 fence=attempt.fence,
@@ -256,7 +257,8 @@ class RemoteRun(RunSource):
         match heard:
             case ServerAway(sentence=sentence):
                 self._pending.append(ConnectionNote(sentence))
-            case AcceptedMessage(run=view):  # This view is the current state. The earlier messages follow in order.
+            # This message is the current state of the run. Earlier messages follow in order.
+            case AcceptedMessage(run=view):
                 self.world_size = view.processes or self.world_size
                 self._tell_tracked(view.tracked)
             case StateMessage():
@@ -282,24 +284,25 @@ class RemoteRun(RunSource):
             self._tell(message.state, _sentence(message, self.run_id))
 
     def _tell_tracked(self, url: str) -> None:
-        """Queue the link to the MLflow page once. The link contains the run's identifier."""
+        """Queue the link to the MLflow page once. The link contains the MLflow run's identifier."""
         if url and url != self._tracked:
             self._tracked = url
             self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
-        """Queue the state and its message. The display prints only messages that a waiting user needs."""
-        if (state, sentence) == self._told:  # A state request or a new connection may repeat the message.
+        """Queue the run's state and message. The display prints only messages that a waiting user needs."""
+        # After a state request or a new connection, the server may repeat the message.
+        if (state, sentence) == self._told:
             return
         if state is not self._told[0] or not sentence:
-            # The next message contains the reason and the start of the wait.
+            # The next message of the server contains the reason and the start of the wait.
             waiting = sentence if state is not State.QUEUED else ""
             self._pending.append(
                 protocol.AttemptSnapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
-            # The display prints messages that matter to a waiting caller. The display shows other messages as progress.
+            # The display prints messages that matter to a waiting caller. Further messages appear as progress.
             passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
             self._pending.append(protocol.WaitingNote(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
@@ -339,7 +342,7 @@ class RemoteRun(RunSource):
         self._pending.append(protocol.Finished(receipt=self._receipt))
 
     def _turn_to(self, fence: int, node: str) -> None:
-        """Set the current attempt and its node."""
+        """Set the number of the current attempt, and the node of the attempt."""
         self._fence = fence
         self.directory = self._root / str(max(1, fence))
         if node or not self.origin.node:
@@ -350,7 +353,7 @@ class RemoteRun(RunSource):
 
 
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
-    """Return a run's message. The client composes the message of a wait in local time."""
+    """Return a run's message. For a wait, the client composes the message with local times."""
     wait = None if said.waiting is None else wait_of(said.waiting, run_id)
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
@@ -360,14 +363,14 @@ def _stopped_message(message: EndedMessage) -> protocol.Stopped:
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
-            # Only the server knows the preempting run or the exhausted budget.
+            # Only the server knows the run that caused a preemption, or the used-up budget.
             return msgspec.structs.replace(said, cause=why) if message.reason in _DISPLACED else said
     cause = why if message.sentence and message.reason is not Reason.COMPLETED else None
     return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return a server's run, or None without a server. Results of `trusted` principals may be loaded, too."""
+    """Return a run of the configured server, or None without a server. Results of `trusted` may be loaded."""
     if not is_configured(home.root, os.environ):
         return None
     server = server_of(home.root, os.environ)
@@ -378,13 +381,13 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
 
 
 def unfinished_runs(run_ids: Sequence[str]) -> list[str]:
-    """Return the runs of the server that have not ended. Do not wait for an unreachable server."""
+    """Return the server's runs that have not ended. Do not wait for an unreachable server."""
     server = server_of(find_home(os.environ).root, os.environ)
     return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]
 
 
 class RunCopies:
-    """The files of one attempt on a server, copied to a local directory."""
+    """Local copies of the files of one attempt on a server."""
 
     def __init__(
         self, server: RemoteServer, run_id: str, fence: int, directory: Path, files: Iterable[FileView]
@@ -396,11 +399,11 @@ class RunCopies:
         self._files = {file.name: file for file in files if _NAME.fullmatch(file.name)}
 
     def names(self) -> list[str]:
-        """Return the names of all files of the run."""
+        """Return the names of all files that the server has for the run."""
         return list(self._files)
 
     def bring(self, name: str) -> None:
-        """Fetch a file into the directory. Skip a file that the run does not have."""
+        """Fetch a file into the local directory. Skip a file that the run does not have."""
         file = self._files.get(name)
         path = self._directory / name
         if file is None or _is_there(path, file.size):
@@ -441,7 +444,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def clean_now_and_then(home: Home) -> None:
-    """Delete old copies by the `[retention]` rules, at most once a day and in the background."""
+    """Delete old copies by the `[retention]` settings, at most once a day, in a background thread."""
     marker = home.remote / _CLEANED
     with contextlib.suppress(OSError):
         if SystemClock().wall_ns() - marker.stat().st_mtime_ns < _CLEANED_EVERY_S * 1e9:
@@ -452,7 +455,7 @@ def clean_now_and_then(home: Home) -> None:
             marker.touch()
             clean(home.remote, read_configuration(home).retention, (), SystemClock())
 
-    with contextlib.suppress(HardwareError):  # If no thread can start, a later call deletes the copies.
+    with contextlib.suppress(HardwareError):  # If the process cannot start a thread, a later call deletes the copies.
         start_thread(work, "serverless-gpu-clean")
 
 

@@ -1,12 +1,12 @@
-"""The client's interface to a server: routes as methods, and one connection pool per process.
+"""Provides the routes of a server as methods, with one connection pool per process.
 
-A call waits for an unreachable server for ten minutes, or the seconds in `SERVERLESS_GPU_PATIENCE`, with one notice.
-Streams have their own connections (`event_stream.py`), because a process may have many long streams. Closing one stream
-must not affect the others. If a token expires during a wait, the client waits for another token (`wait_for_token`). A
-new request with an expired token fails at once.
+A call waits for an unreachable server for ten minutes and prints one notice. The variable `SERVERLESS_GPU_PATIENCE`
+sets another limit in seconds. Each event stream has a separate connection (`event_stream.py`), because a process may
+have many long streams. Closing one stream must not affect another stream. If a token expires during a wait, the client
+waits for another token (`wait_for_token`). A new request with an expired token fails at once.
 
-A forked child opens its own connections. If the server does not answer or refuses the token, the client reads the
-address and the token again. The server may have restarted on another port or with other tokens.
+A forked child opens new connections. If the server does not answer or refuses the token, the client reads the address
+and the token again from the profile. The server may have restarted on another port or with other tokens.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from serverless_gpu.wire.server_status import Version
 
 T = TypeVar("T")
 _LOG_PIECE_BYTES = 4 << 20
-_TOKEN_LOOK_S = 0.5  # Interval between two checks for a new token.
+_TOKEN_LOOK_S = 0.5  # Seconds between two checks for a new token.
 
 
 class RemoteServer:
-    """One server, with the credentials of one principal.
+    """Client of one server, with the credentials of one principal.
 
-    The client reads changes of the address and the token from `home` and `environ`. `patience_s` limits the wait for an
-    unreachable server.
+    The client reads a changed address or token from `home` and `environ`. `patience_s` is the maximum wait for an
+    unreachable server, in seconds.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class RemoteServer:
         self._principal = profile.principal
 
     def close(self) -> None:
-        """Close all connections except those of streams."""
+        """Close all connections except the connections of event streams."""
         self._patient.close()
         self._prompt.close()
 
     def look_again(self) -> str:
-        """Return the server's current address."""
+        """Read the profile again and return the server's current address."""
         self._reread()
         return self.profile.url
 
@@ -92,9 +92,10 @@ class RemoteServer:
     def wait_for_token(
         self, ended: NotAuthenticated, used: str, *, say: Callable[[str], None], closed: threading.Event
     ) -> bool:
-        """Wait for a token other than `used`, and report the wait once with `say`. Return False if `closed`.
+        """Wait for a token other than `used`. Return False if `closed` is set.
 
-        Raises NotAuthenticated after `patience_s`, or if no source can provide another token.
+        Prints one message about the wait with `say`. Raises NotAuthenticated after `patience_s`, or if no source can
+        provide another token.
         """
         clock = SystemClock()
         until_ns = clock.boottime_ns() + round(self.patience_s * 1e9)
@@ -122,22 +123,22 @@ class RemoteServer:
                 self.wait_for_token(error, used, say=_say, closed=threading.Event())
 
     def connect(self) -> Connection:
-        """Return a connection for one stream. The caller closes it."""
+        """Return a new connection for one event stream. The caller closes the connection."""
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
     def store(self) -> StoreLocation:
-        """Return the server's store of captured environments."""
+        """Return the location of the server's environment store."""
         return StoreLocation(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:
-        """Return the server's version, fetched once. `patiently` waits for an unreachable server."""
+        """Return the cached version of the server. `patiently` waits for an unreachable server."""
         if self._version is None:
             connection = self._patient if patiently else self._prompt
             self._version = connection.ask("GET", "/version", answer=Version)
         return self._version
 
     def principal(self) -> str:
-        """Return the caller's principal, fetched once."""
+        """Return the cached principal of the caller."""
         if not self._principal:
             self._principal = self._patient.ask("GET", "/whoami", answer=PrincipalView).name
         return self._principal
@@ -147,11 +148,11 @@ class RemoteServer:
         return (self._patient if patiently else self._prompt).ask("GET", "/pools", answer=PoolList).pools
 
     def submit(self, request: RunRequest) -> RunView:
-        """Submit a run. A repeated request refers to the same run."""
+        """Submit a run. A repeated request with the same identifier refers to the same run."""
         return self._patient.ask("POST", "/runs", request, answer=RunView)
 
     def estimate(self, request: EstimateRequest) -> EstimateView:
-        """Return the estimated start of a run. Do not wait for an unreachable server."""
+        """Return the estimated start time of a run. Do not wait for an unreachable server."""
         return self._prompt.ask("POST", "/estimates", request, answer=EstimateView)
 
     def run(self, run_id: str, *, patiently: bool = True) -> RunView:
@@ -168,11 +169,11 @@ class RemoteServer:
         return self._patient.ask("GET", f"/runs/{run_id}/receipt", answer=Receipt, query=query)
 
     def cost(self, run_id: str) -> Cost:
-        """Return a run's use and cost so far. Do not wait for an unreachable server."""
+        """Return a run's usage and cost up to now. Do not wait for an unreachable server."""
         return self._prompt.ask("GET", f"/runs/{run_id}/cost", answer=CostView).cost
 
     def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
-        """Request a run's stop. `patiently` waits for an unreachable server."""
+        """Request a stop of a run. `patiently` waits for an unreachable server."""
         connection = self._patient if patiently else self._prompt
         return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=why), answer=RunView)
 
@@ -194,11 +195,11 @@ class RemoteServer:
             offset = int(headers.get("SGPU-Next-Offset", offset + len(data)))
 
     def missing_parts(self, digests: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the parts that the server does not have."""
+        """Return the digests of payload parts that the server does not have."""
         return self._patient.ask("POST", "/blobs/missing", DigestList(digests=digests), answer=DigestList).digests
 
     def put_part(self, digest: str, data: bytes | memoryview) -> None:
-        """Store a part on the server."""
+        """Store a payload part on the server."""
         self._patient.put(f"/blobs/{digest}", data)
 
 
@@ -217,7 +218,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def close_all() -> None:
-    """Close the connections of this process. The next call opens new ones."""
+    """Close the connections of this process. The next call opens new connections."""
     with _making:
         for server in _servers.values():
             server.close()
@@ -225,7 +226,7 @@ def close_all() -> None:
 
 
 def server_of(home: Path, environ: Mapping[str, str]) -> RemoteServer:
-    """Return the server of remote calls, one per process. Raise ServerNotConfigured without one."""
+    """Return this process's client of the configured server. Raise ServerNotConfigured without a server."""
     profile = find_profile(home, environ)
     seconds = patience_s(environ)
     with _making:

@@ -1,19 +1,20 @@
-"""Submits a function and its arguments as a run of a server, with one request if nothing has changed.
+"""Submits a function and its arguments to a server as a run.
 
     profile ─ environment: live or snapshot ─ id and call on disk ─ parts of a large call first ─ POST /runs
                                                                               its answer is the stream ┘
 
-This module is the counterpart of `launch.py`. The client writes the run's identifier to disk before it sends the
-request, and a repeated request has the same identifier. A lost answer therefore has no effect. If the server refuses
-the run, the client leaves no files. An unanswered request may have started a run, so the client stores and prints its
-identifier. Ctrl-C during the request cancels the run that the request may have started. If the environment changes
-during the check, the client checks it again.
+For local runs, `launch.py` has the same purpose. The client writes the run's identifier to disk before it sends the
+request, and a repeated request has the same identifier. A repeated request after a lost answer therefore starts no
+second run. If the server refuses the run, the client leaves no files. A request without an answer may have started a
+run, so the client stores and prints the run's identifier. Ctrl-C during the request cancels the run that the request
+may have started. If the environment changes during the check, the client checks it again.
 
-The client uploads a large payload in parts that are named by their content, so that a broken upload resumes:
+The client uploads a large payload in parts and names each part by its content, so that an interrupted upload resumes:
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ ask for missing parts ──▶ send these ──▶ BlobReference
 
-The client retries each part for `SERVERLESS_GPU_PATIENCE` seconds. The client sends a damaged part once more.
+The client retries each part for `SERVERLESS_GPU_PATIENCE` seconds. If the server reports a damaged part, the client
+sends the part once more.
 
 The pool and the usage policy come from the code, or from environment variables at the time of the call:
 
@@ -75,7 +76,7 @@ from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Targe
 
 R = TypeVar("R")
 _ON_ITS_WAY_S = 2.0
-"""Seconds for an interrupted request to arrive at the server, so that its run can be stopped."""
+"""Maximum seconds until an interrupted request arrives at the server."""
 _STOP_PAUSE_S = 0.1
 _UNKNOWN = "it is unknown whether run {} was started"
 _PART_TRIES = 2
@@ -88,19 +89,19 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class SubmittedCall(NamedTuple):
-    """The call that every rank runs."""
+    """The pickled call that every rank executes."""
 
     function: Callable[..., object]
     args: Sequence[object]
     kwargs: Mapping[str, object]
-    named: Mapping[str, object] = {}  # Arguments by name, for displays.
+    named: Mapping[str, object] = {}  # Arguments by name, for display only.
 
 
 def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[object]:
-    """Start a run on a server. If `call` is None, the run executes `spec.payload`.
+    """Start a run on a server. If `call` is None, the run executes the program `spec.payload`.
 
-    With `watch`, the server's answer to the request is the stream. Raises ServerUnavailable if it is unknown whether
-    the server has the run. Other errors start nothing.
+    With `watch`, the server's answer to the request is the event stream. Raises ServerUnavailable if the server may
+    have accepted the run. After any other error, no run exists.
     """
     require_linux("calls through a server", "their ranks import the packages that the client captures on this machine")
     home = remote_home(os.environ)
@@ -140,9 +141,9 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
 
 
 def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
-    """Return True if this home's agent starts the ranks, so that prewarming helps.
+    """Return True if this home's agent starts the ranks, because prewarming then saves time.
 
-    This function does not wait for an unreachable server.
+    If the server is unreachable, return at once.
     """
     server = server_of(home.root, os.environ)
     server.version(patiently=False)
@@ -150,9 +151,9 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
 
 
 def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
-    """Return "live" only for a server that `sgpu up` started for this machine alone, else "snapshot".
+    """Return "live" for a server of `sgpu up` that other machines cannot join, else "snapshot".
 
-    If other machines can join the server, a live environment would exclude the run from most of the pool.
+    If other machines can join the server, a live environment would exclude the run from most nodes.
     """
     if spec.environment != "auto":
         return spec.environment
@@ -164,11 +165,11 @@ def _is_beside(server: RemoteServer) -> bool:
 
 
 def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:
-    """Return the address of the snapshot on the server that matches the local files."""
+    """Capture the environment into the server's store if necessary, and return the snapshot's address."""
     recognition = snapshot_environment.recognise(home, server.store())
     display = snapshot_environment.capture_display(quiet=spec.quiet, logs=root)
     try:
-        while True:  # The loop runs at most twice, because a new capture needs no further check.
+        while True:  # The loop runs at most twice, because the client does not check a new capture again.
             wanted = recognition.wanted(display)
             if not recognition.changes():
                 return wanted.snapshot if wanted is not None else ""
@@ -183,7 +184,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
     context = msgspec.structs.replace(context, environ=travelling)
     path, call = root / "call.pkl", None
     if not isinstance(spec.payload, Function):
-        pass  # For a program, the spec contains the arguments.
+        pass  # For a program, the run spec contains the arguments.
     elif path.stat().st_size <= INLINE_BYTES_MAX:
         call = path.read_bytes()
     else:
@@ -200,7 +201,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
 
 
 def target(*, travels: bool) -> Target:
-    """Return the requirements for nodes. `travels` means that a captured environment runs on any machine."""
+    """Return the requirements for a node. `travels` means that a captured environment runs on any machine."""
     return Target(
         machine="" if travels else machine(),
         caller=machine(),
@@ -245,7 +246,7 @@ def _send(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool)
 
 
 def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
-    """Stop a run that the client may have submitted. Return True if the run has ended or never existed."""
+    """Stop a run that the server may have accepted. Return True if the run has ended or never existed."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)
     pause = threading.Event()
@@ -254,7 +255,7 @@ def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
             server.stop(run_id, StopReason.CANCEL, patiently=False)
         except AlreadyFinished:
             return True
-        except NotFound:  # The server does not know the run, but the request may still arrive.
+        except NotFound:  # The server does not know the run, but the interrupted request may still arrive.
             if clock.boottime_ns() > until_ns:
                 return True
             pause.wait(_STOP_PAUSE_S)
@@ -277,7 +278,7 @@ def _await_acceptance(stream: EventStream, *, quiet: bool) -> RunView:
 
 
 def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
-    """Upload a file of at least one byte. Return its reference in the server's store."""
+    """Upload a file of at least one byte. Return the reference to the file in the server's store."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))
@@ -304,10 +305,10 @@ def _put_part(server: RemoteServer, digest: str, part: bytes) -> None:
 
 
 class PoolChoice(NamedTuple):
-    """A pool and a policy. `pool` is None for any on-demand pool."""
+    """The pool and the usage policy for a run. `pool` is None for any on-demand pool."""
 
     pool: str | None
-    variable: str = ""  # Variable that names the pool, or "".
+    variable: str = ""  # Environment variable that names the pool, or "".
     policy: str | None = None  # Policy from `SGPU_POLICY` if the code sets none, or None.
 
     def applied(self, spec: RunSpec) -> RunSpec:
@@ -315,7 +316,7 @@ class PoolChoice(NamedTuple):
         return msgspec.structs.replace(spec, pool=self.pool, policy=spec.policy or self.policy)
 
     def told(self, error: InvalidValue) -> InvalidValue:
-        """Return a refusal that names the variable with the refused value, if any."""
+        """Return a server's error, and add the variable that set the refused pool or policy."""
         for variable, name in ((self.variable, self.pool), (POLICY, self.policy)):
             if variable and name is not None and repr(name) in error.message:
                 return type(error)(f"{error.message}, which {variable} names", hint=error.hint)
@@ -323,9 +324,9 @@ class PoolChoice(NamedTuple):
 
 
 def choose_pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> PoolChoice:
-    """Return a run's pool and policy.
+    """Return the pool and the usage policy for a run.
 
-    `pools` is called only if a variable requests a reserved pool without its name.
+    The function calls `pools` only if a variable requests a reserved pool without a name.
     """
     if spec.policy is not None:
         return PoolChoice(spec.pool)

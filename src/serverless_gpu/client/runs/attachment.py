@@ -1,10 +1,11 @@
 """Attaches to a run by its id.
 
 The client finds a running local run through the socket of its supervisor, and an ended local run through its directory.
-The client finds any other run through the server.
+The client finds a run that is not in the home directory through the server.
 
-Each failure case raises an error. A queued run has no supervisor yet. A supervisor is unreachable if this process uses
-another /tmp or another SERVERLESS_GPU_SOCKETS. The directory of an old run may have been deleted.
+`attach` raises an error for a queued run, because a queued run has no supervisor. A supervisor is unreachable if its
+process uses another /tmp or another value of SERVERLESS_GPU_SOCKETS. The retention may have deleted the directory of an
+old run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
 
 SNAPSHOT_S = 2.0
-_APPEAR_S = 2.0  # Seconds for a newly launched run to get its supervisor.
+_APPEAR_S = 2.0  # Maximum seconds from a run's launch until its supervisor listens.
 _LOOK_S = 0.01
 
 
@@ -39,8 +40,8 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
 
     Args:
         run_id: the complete identifier of the run.
-        allow_pickle_from: other principals of the server whose results this process may load. Loading a result runs
-            code of its owner.
+        allow_pickle_from: other principals of the server whose results this process may load. Loading a result executes
+            code of the result's owner.
 
     Raises:
         InvalidOption: an argument is not a string.
@@ -53,13 +54,13 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     if not all(isinstance(name, str) for name in trusted):
         raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
     home = find_home(os.environ)
-    # The identifier becomes part of a path, so `attach` looks up only valid identifiers.
+    # The identifier becomes part of a path, so `attach` accepts only valid identifiers.
     is_identifier = run_id.isascii() and run_id.isalnum()
     record = read_run(home.runs, run_id) if is_identifier else None
     elsewhere = ""
     if record is None or record.problem or (record.directory / "remote.json").exists():
         try:
-            # Loaded by name, because only calls with a server need HTTP.
+            # The function imports the module by name, because only calls with a server need HTTP.
             module = importlib.import_module("serverless_gpu.client.remote.remote_run") if is_identifier else None
             run = None if module is None else module.attach(home, run_id, trusted)
         except NotFound:
@@ -85,14 +86,15 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
         run._nothing_more()
     else:
         if not run._hear(SNAPSHOT_S) and record.live:
-            run._state = State(record.state)  # The supervisor is busy, so the state comes from the run's files.
+            # The supervisor is busy, so `attach` reads the state from the run's files.
+            run._state = State(record.state)
         if run._refused is not None:
             raise AgentUnavailable(f"{run._refused.message}; the run continues", hint=run._refused.hint)
     return run
 
 
 def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Return a connection to a run's supervisor, or None after the run's end. Wait for a new run."""
+    """Connect to a run's supervisor, and wait for it to listen. Return None after the run's end."""
     path = str(home.sockets() / f"{run_id}.sock")
     deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
     while True:
@@ -108,7 +110,7 @@ def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None
 
 
 def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
-    """Raise if the run continues but is unreachable. Return if its supervisor has ended."""
+    """Raise if the run's supervisor is running but unreachable. Return if the supervisor has exited."""
     status = agent_status(home.root)
     if status is not None and run_id in status.queued:
         message = f"run {run_id} is still queued behind {len(status.attempts)} other runs of this home"

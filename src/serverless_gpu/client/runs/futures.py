@@ -4,8 +4,8 @@
                        │ one daemon thread per process, which ends after the last run
                        └──▶ Future.set_result(run.results()) or set_exception(...)
 
-A forked child inherits the futures but not the thread, so code in the child must use the run handles. If another thread
-reads the messages of a run, the waiter checks the run every second.
+A forked child inherits the futures but not the thread. Code in the child must therefore use the run handles. If another
+thread reads the messages of a run, `RunWaiter` checks the run every second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S = 1.0
 
 
 class RunWaiter:
-    """The thread that resolves futures of runs."""
+    """A thread that sets the results of futures when their runs end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,9 +34,9 @@ class RunWaiter:
         self._wake = -1
 
     def add(self, run: Run[R]) -> Future[list[R]]:
-        """Return the future of a run. The thread resolves it when the run has ended."""
+        """Return the future of a run. The thread resolves the future when the run has ended."""
         future: Future[list[R]] = Future()
-        # As in an executor, a caller cannot cancel a running future. `Run.cancel` stops the run.
+        # As in an executor, a caller cannot cancel a running future. The caller can call `Run.cancel` instead.
         future.set_running_or_notify_cancel()
         with self._lock:
             is_first = not self._pending
@@ -86,12 +86,12 @@ _waiter = RunWaiter()
 
 
 def future_of(run: Run[R]) -> Future[list[R]]:
-    """Return a future of a run's results."""
+    """Return a future for a run's results."""
     return _waiter.add(run)
 
 
 async def results_of(run: Run[R]) -> list[R]:
-    """Return a run's results without blocking the event loop. A cancelled task does not stop the run."""
+    """Await a run's results without blocking the event loop. A cancelled task does not stop the run."""
     try:
         return await asyncio.wrap_future(run.future())
     except asyncio.CancelledError:

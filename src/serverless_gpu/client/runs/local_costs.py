@@ -1,10 +1,11 @@
-"""Cost of a local run so far, from the directories of its attempts.
+"""Computes the current cost of a local run from the directories of its attempts.
 
     runs/<run>/<fence>/   spec.json (price) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
                           receipt.json: used if facts or the price are missing (an earlier version, a full disk)
 
-A running attempt counts up to now, because its supervisor would have recorded the release of its devices. An unreadable
-file counts as absent. If the supervisor was killed, the use ends with its last fact.
+The usage of a running attempt extends to the present, because its supervisor would have recorded the release of its
+devices. An unreadable file is treated as missing. If the supervisor was killed, the usage ends at the last recorded
+fact.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MS_NS = 1_000_000
 
 
 def cost_here(run: Path, clock: Clock) -> Cost:
-    """Return a run's use and cost so far from the run directory."""
+    """Return a run's usage and cost up to now, from the run directory."""
     directories = attempt_directories(run)
     used = [attempt_used(directory, clock) for directory in directories]
     is_over = bool(used) and used[-1].is_final
@@ -36,7 +37,7 @@ def cost_here(run: Path, clock: Clock) -> Cost:
 
 
 def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
-    """Return an attempt's device use from the attempt's directory."""
+    """Return the device usage of an attempt from the attempt's directory."""
     receipt, live = read_receipt(directory), is_live(directory)
     gpu_type, tariff = read_price(directory)
     facts = first_facts(directory)
@@ -54,12 +55,13 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
         queued_ms=_waited_ms(directory, facts, receipt),
-        is_final=receipt is not None or not live,  # The supervisor writes the receipt as its last file and then exits.
+        # The receipt is the last file that the supervisor writes before it exits.
+        is_final=receipt is not None or not live,
     )
 
 
 def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> int:
-    """Return the time in milliseconds that the attempt waited for its devices."""
+    """Return the milliseconds that the attempt waited for its devices."""
     if receipt is not None and receipt.segments.queued_ms is not None:
         return receipt.segments.queued_ms
     created_ns = created_wall_ns(directory.parent.name)
@@ -69,7 +71,7 @@ def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> i
 
 
 def _by_receipt(receipt: Receipt) -> AttemptUse:
-    """Return an attempt's use from its receipt, without facts or a tariff."""
+    """Return an attempt's usage from its receipt, if facts or a price are missing."""
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     whole = LedgerLine(
         day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms

@@ -1,11 +1,11 @@
-"""Turns the ending of a run into its results or into one exception that explains the ending.
+"""Converts the final state of a run into results or into one exception.
 
-This module reads a run directory. Only the calling process, or an attached process of the same user, unpickles the
-files of a run.
+All results are read from the run directory. Only the calling process, or an attached process of the same user,
+unpickles the files of a run.
 
-The caller gets an `Exception` of user code with its own type and the remote traceback as its cause. An exception that
-would end the caller's process (`SystemExit`, `KeyboardInterrupt`, cancellation) becomes an error of this package. An
-exception whose class this process cannot load also becomes an error of this package.
+The caller gets an `Exception` of user code with its own type and the remote traceback as its cause. An error of this
+package replaces an exception that would end the caller's process (`SystemExit`, `KeyboardInterrupt`, cancellation). An
+error of this package also replaces an exception whose class the caller's process cannot load.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ _CONSEQUENCE_CHARACTERS_MAX = 300
 
 
 class Origin(NamedTuple):
-    """Origin of a run's files."""
+    """The node that stored a run's files, and the owner of the run."""
 
-    node: str = ""  # The server's node that ran the attempt, or "" for this machine.
-    untrusted: str = ""  # Owner of the run, if this process must not load the owner's results.
+    node: str = ""  # The server's node that ran the attempt, or "" for a local run.
+    untrusted: str = ""  # Owner of the run, if this process must not load the run's results, else "".
 
 
 HERE = Origin()
 
 
 def checked_rank(rank: object, count: int | None, run_id: str) -> int:
-    """Return a valid rank, or raise InvalidOption or InvalidValue. `count` is None if still unknown."""
+    """Return a valid rank, or raise InvalidOption or InvalidValue. `count` is None if unknown."""
     if not isinstance(rank, SupportsIndex):
         raise InvalidOption(f"rank must be a number, not {rank!r}")
     number = operator.index(rank)
@@ -111,7 +111,7 @@ def checked_rank(rank: object, count: int | None, run_id: str) -> int:
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
-    """Return a rank's result. Raise UntrustedResult or ResultUnavailableHere if it cannot be loaded."""
+    """Load a rank's result. Raise UntrustedResult or ResultUnavailableHere if loading is not possible."""
     path = directory / "results" / f"{rank}.pkl"
     if origin.untrusted:
         raise UntrustedResult(
@@ -125,12 +125,12 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
     try:
         return payload.load(str(path))
     except FileNotFoundError as error:
-        if path.exists():  # The result exists, so user code failed to find another file.
+        if path.exists():  # The result file exists, so user code failed to find another file.
             raise _not_loadable(error, path, rank, run_id) from error
         raise _files_deleted(directory, path, rank, run_id) from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # Loading a result runs user code, which may raise SystemExit.
+    except BaseException as error:  # Loading a result executes user code, which may raise SystemExit.
         raise _not_loadable(error, path, rank, run_id) from error
 
 
@@ -143,7 +143,7 @@ def make_exception(
     *,
     with_tail: bool = True,
 ) -> BaseException:
-    """Return the exception for a run's ending. `with_tail` adds the failed rank's output."""
+    """Return the exception for a run's final state. `with_tail` adds the failed rank's last output."""
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     error: BaseException
     if rank is None:
@@ -165,19 +165,19 @@ def failed_rank(stopped: Stopped) -> int | None:
 
 
 def carries_tail(stopped: Stopped) -> bool:
-    """Return True if the exception for an ending has its rank's last output in a note."""
+    """Return True if the exception for a final state has a note with its rank's last output."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and _raising_rank(stopped) is None and bool(stopped.log_tail)
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
-    """Return the last output by rank. `with_tail` omits the rank whose exception contains the output."""
+    """Return the last output by rank. With `with_tail`, omit the rank whose output is in the exception."""
     told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
 def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
-    """Return a run's ending as text, without loading or running user code."""
+    """Return a run's final state as text, without loading or running user code."""
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     if rank is None:
         error = _run_error(stopped, directory, run_id, spec, origin)
@@ -189,24 +189,24 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 
 def _failed_origin(stopped: Stopped, origin: Origin) -> Origin:
-    """Return the origin of the files. For a run on several nodes, the origin names the failed node."""
+    """Return the origin of the run's files. For a run on several nodes, return the failed node."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
 
 
 def _node(stopped: Stopped) -> str:
-    """Return the node on which a run on several nodes failed, or ""."""
+    """For a run on several nodes, return the name of the failed node. Otherwise return ""."""
     return stopped.cause.node if stopped.cause is not None else ""
 
 
 def _rank_name(stopped: Stopped, rank: int) -> str:
-    """Return a rank's name for messages, with its node for a run on several nodes."""
+    """Return a rank's name for messages. For a run on several nodes, include the node."""
     node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
 def _raising_rank(stopped: Stopped) -> int | None:
-    """Return the rank whose exception ended the run, or None for another ending."""
+    """Return the rank whose exception ended the run, or None if no exception ended the run."""
     return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
 
 
@@ -251,12 +251,12 @@ def _files_deleted(directory: Path, path: Path, rank: int, run_id: str) -> Resul
 
 def _rank_exception(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
     record = _record(directory, rank)
-    if not record:  # The disk was full, so only the detail of the event exists.
+    if not record:  # The disk was full, so only the short description of the failure exists.
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
     if origin.untrusted:
         record["untrusted"] = origin.untrusted
     pickled, logs = directory / "failures" / f"{rank}.pkl", directory / "logs"
-    # The last output of a rank is in stderr if the rank wrote to stderr.
+    # If the rank wrote to stderr, the last output is stderr output.
     log = next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
     return rebuild_exception(
         record,
@@ -300,7 +300,7 @@ def _run_error(
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail and with_tail:
-            # Python prints notes unchanged, so control characters would reach a terminal.
+            # Python prints exception notes unchanged, so control characters would reach the terminal.
             lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
             error.add_note(f"last output of rank {rank}:\n{lines}")
     return error
@@ -315,7 +315,7 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 
 
 def _explain_loss(error: RunError, record: dict[str, object]) -> None:
-    """Add notes: the lost part of a Ray cluster, and the exception of user code with its traceback."""
+    """Add notes about the lost component of a Ray cluster, and about the exception of user code."""
     notes = record.get("notes")
     lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
     for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
@@ -324,7 +324,7 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
 
 
 def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> str:
-    """Return the command that shows the output of a rank, and its files on this machine."""
+    """Return the command that shows the output of a rank, and the local log files."""
     option = "" if rank is None else f" --rank {rank}"
     files = "" if directory is None else f" (files: {directory / 'logs'})"
     return f"logs: `sgpu logs {run_id}{option}`{files}"
@@ -371,7 +371,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
-    """Return the limit that a run has reached, with the principal who set the limit, or ""."""
+    """Return the exceeded limit of a run, with the principal who set the limit, or ""."""
     by = spec.limited_by
     idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
@@ -395,7 +395,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if limit:
         return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):
-        # A message of the server explains the stop. Messages that ranks sent after the stop do not.
+        # The server's message explains the stop request. Later messages of ranks do not explain the stop request.
         is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)
         return detail if is_why else meaning
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:
@@ -406,7 +406,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if stopped.reason is Reason.ENGINE_HEAD_LOST and detail:
         return detail
     if rank is None:
-        is_whole = detail.startswith(meaning)  # The server's detail already contains the meaning.
+        is_whole = detail.startswith(meaning)  # The server's text already contains the explanation.
         what = detail if is_whole else f"{meaning}: {detail}" if detail and detail not in meaning else meaning
         return f"node {node}: {what}" if node else what
     who = _rank_name(stopped, rank)
@@ -428,7 +428,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
 
 
 def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
-    """Return the message for a lost result. A full disk may have lost the record of the cause."""
+    """Return the message for a lost result. On a full disk, the record of the cause may also be lost."""
     finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"
@@ -469,7 +469,7 @@ _CONTROL_REASONS = {
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as the cause of an exception in this process."""
+    """The traceback of another process, used as the `__cause__` of an exception in this process."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -494,17 +494,17 @@ def without_own_frames(error: BaseException) -> BaseException:
 
 
 class NotebookTraceback:
-    """Renders an error for IPython with the caller's frames and the remote traceback.
+    """Renders an exception for IPython with the caller's frames and the remote traceback.
 
-    The traceback omits frames of this package. IPython omits frames with `__tracebackhide__`, but always shows the last
-    frame, which raised.
+    The traceback omits frames of this package. IPython always shows the last frame of a traceback, even with
+    `__tracebackhide__`.
     """
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Another process shows the unpickled error with the default renderer.
+        # A process that unpickles the exception uses IPython's default renderer.
         return (NotebookTraceback, ())
 
     def __call__(self) -> list[str]:
@@ -518,12 +518,12 @@ class NotebookTraceback:
 
 
 def in_notebooks(error: E) -> E:
-    """Prepare a user's error so that IPython shows it without frames of this package. Return the error.
+    """Attach `NotebookTraceback` to an exception that IPython shows, and return the exception.
 
-    Internal errors (bugs of this package) do not pass through this function and keep all frames.
+    Internal errors of this package do not pass through this function, so IPython shows all of their frames.
     """
     if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
-        with contextlib.suppress(Exception):  # An exception class of the user may refuse new attributes.
+        with contextlib.suppress(Exception):  # The user's exception class may refuse new attributes.
             object.__setattr__(error, "_render_traceback_", NotebookTraceback(error))
     return error
 
@@ -550,7 +550,7 @@ def rebuild_exception(
     run_id: str,
     log_path: str,
 ) -> BaseException:
-    """Return the exception for a rank's failure: the user's own, or a `RunError`.
+    """Return the exception for a rank's failure: the exception of user code, or a `RunError`.
 
     The remote traceback becomes the `__cause__`, and a note names the rank and the host. `description` has the form of
     `inside.failure.describe`. `pickled_path` is None if the rank could not pickle the exception.
@@ -562,7 +562,8 @@ def rebuild_exception(
     else:
         error = _load(description, pickled_path, rank, run_id)
     text = _printable(str(description.get("traceback") or ""))
-    # An exception class may refuse assignment, as frozen dataclasses do. `object.__setattr__` bypasses the refusal.
+    # An exception class may refuse attribute assignment, as frozen dataclasses do. `object.__setattr__` bypasses the
+    # refusal.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
     add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     if (description.get("module"), description.get("type")) == _DEBUGGER_LEFT:
@@ -571,10 +572,10 @@ def rebuild_exception(
 
 
 def _debugging_hint(program: Path) -> str:
-    """Return a hint on debugging the function, with the local program that repeats the run."""
+    """Return a hint with the local program that calls the function of the failed run again."""
     by_hand = (
         f"run `python {program}`, which repeats rank 0 in this terminal and stops at the breakpoint"
-        if program.is_absolute() and program.exists()  # A run on another machine has no local path.
+        if program.is_absolute() and program.exists()  # For a run on another machine, no local path exists.
         else "call the function itself in a terminal"
     )
     return (
@@ -639,7 +640,7 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
 
 
 def _printable(text: str) -> str:
-    """Return a rank's text without control characters, because tracebacks are printed on terminals."""
+    """Replace control characters in a rank's text, because terminals print tracebacks."""
     return "\n".join(safe(line, tty=True) for line in text.split("\n"))
 
 
@@ -651,7 +652,7 @@ def _name(description: Mapping[str, object]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error, even if its `__str__` fails."""
+    """Return the text of an exception, even if its `__str__` raises."""
     try:
         return str(error)
     except KeyboardInterrupt:
@@ -661,7 +662,7 @@ def error_text(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, even if its class refuses assignment. Skip an error that accepts no notes."""
+    """Add a note to an exception, even if its class refuses assignment. Skip a class without notes."""
     with contextlib.suppress(Exception, SystemExit, GeneratorExit):
         notes = vars(error).get("__notes__")
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

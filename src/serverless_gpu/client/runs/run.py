@@ -1,8 +1,9 @@
-"""The handle of one run: wait, results, cancel, receipt, logs.
+"""Implements the handle of one run, with methods for results, cancellation, receipt and logs.
 
 Each method of a handle processes new messages in the caller's thread. The handle gets messages and files from a
-`RunSource`: a supervisor of this machine, or a server. The source stores messages until the handle reads them. An
-unused handle therefore uses no CPU time and loses only live output, which is also in the logs.
+`RunSource`: a supervisor of this machine, or a server. The source stores messages until the handle reads them. A handle
+without method calls therefore uses no CPU time. A handle without method calls may miss live output, but the logs
+contain all output.
 
 If the stored environment of a run is damaged, the run has not started. The client then captures the environment again
 and launches a new run. The handle then refers to the new run.
@@ -45,24 +46,25 @@ if TYPE_CHECKING:
 own_sessions: set[str] = set()
 """Identifiers of the sessions that are open in this process."""
 R = TypeVar("R")
-_FUTURES = "serverless_gpu.client.runs.futures"  # Loaded at first use, because a call does not need this module.
-# The repair of a damaged snapshot may reveal damaged units. The repair of the units may reveal damaged packs.
+# The module is imported at first use, because a call does not need the module.
+_FUTURES = "serverless_gpu.client.runs.futures"
+# The repair of a damaged snapshot may reveal damaged environment units. The repair of units may reveal damaged packs.
 _RELAUNCHES = 3
 _STARTED = "serverless_gpu.client.runs.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 Relaunch = Callable[[], RunSource | None]
-"""Captures the environment again and launches a new run. Returns None if a new capture does not help."""
+"""Captures the environment again and launches a new run. Returns None if a new capture cannot help."""
 
 
 def with_session_advice(sentence: str) -> str:
-    """Return the reason for a wait, with advice if a session of this process causes the wait."""
+    """Return the reason for a wait. If a session of this process causes the wait, add advice."""
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
     return sentence
 
 
 class Run(Generic[R]):
-    """One submitted run.
+    """Handle of a submitted run.
 
     Attributes:
         session: identifier of the session whose devices the run uses, or "".
@@ -90,15 +92,15 @@ class Run(Generic[R]):
         self._left = False
 
     def _keep(self, source: RunSource) -> None:
-        """Attach to a source. A garbage-collected handle closes the source and does not stop the run."""
+        """Connect the handle to a source. The handle's finalizer closes the source and does not stop the run."""
         self._source = source
-        # This class does not use `__del__`. In a reference cycle, such as a traceback creates, Python could finalize
-        # the socket first.
+        # A `__del__` method would run too late. In a reference cycle, such as a traceback creates, Python could
+        # finalize the socket first.
         weakref.finalize(self, source.close)
 
     @property
     def id(self) -> str:
-        """Return the run's identifier. Another process attaches with `serverless_gpu.attach(id)`.
+        """Return the run's identifier. Another process can attach with `serverless_gpu.attach(id)`.
 
         The identifier changes if the client finds a damaged environment and launches the run again.
         """
@@ -114,7 +116,7 @@ class Run(Generic[R]):
 
     def status(self) -> str:
         """Return the current state, for example ``"RUNNING"``."""
-        # If the lock is taken, another thread waits for the run and keeps the state current.
+        # If another thread holds the lock, that thread waits for the run and keeps the state current.
         if self._lock.acquire(blocking=False):
             try:
                 while self._hear(0.0):
@@ -124,16 +126,16 @@ class Run(Generic[R]):
         return self._state.value
 
     def last_sentence(self) -> str:
-        """Return the last message about the run: its wait, ranks that returned early, or a hang warning."""
+        """Return the last message about the run: a wait reason, early returns of ranks, or a hang warning."""
         self.status()
         return self._waiting
 
     def waiting_for(self) -> str:
-        """Return a sentence with the devices that a queued run waits for and their holders, else ""."""
+        """Return a sentence with the devices that a queued run needs, and the holders of the devices."""
         return self._waiting if self.status() == State.QUEUED else ""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no rank is running. After a failure on several nodes, wait for all nodes.
+        """Wait until no rank is running. For a run on several nodes, wait for all nodes.
 
         Args:
             timeout: maximum number of seconds to wait, or None.
@@ -183,13 +185,13 @@ class Run(Generic[R]):
         self._refuse_session()
         if not self.wait(timeout):
             raise TimeoutError(f"run {self.id} is still {self._state}")
-        return self._error(0)  # The returned error may be a TimeoutError of user code.
+        return self._error(0)  # User code may have raised this TimeoutError.
 
     def future(self) -> Future[list[R]]:
         """Return a `concurrent.futures.Future` of the results. Each call returns the same future.
 
-        The future works with `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`. Cancelling the future has
-        no effect. `Run.cancel` stops the run.
+        The future works with `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`. A caller cannot cancel the
+        future, but `Run.cancel` stops the run.
         """
         self._refuse_session()
         if self._future is None:
@@ -197,7 +199,7 @@ class Run(Generic[R]):
         return self._future
 
     def __await__(self) -> Generator[object, None, list[R]]:
-        """Wait in an event loop, and return or raise like `results`.
+        """Await the results in an event loop. Return or raise like `results`.
 
         A cancelled task does not stop the run.
         """
@@ -216,7 +218,7 @@ class Run(Generic[R]):
         error = self._error(timeout)
         if error is not None:
             raise in_notebooks(error)
-        # The rank is checked again, because the number of ranks may have been unknown before.
+        # The handle checks the rank again, because the number of ranks may have been unknown before.
         return self._load(self._rank(rank))
 
     def _load(self, rank: int) -> R:
@@ -235,7 +237,7 @@ class Run(Generic[R]):
             raise InvalidValue(message, hint="get results from the runs of the session; `sgpu runs` lists them")
 
     def fileno(self) -> int:
-        """Return a descriptor for `select` and `asyncio`, readable when the run has new messages, or -1."""
+        """Return a descriptor for `select` and `asyncio`, or -1. New messages make the descriptor readable."""
         return self._source.fileno()
 
     def cancel(self) -> None:
@@ -244,12 +246,12 @@ class Run(Generic[R]):
         Raises:
             ServerUnavailable: the server does not answer, so the run continues.
         """
-        # `cancel` does not acquire the lock, because a thread that waits for the run may hold the lock.
+        # A thread that waits for the run may hold the lock, so `cancel` does not acquire the lock.
         if self._stopped is None:
             self._source.stop(StopReason.CANCEL)
 
     def preempt(self) -> None:
-        """Request preemption of the run, as a server does. The ranks get the reason and can save checkpoints.
+        """Request preemption of the run. The ranks receive the reason and can save checkpoints.
 
         A run of a server with ``resume=True`` continues as a new attempt. Any other run ends with the reason
         ``preempted``.
@@ -277,12 +279,12 @@ class Run(Generic[R]):
         return self._receipt
 
     def receipts(self, timeout: float | None = None) -> dict[str, Receipt]:
-        """Return the receipt of each node by node name. `receipt` returns the sum and raises the same errors."""
+        """Return the receipt of each node by node name. `receipt` describes the errors."""
         self.receipt(timeout)
         return self._source.receipts()
 
     def cost(self) -> Cost:
-        """Return the use and cost of all attempts so far. `print` shows the cost as a sentence.
+        """Return the usage and cost of all attempts up to now. `print` shows the cost as a sentence.
 
         Raises:
             ServerProblem: the run's server does not answer, or its version is too old.
@@ -290,13 +292,13 @@ class Run(Generic[R]):
         return self._source.cost()
 
     def tracked(self) -> TrackedRun | None:
-        """Return the MLflow run of this run, or None. The MLflow run may appear only after user code starts."""
+        """Return the MLflow run of this run. Before user code starts, the method may return None."""
         self.status()
         link = self._receipt.tracked if self._receipt is not None else ""
         return self._tracked or from_directory(self.directory) or from_link(link)
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Return the output of a rank so far. The log stores at most 1 GiB.
+        """Return the output of a rank up to now. The log stores at most 1 GiB.
 
         Args:
             rank: global rank.
@@ -311,17 +313,17 @@ class Run(Generic[R]):
         return self._source.read_log(number, stream).decode("utf-8", "replace")
 
     def metrics(self) -> dict[str, Series]:
-        """Return the samples of nodes, GPUs and ranks so far: ``times`` (seconds since 1970) and ``values``.
+        """Return the samples of nodes, GPUs and ranks: ``times`` (seconds since 1970) and ``values``.
 
-        The names are the names in MLflow, such as ``"system/node_0/gpu_0_utilization_percentage"``. The samples of all
-        attempts are in one series.
+        Each series has its name in MLflow, such as ``"system/node_0/gpu_0_utilization_percentage"``. Each series
+        contains the samples of all attempts.
         """
         self._refuse_session()
         series: dict[str, Series] = load("serverless_gpu.client.metrics").read_metrics(self._source.read_telemetry())
         return series
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Return a figure with use and memory of every GPU over time, and marks for failures and stops.
+        """Return a figure of GPU utilization and memory over time, with marks for failures and stop requests.
 
         Args:
             path: optional file for the figure. Its suffix sets the format: ``.png``, ``.svg`` or ``.pdf``.
@@ -336,7 +338,7 @@ class Run(Generic[R]):
         return figure
 
     def follow(self, *, only_looks: bool = False, raises: bool = True) -> BaseException | None:
-        """Show the run until its end. Return the error that ended the run, or None if the results exist.
+        """Show the run until the run ends. Return the error that ended the run, or None after success.
 
         Args:
             only_looks: True if the caller only views the run. Ctrl-C then does not stop the run, regardless of its
@@ -370,9 +372,9 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._interrupted(display)
             raise
-        except ServerProblem:  # The stop request reached no server, so the run continues.
+        except ServerProblem:  # The server did not receive the stop request, so the run continues.
             raise
-        except BaseException:  # A signal handler that exits or a notebook's own interrupt has ended the wait.
+        except BaseException:  # The user's signal handler or the notebook has ended the wait.
             if self._spec.on_interrupt == "cancel":
                 self.cancel()
             raise
@@ -392,14 +394,15 @@ class Run(Generic[R]):
             display.finish()
             display.say(
                 f"cancelling; {second_interrupt_text()} to leave at once"
-            )  # Printed first, because the stop request may wait for an unreachable server.
+            )  # The message comes before the stop request, because the stop request may wait for an unreachable server.
             self.cancel()
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
             self._left = True
             display.state(self._state.value, "being cancelled")
             try:
-                self._source.stop(StopReason.CANCEL, patiently=False)  # The first stop request may not have been sent.
+                # The server may not have received the first stop request.
+                self._source.stop(StopReason.CANCEL, patiently=False)
             except ServerProblem:
                 display.say(
                     f"stopped waiting; the server does not answer, and run {self.id} continues: cancel it "
@@ -425,11 +428,11 @@ class Run(Generic[R]):
         return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
-        """Return True if the caller stops waiting: after a second Ctrl-C, or a first one that detaches."""
+        """Return True if Ctrl-C has ended the caller's wait while the run continues."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
-        """Print that the run continues although its caller has stopped waiting."""
+        """Print a message that the run continues without its caller."""
         self._note_end()
         while_session = " until its session ends" if self.session else ""
         TerminalDisplay(quiet=self._spec.quiet).say(
@@ -452,10 +455,10 @@ class Run(Generic[R]):
                         return done()
                     tick_s = self._display.tick_s if self._display is not None else None
                     pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
-                    # Messages that have already arrived are read even after the deadline.
+                    # After the deadline, the handle still reads messages that have already arrived.
                     if not self._hear(pause_s) and left_s == 0:
                         return done()
-                    # The display also redraws while messages keep arriving.
+                    # The display updates even while messages arrive without a pause.
                     display, now_ns = self._display, clock.boottime_ns()
                     tick_s = display.tick_s if display is not None else None
                     if display is not None and tick_s is not None and now_ns - self._ticked_ns >= tick_s * 1e9:
@@ -466,7 +469,7 @@ class Run(Generic[R]):
         return True
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Process one message if it arrives in time. Return True if a message arrived."""
+        """Process one message that arrives before the timeout. Return True if a message arrived."""
         if not self._source.is_open:
             return False
         try:
@@ -490,7 +493,7 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            # The client prints this note even without a display, because the caller waits.
+            # The client prints this note even without a display, because the caller is waiting.
             case ConnectionNote(sentence=sentence):
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked):
@@ -507,7 +510,7 @@ class Run(Generic[R]):
                     self._display.progress(sentence)
                     self._told = (self._state, sentence)
             case protocol.WaitingNote(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
-                # The display shows this sentence with the state.
+                # The display shows the message together with the state.
                 self._waiting, self._queued_ns = with_session_advice(sentence), queued_ns
             case protocol.WaitingNote(sentence=sentence):
                 self._waiting, self._queued_ns = with_session_advice(sentence), None
@@ -528,7 +531,7 @@ class Run(Generic[R]):
                 self._note_end()
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
-                # Ctrl-C arrived between the receipt of the Stopped message and its processing.
+                # Ctrl-C interrupted the handle after it received the Stopped message.
                 if self._stopped is None:
                     self._stopped = self._source.ending()
                     self._state = self._stopped.state
@@ -542,7 +545,7 @@ class Run(Generic[R]):
                 pass
 
     def _note_started(self) -> None:
-        """Register the run. At exit, this process names registered runs that have not ended."""
+        """Register the run. When this process exits, it prints the registered runs that have not ended."""
         if not self._spec.quiet:
             is_remote = self._spec.remote
             self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)
@@ -556,7 +559,7 @@ class Run(Generic[R]):
         self._relaunch = relaunch
 
     def _relaunched(self) -> bool:
-        """Continue as a new run with a new capture of the environment. Return True if the launch succeeded."""
+        """Continue as a new run with a new capture of the environment. Return True after a successful launch."""
         if self._relaunch is None or not self._relaunches_left:
             return False
         if self._relaunches_left == _RELAUNCHES:
@@ -574,7 +577,7 @@ class Run(Generic[R]):
         return True
 
     def _nothing_more(self) -> None:
-        """Set the ending of a run whose source closed without the last message."""
+        """Determine the final state of a run whose source closed without the last message."""
         self._source.close()
         if self._stopped is None:
             self._stopped = self._source.ending()

@@ -1,13 +1,13 @@
-"""Draws the figure of `Run.plot()`: use and memory of every device over time, with failures and stops.
+"""Draws the figure of `Run.plot()`: utilization and memory of every device over time.
 
     1 device     two panels, one above the other        ┐
     2 to 8       a row for each: use | memory           ├─ marks as lines through all, explained below the panels
     more         two heat maps, a row for each device   ┘
 
-Only figure modules import Matplotlib, and callers load these modules by name. The modules use Matplotlib's objects and
-not `pyplot`, because the caller owns the state of `pyplot`. The module sets all colours, so that a dark notebook or the
-caller's style has no effect. Without samples, the figure contains a message. The figure shows names without control
-characters and does not interpret ``$`` as math mode.
+Marks show failures and stop requests. Only figure modules import Matplotlib, and callers import figure modules by name.
+Figure modules do not use `pyplot`, because `pyplot` has global state that belongs to the caller. The figure modules set
+all colours, so that the caller's style has no effect. Without samples, the figure contains a message. The module
+removes control characters from names. Matplotlib does not interpret ``$`` in names as math mode.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from serverless_gpu.client.runs import timeline
 from serverless_gpu.client.runs.timeline import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
-ROWS_MAX = 8  # Runs with more devices are shown as heat maps.
+ROWS_MAX = 8  # Above this number of devices, the figure contains heat maps.
 MARKS_MAX = 8
-_LITTLE = 3  # Curves with fewer samples are drawn as points.
+_LITTLE = 3  # Below this number of samples, the figure shows a curve as points.
 _WIDTH_IN = 10.0
 _ABOVE_IN = 1.0
 _LETTERS = "ABCDEFGH"
-_LETTER_POINTS = 8.0  # Width of a mark's letter, including the space beside it.
+_LETTER_POINTS = 8.0  # Width of the letter of a mark, with the space beside the letter.
 
 _PAPER, _INK, _FAINT, _GRID, _NOTHING = "#ffffff", "#1f2328", "#6a737d", "#e4e7eb", "#e4e7eb"
 _BUSY, _MEMORY = "#2166b0", "#0f7d6c"
@@ -45,14 +45,14 @@ _MAPS = {
 
 
 class Titles(NamedTuple):
-    """Titles of a figure: the name of the run, and facts about the run."""
+    """Titles of a figure: the name of the run, and a line with facts about the run."""
 
     name: str
     about: str
 
 
 class RunFigure(Figure):
-    """A Matplotlib figure that a notebook shows as a cell's value with any backend."""
+    """A Matplotlib figure that a notebook can display as a cell's value with any backend."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -61,7 +61,7 @@ class RunFigure(Figure):
 
 
 class _Stage(NamedTuple):
-    """Shared state of panels: marks, and the time axis from `begin` in units of `unit` seconds."""
+    """Shared data of all panels: the marks, and the time axis. The axis starts at `begin`."""
 
     begin: float
     end: float
@@ -70,7 +70,7 @@ class _Stage(NamedTuple):
     marks: Sequence[CurveMark]
 
     def at(self, moments: Sequence[float]) -> list[float]:
-        """Return positions on the time axis."""
+        """Convert times to positions on the time axis."""
         return [(moment - self.begin) / self.unit for moment in moments]
 
 
@@ -106,7 +106,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
 
 
 def _rows(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
-    """Draw two panels per device, side by side. The panels of a single device are stacked."""
+    """Draw two panels per device, side by side. For a single device, stack the panels."""
     alone = len(lanes) == 1
     shape = (2, 1) if alone else (len(lanes), 2)
     panels = figure.subplots(*shape, sharex=True, squeeze=False)
@@ -176,7 +176,7 @@ def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
 
 
 def _lane_axis(panel: Axes, lanes: Sequence[Lane]) -> None:
-    """Label all rows of a heat map if they fit, else the first row of each node or every few rows."""
+    """Label the rows of a heat map. Without enough space, label only some rows."""
     starts = [place for place, lane in enumerate(lanes) if place == 0 or lane.node != lanes[place - 1].node]
     if len(lanes) <= 32 and len(starts) == 1:
         places = list(range(len(lanes)))
@@ -209,7 +209,7 @@ def _head(panel: Axes, text: str) -> None:
 
 
 def _beside(panel: Axes, place: float, side: Literal["left", "right"], label: str, number: str) -> None:
-    """Write a device's name beside its panel, and its number below the name."""
+    """Write a device's name beside the panel, and the device's number below the name."""
     for text, y, colour in ((label, 0.62, _INK), (number, 0.3 if label else 0.5, _FAINT)):
         panel.text(place, y, text, transform=panel.transAxes, ha=side, va="center", color=colour, fontsize=8.5)
 
@@ -278,7 +278,7 @@ def _draw_marks(panel: Axes, stage: _Stage) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text on one line, without control characters and shortened to 150 characters."""
+    """Return text as one line without control characters, shortened to 150 characters."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     return shown if len(shown) <= 150 else f"{shown[:149]}…"
 
@@ -287,7 +287,7 @@ def _plain(text: str) -> str:
 
 
 def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: float, gap_in: float) -> None:
-    """Place the panels between titles and marks, with a gap of `gap_in` inches between rows."""
+    """Position the panels between the titles and the marks, with `gap_in` inches between rows."""
     height, below = figure.get_figheight(), 0.6 + 0.2 * len(stage.marks)
     panel_in = (height - _ABOVE_IN - below - gap_in * (rows - 1)) / rows
     figure.subplots_adjust(

@@ -14,13 +14,13 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
-_LOOK_S = 1.0  # Poll interval in seconds. Another thread that waits for a run may have read the run's final message.
+_LOOK_S = 1.0  # Poll interval in seconds, because another thread may have read the final message of a run.
 
 
 class RunList(list[Run[R]]):
-    """A list of runs in the order of their items.
+    """A list of run handles, in the order of the items that `.map()` received.
 
-    The value of a run is the result of its rank 0, as `Run.result()` returns it.
+    The value of a run is the result of rank 0, like `Run.result()`.
     """
 
     @overload
@@ -36,8 +36,8 @@ class RunList(list[Run[R]]):
 
         Args:
             timeout: maximum number of seconds to wait for all runs, or None.
-            return_exceptions: True puts the error of a failed run in the place of its value. False raises the first
-                error in the order of the items. The other runs continue in both cases.
+            return_exceptions: True puts the error of a failed run into the list instead of a value. False raises the
+                first error in the order of the items. After an error, the remaining runs continue.
 
         Raises:
             TimeoutError: a run did not end in time and continues.
@@ -71,7 +71,7 @@ class RunList(list[Run[R]]):
         return as_completed(self, timeout)
 
     def cancel(self) -> None:
-        """Request the end of every run. Ended runs do not change."""
+        """Request the cancellation of every run. The request does not change ended runs."""
         for run in self:
             run.cancel()
 
@@ -121,7 +121,7 @@ def _as_completed(pending: list[Run[R]], timeout: float | None) -> Iterator[Run[
 
 
 def _wait_for_any(runs: list[Run[R]], limit_s: float) -> None:
-    poll = select.poll()  # `select` does not support descriptors above 1023.
+    poll = select.poll()  # `select` supports only descriptors below 1024.
     for run in runs:
         fd = run.fileno()
         if fd >= 0:

@@ -55,7 +55,7 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
 
 
 def _devices_text(files: list[bytes]) -> str:
-    """Return the last attempt's devices and its number of nodes, such as ``16 H100 on 2 nodes``."""
+    """Return a description of the last attempt's devices and nodes, such as ``16 H100 on 2 nodes``."""
     headers = [header for header in map(_last_header, files) if header is not None]
     newest = max((header.fence for header in headers), default=0)
     nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}
@@ -73,7 +73,7 @@ def _devices_text(files: list[bytes]) -> str:
 
 
 def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
-    """Return the memory of each GPU by node and number, from the last sample of each file."""
+    """Return the total memory of each GPU by node and GPU number, from the last sample per file."""
     totals: dict[tuple[int, int], int] = {}
     for data in files:
         header = _last_header(data)
@@ -86,7 +86,7 @@ def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
 
 
 def _last_header(data: bytes) -> Header | None:
-    """Return the last header of a sample file. The header lists the devices."""
+    """Return the last header of a sample file. The header lists the node's devices."""
     start = data.rfind(b"\n{") + 1
     found = decode(data[start : data.find(b"\n", start) + 1])[0]
     return found[0] if found and isinstance(found[0], Header) else None

@@ -1,12 +1,13 @@
-"""Sources of messages and files for the handle of a run.
+"""Provides messages and files for the handle of a run, from a local supervisor or a server.
 
     Run ──▶ RunSource ──┬─ LocalRun    the run's supervisor on this machine: a socket and the run directory
                         └─ RemoteRun   a server: its event stream, and copies of its files (`remote/remote_run.py`)
 
-Every source returns messages of `node.protocol`, so that all handles behave the same. If the agent dies while a run is
-in its queue, the connection of a `LocalRun` ends before a supervisor accepts the run. `LocalRun` then sends the launch
-to a new agent, because no user code has run. If the connection ends without the last message, the ending is in the run
-directory. Without an ending there, the supervisor was killed.
+Every source returns messages of `node.protocol`, so that local and remote run handles behave the same. If the agent
+dies while a run is in its queue, the connection of a `LocalRun` ends before a supervisor accepts the run. `LocalRun`
+then sends the launch to a new agent, because no user code has run. If the connection ends without the last message,
+`LocalRun` reads the final state from the run directory. If the directory contains no final state, the supervisor was
+killed.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-_TIMELINE = "serverless_gpu.client.runs.timeline"  # Loaded at first use, because a call does not need this module.
+# The module is imported at first use, because a call does not need the module.
+_TIMELINE = "serverless_gpu.client.runs.timeline"
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
 Reconnect = Callable[[], Channel]
 
 
 class ConnectionNote(NamedTuple):
-    """A message about the connection to the run, not about the run itself."""
+    """A message about the connection to the server or supervisor, not about the run itself."""
 
     sentence: str
 
 
 class RunSource(abc.ABC):
-    """Source of a run's messages and files."""
+    """Interface of a source of a run's messages and files."""
 
     run_id: str
-    directory: Path  # Directory of the last attempt's files or of their copies.
-    world_size: int | None  # Number of ranks: 0 for a session, None while unknown.
-    origin: Origin = Origin()  # Machine of the files, and the owner of the run if its results are untrusted.
+    directory: Path  # Local directory with the files of the last attempt, or copies of these files.
+    world_size: int | None  # Number of ranks. 0 for a session, None while unknown.
+    origin: Origin = Origin()  # Machine that stores the files, and the run's owner if the results are untrusted.
 
     @property
     @abc.abstractmethod
@@ -67,11 +69,11 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def fileno(self) -> int:
-        """Return a descriptor that is readable when messages arrive, or -1."""
+        """Return a descriptor that is readable when messages arrive, or -1 without a descriptor."""
 
     @abc.abstractmethod
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
-        """Return the next message, or None after the last.
+        """Return the next message, or None after the last message.
 
         Raises TimeoutError if no message arrives in time. Raises BlockingIOError if `timeout_s` is 0 and no message is
         waiting. Raises ServerlessGpuError if the state of the run is unknown.
@@ -79,7 +81,7 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Request the stop of a run that has not ended. `patiently` waits for an unreachable server."""
+        """Request a stop of a running or queued run. `patiently` waits for an unreachable server."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -87,40 +89,40 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def ending(self) -> protocol.Stopped:
-        """Return the run's ending after the last message."""
+        """After the last message, return the run's final state."""
 
     @abc.abstractmethod
     def receipt(self) -> Receipt | None:
-        """Return the run's receipt after the last message."""
+        """After the last message, return the run's receipt."""
 
     def receipts(self) -> dict[str, Receipt]:
-        """Return the receipt of each node by name, after the last message."""
+        """After the last message, return the receipt of each node by node name."""
         receipt = self.receipt()
         return {} if receipt is None else {self.origin.node or socket.gethostname(): receipt}
 
     @abc.abstractmethod
     def bring_result(self, rank: int) -> None:
-        """Provide a rank's result in `directory`, if the result still exists."""
+        """Copy a rank's result into `directory`, if the result still exists."""
 
     @abc.abstractmethod
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Return a rank's output so far. Old output may have been deleted."""
+        """Return a rank's output up to now. The retention may have deleted old output."""
 
     @abc.abstractmethod
     def read_telemetry(self) -> list[bytes]:
-        """Return the samples so far, with one file for each node of each attempt."""
+        """Return the telemetry samples up to now, with one file for each node of each attempt."""
 
     @abc.abstractmethod
     def cost(self) -> Cost:
-        """Return the use and cost of all attempts so far."""
+        """Return the usage and cost of all attempts up to now."""
 
     @abc.abstractmethod
     def attempts(self) -> list[AttemptTimes]:
-        """Return the attempts so far, in order."""
+        """Return all attempts up to now, in order."""
 
 
 class LocalRun(RunSource):
-    """A run of this machine. `channel` is None after the end of the run.
+    """A run on this machine. `channel` is None after the end of the run.
 
     `again` sends the launch again if the agent dies before a supervisor accepts the run.
     """
@@ -135,7 +137,8 @@ class LocalRun(RunSource):
         self._again = again
         self._tries = 1
         self._accepted = again is None
-        self._lost_ns: int | None = None  # Boot time in nanoseconds at which this process noticed the supervisor's end.
+        # Boot time in nanoseconds at which this process detected the exit of the supervisor.
+        self._lost_ns: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +175,7 @@ class LocalRun(RunSource):
         return None
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Send the stop request to the supervisor. A supervisor that has exited has already ended its ranks."""
+        """Send the stop request to the supervisor. If the supervisor has exited, the ranks have ended."""
         channel = self.channel
         if channel is not None:
             with contextlib.suppress(OSError):
@@ -185,21 +188,21 @@ class LocalRun(RunSource):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return the ending from the run directory. If the supervisor died, record the ending first."""
+        """Return the final state from the run directory. If the supervisor died, first record the final state."""
         stopped = read_ending(self.directory)
         if stopped is None and self._settle():
             stopped = read_ending(self.directory)
         return stopped or supervisor_lost()
 
     def receipt(self) -> Receipt | None:
-        """Return the receipt from the run directory. If the supervisor died, record the receipt first."""
+        """Return the receipt from the run directory. If the supervisor died, first record the receipt."""
         receipt = read_receipt(self.directory)
         if receipt is None and self._settle():
             receipt = read_receipt(self.directory)
         return receipt
 
     def bring_result(self, rank: int) -> None:
-        """Do nothing, because the result is already in the directory."""
+        """Do nothing, because the run directory already contains the result."""
 
     def read_log(self, rank: int, stream: str) -> bytes:
         """Return the contents of the rank's file."""
@@ -227,7 +230,7 @@ class LocalRun(RunSource):
         ]
 
     def _settle(self) -> bool:
-        """Record the ending of a run whose supervisor died. Return False if no supervisor died."""
+        """Record the final state of a run whose supervisor died. Return False if no supervisor died."""
         settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
         return settled
 
@@ -235,7 +238,7 @@ class LocalRun(RunSource):
         match message:
             case protocol.Accepted() | protocol.Stopped():
                 self._accepted = True
-            # No process was started, so the run directory is not needed.
+            # No process of the run was started, so nothing needs the run directory.
             case protocol.Refused() if not self._accepted:
                 remove_at_once(self.directory.parent)
             case _:
@@ -243,6 +246,6 @@ class LocalRun(RunSource):
 
 
 def supervisor_lost() -> protocol.Stopped:
-    """Return the ending of a run whose supervisor died without evidence of the cause."""
+    """Return the final state of a run whose supervisor died for an unknown reason."""
     reason = Reason.SUPERVISOR_KILLED
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

@@ -1,9 +1,9 @@
-"""Names the unfinished runs of this process on stderr when the process exits.
+"""Prints the unfinished runs of this process on stderr when the process exits.
 
-A script may drop the handles of `.map()` and exit while its runs still hold devices. `submit` and `map` record each run
-here, and the handle of a run records its end. At exit, this module checks the state of the remaining runs. If the
-server does not answer within a second, the printed line states that these runs may continue. A forked child prints
-nothing.
+A script may drop the handles of `.map()` and exit while its runs still hold devices. `submit` and `map` register each
+run in this module, and the handle of a run removes an ended run. At exit, this module checks the state of all
+registered runs. If the server does not answer within a second, the module prints that the runs may continue. A forked
+child prints nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.node.attempt.history import read_ending
 
 _NAMED_MAX = 5
-_ASKED_MAX = 20  # Maximum number of server runs to check, with one request each.
+_ASKED_MAX = 20  # Maximum number of server runs to check at exit, with one request per run.
 _PRUNED_AT = 256
 
 
 class StartedRun:
-    """A started run, its directory, and a flag for its end."""
+    """A registered run: its directory, and a flag that the run has ended."""
 
     __slots__ = ("directory", "is_over", "is_remote", "run_id")
 
@@ -40,7 +40,7 @@ _owner = 0
 
 
 def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun:
-    """Record a run until its handle records the end."""
+    """Register a run until its handle reports the end of the run."""
     global _owner, _started
     if _owner != os.getpid():
         _owner, _started = os.getpid(), []
@@ -53,7 +53,7 @@ def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun
 
 
 def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
-    """Return the line for running runs and for runs in an unknown state, or "" without such runs."""
+    """Return the message about running runs and runs in an unknown state, or "" without such runs."""
     if not run_ids and not unknown:
         return ""
     ids = run_ids + unknown

@@ -1,13 +1,14 @@
-"""The timeline of a run: curves of its devices, and marks of its attempts.
+"""Computes the timeline of a run: curves of its devices, and marks of its attempts.
 
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
                                                                          └─ cells: at most 600 columns of a heat map
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
     a server's list of attempts ──────────────────────────────────────────────────────┴─▶ AttemptTimes ─▶ CurveMark
 
-`run_figure.py` draws the timeline. Without GPUs, a lane shows a rank: its share of a core and its host memory. A long
-time without samples leaves a gap in the curve, for example between two attempts or while a node was unreachable. A
-killed attempt has no ending and therefore no mark. An unreadable file counts as absent.
+`run_figure.py` draws the timeline. For a run without GPUs, a lane shows the CPU usage and the host memory of a rank. A
+long time without samples leaves a gap in the curve, for example between two attempts or while a node was unreachable.
+An attempt whose supervisor was killed has no recorded end and therefore no mark. An unreadable file is treated as
+missing.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Times in seconds since 1970, and the values at these times."""
+"""Sample times in seconds since 1970, and the sample values at these times."""
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
-_FIRST_S = 1.0  # Duration in seconds of the first sample, as in receipts.
-# A gap is a step longer than this multiple of the previous step. Sample intervals grow with a run's age, at most by a
-# factor of two per step.
+_FIRST_S = 1.0  # Assumed duration of the first sample in seconds, as in receipts.
+# A step between two samples is a gap if it exceeds this multiple of the previous step. Sample intervals grow with a
+# run's age, at most by a factor of two per step.
 _HOLE = 4.0
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
@@ -41,17 +42,17 @@ _WORD_CHARACTERS = 32
 
 
 class Lane(NamedTuple):
-    """Curves of one device, or of a rank if the run has no devices."""
+    """Curves of one device. For a run without devices, curves of one rank."""
 
-    node: int  # Number of the node.
-    label: str  # Such as ``"GPU 3"`` or ``"rank 0"``.
+    node: int  # Number of the node within the run.
+    label: str  # Name of the device or rank.
     busy: Curve  # percent
     memory: Curve  # GPU memory in GiB, as in nvidia-smi, or the host memory of a rank in GB.
     memory_total: float | None  # Total memory of the GPU in GiB, or None if unknown.
 
 
 class CurveMark(NamedTuple):
-    """A marked event of a run. `at` is in seconds since 1970."""
+    """An event that the figure marks, such as a failure. `at` is the time in seconds since 1970."""
 
     at: float
     kind: Literal["failure", "stop", "attempt"]
@@ -59,7 +60,7 @@ class CurveMark(NamedTuple):
 
 
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
-    """Return the curves of each GPU, or of each rank without GPUs. `totals` has GPU memory in bytes."""
+    """Return the curves of each GPU, or of each rank without GPUs. `totals` contains GPU memory in bytes."""
     found = []
     for place, series in sorted(_curves_by_device(metrics, _GPU).items()):
         memory = _scale(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
@@ -75,7 +76,7 @@ def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | 
 
 
 def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
-    """Return the first and the last time of all curves, or None without samples."""
+    """Return the first and the last sample time of all curves, or None without samples."""
     ends = [
         moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
     ]
@@ -104,7 +105,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
-    """Return a curve as a row of a heat map: the mean of each column, or NaN without samples."""
+    """Return a curve as a heat map row: the mean value of each column, or NaN without samples."""
     times, values = curve
     width = max(end - begin, 1e-9) / columns
     sums, counts = [0.0] * columns, [0] * columns
@@ -124,7 +125,7 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
 
 
 def mean(curve: Curve) -> float | None:
-    """Return a curve's mean over time. Each value is weighted by its duration, the first by one second."""
+    """Return a curve's mean over time, weighted by duration. The first value has a weight of one second."""
     times, values = curve
     if not values:
         return None
@@ -142,7 +143,7 @@ def peak(curve: Curve) -> float | None:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the unit for a time axis of this length: its size in seconds, and its name."""
+    """Return the unit for a time axis of this length: its seconds, and its name."""
     for limit, size, name in ((180, 1.0, "seconds"), (3 * 3600, 60.0, "minutes"), (72 * 3600, 3600.0, "hours")):
         if seconds < limit:
             return size, name
@@ -150,8 +151,9 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
-    """Return ordered positions that are at least a gap apart and not after the end. Groups stay centred."""
-    groups: list[tuple[float, int]] = []  # The centre of each group and the number of its members.
+    """Move ordered positions apart to a minimum distance. Keep groups centred and before the axis end."""
+    # The centre of each group of positions, and the number of positions in the group.
+    groups: list[tuple[float, int]] = []
     for place in places:
         middle, members = place, 1
         while groups and groups[-1][0] + gap * (groups[-1][1] + members) / 2 > middle:
@@ -182,7 +184,7 @@ def _scale(curve: Curve, factor: float) -> Curve:
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return True for each step between samples that is too long compared with the two steps before it."""
+    """Return True for each step between samples that is a gap, judged by the two previous steps."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)
@@ -191,7 +193,7 @@ def _holes(times: Sequence[float]) -> list[bool]:
 
 
 def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
-    """Return means of neighbouring samples, few enough for a figure. No mean spans a gap."""
+    """Return means of neighbouring samples, to reduce the number of points. No mean spans a gap."""
     at_once = math.ceil(len(times) / POINTS_MAX)
     holes = _holes(times)
     thin_times: list[float] = []
@@ -207,7 +209,7 @@ def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
 
 
 class AttemptTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt. Times are in nanoseconds since 1970, or None if unknown or in the future."""
+    """Times of one attempt in nanoseconds since 1970. None means unknown or in the future."""
 
     fence: int
     state: State | None = None
@@ -215,13 +217,13 @@ class AttemptTimes(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int | None = None
     ended_ns: int | None = None
     asked_ns: int | None = None  # Time of the stop request.
-    asked: str = ""  # Reason of the stop request, as ranks read it.
-    failed_ns: int | None = None  # Time of the first failure.
-    rank: int | None = None  # Rank of the first failure.
+    asked: str = ""  # Reason of the stop request that the ranks received.
+    failed_ns: int | None = None  # Time of the attempt's first failure.
+    rank: int | None = None  # Rank that failed first.
 
 
 def attempt_directories(run: Path) -> list[Path]:
-    """Return the directories of a run's attempts on this machine, in order."""
+    """Return the directories of a local run's attempts, in order."""
     try:
         children = list(run.iterdir())
     except OSError:
@@ -230,7 +232,7 @@ def attempt_directories(run: Path) -> list[Path]:
 
 
 def read_attempt_times(directory: Path) -> AttemptTimes:
-    """Return the times of an attempt from its directory."""
+    """Return the times of an attempt from the attempt's directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None

@@ -1,14 +1,14 @@
-"""Sends requests to `driver_process.py`, a child process that has Ray, and kills it on a timeout.
+"""Sends requests to `driver_process.py`, a child process that calls Ray, and kills the child on a timeout.
 
     DriverLink     connect  ─▶ does the head's port answer? ─▶ start a child as driver; backoff grows on failure
                    ask      ─▶ the child's answer, or Unanswered; a late answer ends the child
-                   trouble  ─▶ "" or why new gangs wait
+                   trouble  ─▶ "" or the reason why new gangs wait
 
     DriverClient   ask(operation, …) ── line ─▶ child          every request has its own deadline
                                      ◀── line ── reader thread: answers come in any order
                                      timeout or exit: Unanswered for all requests; DriverLink starts another child
 
-A call to Ray can block for minutes after the head is gone. Ray cannot cancel the call, but the engine can kill a
+A call to Ray can block for minutes after the head has ended. Ray cannot cancel the call, but the engine can kill a
 process. DriverLink ends the child as soon as the head's port refuses connections. A new head at the same port may be
 another cluster, and the old driver does not belong to that cluster.
 """
@@ -39,11 +39,11 @@ _KILL_WAIT_S = 10.0
 
 
 class Unanswered(Exception):
-    """The child missed the deadline or has ended. The child may have executed the request."""
+    """The driver process missed the deadline or has ended, but may have executed the request."""
 
 
 class RayProblem(Exception):
-    """Ray raised an exception; the text describes it."""
+    """Ray raised an exception, which the message describes."""
 
 
 class DriverClient:
@@ -84,7 +84,7 @@ class DriverClient:
 
     @property
     def is_gone(self) -> bool:
-        """Return True if the child has closed its output and answers no more requests."""
+        """Return True if the child has closed its output and can answer no requests."""
         return self._is_gone
 
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> dict[str, object]:
@@ -146,14 +146,14 @@ class DriverClient:
 PROGRAM_DIGEST = hashlib.sha256(
     Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()
 ).hexdigest()[:8]
-"""Suffix of actor names. Actors with another suffix run the program of an older server, and `connect` kills them."""
+"""Suffix of actor names. An actor with another suffix runs an older server's program, so `connect` kills the actor."""
 _PORT_S = 2.0
 _CONNECT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 
 
 class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """The address and variables with which the head's machine reaches a Ray cluster."""
+    """The address and environment variables with which the head's machine reaches a Ray cluster."""
 
     address: str  # The address of the head, for example ``"10.0.0.1:6379"``.
     node_address: str
@@ -201,7 +201,7 @@ class DriverLink:
         return child.ask(operation, deadline_s, **arguments)
 
     def failed(self, error: Exception) -> None:
-        """Drop the child after a failed poll of Ray's tables: the head may have changed."""
+        """End the child after a failed poll of Ray's tables, because the head may have changed."""
         self._drop()
         self._trouble = self._lost() if isinstance(error, Unanswered) else f"{self._lost()} ({error})"
 

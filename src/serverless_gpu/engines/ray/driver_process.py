@@ -1,4 +1,4 @@
-"""Runs Ray for the engine: a child process that reads and writes one line of JSON per request.
+"""Calls Ray for the engine, in a child process that exchanges one line of JSON per request.
 
     engine ── {"id", "op", …} ─▶ stdin    a thread for each request ─▶ Ray      ◀── {"id", "ok" | "problem"} ── stdout
 
@@ -8,14 +8,14 @@
     release   remove a placement group
     agent     start the agent of one node if it does not run, through a detached actor on the node
 
-This process makes no decisions and holds no state. The engine kills it when an answer is late, because calls to a Ray
-without a head can block for minutes. It exits at the end of its input. The engine runs this file, with `-I`, in an
-interpreter that has Ray. The program imports no module of this package. Ray pickles the actor by value, so workers
-need no module of this package either.
+The process makes no decisions and holds no state. The engine kills the process after a late answer, because a call to
+Ray without a head can block for minutes. The process exits at the end of its input. The engine runs this file, with
+`-I`, in an interpreter that has Ray. The program imports no module of this package. Ray pickles the actor by value, so
+workers need no module of this package either.
 
-The actor has one task: to run `node_launcher.py` with the node's own interpreter in a clean environment. The launched
-process is not a descendant of Ray. It survives `ray.kill` and the end of the raylet or worker. It also survives a
-shortage of memory, in which the kernel kills Ray's workers first.
+The actor only runs `node_launcher.py` with the node's own interpreter in a clean environment. The launched process is
+not a descendant of Ray. Therefore the launched process survives `ray.kill` and the end of the raylet or worker. In a
+memory shortage, the kernel kills Ray's workers before the launched process.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray itself retries after a second, but released resources are free after 50 ms. So `reserve` creates the placement
-# group again.
+# Ray retries a placement only after one second, but released resources are free after 50 ms. Therefore `reserve`
+# creates the placement group again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
-# Number of consecutive INFEASIBLE reports that count. The resources of a new node appear shortly after the node itself.
+# Number of consecutive INFEASIBLE reports after which a request counts as infeasible. The resources of a new node
+# appear shortly after the node itself.
 _SURE = 3
 _ANSWER = threading.Lock()
 _is_driver = threading.Event()
@@ -48,7 +49,7 @@ def main() -> None:
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # Ray writes to stdout too, which would corrupt the answers.
+    os.dup2(2, 1)  # Ray also writes to stdout, which would corrupt the answers.
     for line in requests:
         request = json.loads(line)
         threading.Thread(target=_answer, args=(request, answers), daemon=True).start()
@@ -80,14 +81,14 @@ def connect(address: str, node_address: str, namespace: str, program: str) -> di
     )
     for name in ray.util.list_named_actors():
         if not name.endswith(program):
-            with contextlib.suppress(ValueError):  # The actor has ended since Ray listed it.
+            with contextlib.suppress(ValueError):  # The actor ended after Ray had listed it.
                 ray.kill(ray.get_actor(name))
     _is_driver.set()
     return {"version": ray.__version__}
 
 
 def _connected() -> None:
-    """Refuse requests before `connect`, because Ray would start a cluster of its own."""
+    """Refuse requests before `connect`, because Ray would start its own cluster."""
     if not _is_driver.is_set():
         raise ConnectionError("not connected yet")
 
@@ -104,7 +105,7 @@ def look() -> dict[str, Any]:
 
 
 def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> dict[str, Any]:
-    """Create a placement group. Remove it if Ray does not place it. Return its last state."""
+    """Create a placement group and return its last state. Remove the group if Ray does not place it."""
     _connected()
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -140,7 +141,7 @@ def _scheduling(said: dict[str, Any]) -> object:
 
 
 def release(name: str) -> dict[str, Any]:
-    """Remove a placement group. Report in the result whether it existed."""
+    """Remove a placement group. Return a result that records whether the group existed."""
     _connected()
     from ray.util.placement_group import remove_placement_group
 
@@ -160,7 +161,7 @@ def _find(name: str) -> Any:
 
 
 def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
-    """Start the agent of a node if it does not run. Return the answer of its actor."""
+    """Start the agent of a node if it does not run. Return the answer of the node's actor."""
     _connected()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -179,7 +180,7 @@ def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
 
 
 class NodeActor:
-    """The actor that Ray runs on a node. It starts the agent and checks that the agent runs."""
+    """The actor that Ray runs on a node to start and check the node's agent."""
 
     def __init__(self, variable: str, launcher: str, module: str) -> None:
         self._variable, self._launcher, self._module = variable, launcher, module

@@ -7,8 +7,8 @@ A Ray actor runs this program on the node.
                                                                     ▲
     sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ┘ how to start the agent of this machine, 0600
 
-The raylet and its workers find the file through the variable `start_arguments.NODE_FILE`. The content of the file stays
-on the machine. The file names the profile that holds the agent's token. Neither file passes through Ray.
+The raylet and its workers find the file through the variable `start_arguments.NODE_FILE`. The node file stays on the
+machine and names the profile that contains the agent's token. Ray transfers neither the node file nor the profile.
 
 The program prints one line of JSON: the process id of the uplink, or the problem.
 """
@@ -78,7 +78,7 @@ os.execv(argv[0], argv)
 """
 """A program that detaches itself and executes another program.
 
-It uses only the standard library, in the node's interpreter.
+The program runs in the node's interpreter and uses only the standard library.
 """
 
 
@@ -97,9 +97,9 @@ def main(path: str) -> None:
 
 
 def _pid(home: Home, profile: Path) -> int:
-    """Return the process id of the uplink, which takes its lock shortly after its start.
+    """Return the process id of the uplink, which acquires its lock shortly after its start.
 
-    Raises ServerlessGpuError if the uplink does not take the lock in time.
+    Raises ServerlessGpuError if the uplink does not acquire the lock in time.
     """
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_APPEARS_S * 1e9)

@@ -1,19 +1,19 @@
-"""Makes this machine a node of a pool: checks, requests and files that precede the start of Ray.
+"""Makes this machine a node of a pool: runs checks, requests admission and writes files before Ray starts.
 
     Ray here? ─▶ server: may I? ─▶ same versions? ─▶ head reached? ports free? ─▶ files, plan
                  (token of the join file → agent's token, Ray's token, address, versions)
 
-Ray itself reports a failed connection only after 20 s and gives no cause. So this module first checks every known
-cause, in the order in which a user can fix the problems. It starts Ray only after all checks.
+Ray itself reports a failed connection only after 20 s and gives no cause. Therefore `pool_join` first checks every
+known cause, in the order in which a user can fix the problems. Ray starts only after all checks.
 
-The join file, 0600, lets a machine ask the server for permission to join. `sgpu up --engine ray` writes a join file
-for one machine. `sgpu node invite` writes a join file for several machines.
+With the join file (mode 0600), a machine requests admission to the pool from the server. `sgpu up --engine ray` writes
+a join file for one machine. `sgpu node invite` writes a join file for several machines.
 
     {"server": "https://gpu.internal:7878", "token": "sgpu_…", "ca": "-----BEGIN CERTIFICATE-----…"}
 
-The token of the file permits joining and nothing else. The file does not hold Ray's token, which the server sends over
-TLS. A process that can read the file can make a machine a node of the pool. A node receives users' code, arguments and
-secrets.
+The token in the join file permits only joining. The join file does not contain Ray's token, which the server sends over
+TLS. A process that can read the join file can make a machine a node of the pool. A node receives users' code, arguments
+and secrets.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     file: JoinFile
     path: Path
     name: str
-    address: str = ""  # The address of this machine; "" means the address of the route to the head.
-    port: int | None = None  # The first of Ray's ports on this machine; None means the same as on the server's machine.
+    address: str = ""  # Address of this machine, or "" for the local address of the route to the head.
+    # First of Ray's ports on this machine, or None for the same port as on the server's machine.
+    port: int | None = None
 
 
 class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ def parse_host(text: str) -> tuple[str, int | None]:
 
 
 def _refuse_loopback(wish: JoinOptions, host: str) -> None:
-    """Refuse a server that listens only on its loopback address if this is another machine."""
+    """Refuse a server on another machine if that server listens only on its loopback address."""
     if not _is_loopback(urlsplit(wish.file.server).hostname or ""):
         return
     try:
@@ -149,7 +150,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
-    """Return this machine's token and the pool's Ray settings. Use the saved token, else the join token."""
+    """Return this machine's token and the pool's Ray settings. Use the saved agent token, or else the join token."""
     directory = home.root / DIRECTORY
     ca = str(directory / ray_machine.CA) if wish.file.ca else ""
     try:
@@ -187,7 +188,7 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
 
 
 def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPool] | None:
-    """Return the pool's settings for the saved token of this machine, or None if it needs a join token."""
+    """Return the pool's settings for this machine's saved token, or None if the machine needs a join token."""
     try:
         profile = read_profile(directory / ray_machine.PROFILE)
     except InvalidValue:
@@ -198,7 +199,7 @@ def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPoo
         try:
             return profile.token, connection.ask("GET", "/agents/ray", answer=RayPool)
         except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
-            return None  # If the server is down, the request with the join token reports that.
+            return None  # The later request with the join token reports a server that is down.
 
 
 def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
@@ -236,7 +237,7 @@ class JoinFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     server: str
     token: str
-    ca: str = ""  # PEM certificates to trust; "" means those of the system.
+    ca: str = ""  # PEM certificates to trust, or "" for the system's certificates.
 
 
 def write_join_file(path: Path, file: JoinFile) -> None:

@@ -1,4 +1,4 @@
-"""Uses a Ray cluster as an engine: reserves gangs and keeps our agent running on each node.
+"""Uses a Ray cluster as an engine: reserves gangs and keeps an agent running on each node.
 
     scheduler, reconciler ─▶ methods: answers from memory          this process never imports Ray
                                  │
@@ -7,23 +7,22 @@
 
 The engine uses Ray only for membership, reservations, remote start and reports of dead nodes. User code never runs in
 Ray. The lease with the server decides whether an attempt is alive. A gang is one detached placement group. The engine
-pins the group's bundles to the nodes that the scheduler chose. Ray does not order or pack waiting groups. So the
+pins the group's bundles to the nodes that the scheduler chose. Ray does not order or pack waiting groups. Therefore the
 engine removes a group that Ray cannot reserve at once.
 
-The engine also stores reserved gangs and known nodes in files (`ReservationFiles`). So a new server process knows the
-gangs and nodes before Ray answers. If a head restarts without its state, the engine reserves the gangs again.
+The engine also stores reserved gangs and known nodes in files (`ReservationFiles`). A new server process reads these
+files before Ray answers. If a head restarts without its state, the engine reserves the gangs again.
 
 Failure cases:
 
-- The head does not answer: the engine keeps its nodes, attempts continue, and new gangs wait. The engine starts a
-  new child.
+- The head does not answer: the engine keeps its nodes and starts a new child. Attempts continue, and new gangs wait.
 
-- Ray's table reports a node as dead: the node is lost.
+- Ray's table reports a node as dead: the engine reports the node as lost.
 
 - An actor ends or is unavailable: its node may still work. The engine reads Ray's node table again. Another actor
   checks the agent, which is not a process of Ray.
 
-- No agent starts on a node that Ray has: the node is lost, with the reason, until an agent starts.
+- No agent starts on a node of Ray: the engine reports the node as lost, with the reason, until an agent starts.
 
 - An answer is late: the engine kills the child. The next poll of Ray's tables shows the effects of the request.
 """
@@ -62,10 +61,10 @@ SOON_S = 0.5
 """Seconds that `submit` waits for Ray, which usually answers within milliseconds."""
 LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
-_PATIENCE_S = 0.3  # Released resources are free after 0.1 s. Other users of this Ray cluster may need longer.
+_PATIENCE_S = 0.3  # Ray frees released resources after 0.1 s. Other users of the Ray cluster may release theirs later.
 RESERVE_S = 15.0
 _REPAIR_EVERY = 5
-_REPAIR_OFTEN = 30  # Number of polls of Ray's tables after each reconnect to a head, because nodes return one by one.
+_REPAIR_OFTEN = 30  # Number of frequent repairs after each reconnect to a head, because nodes return one by one.
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0
@@ -78,7 +77,7 @@ class _Reservation:
         self.gang, self.began_ns = gang, began_ns  # boottime
         self.answer: Placed | Waiting | Impossible | None = None
         self.unwanted = False  # True if the scheduler has released the gang since the request.
-        self.done = threading.Event()  # The engine sets this event together with the answer.
+        self.done = threading.Event()  # The engine sets the event together with the answer.
 
 
 class RayEngine(Engine):
@@ -261,7 +260,7 @@ class RayEngine(Engine):
         self._memory.keep(gang)
 
     def _give_back(self, gang: str) -> None:
-        """Forget a gang. Ask Ray to remove its placement group if one may exist."""
+        """Delete the record of a gang. Ask Ray to remove its placement group if one may exist."""
         was_placed = self._placed.pop(gang, None) is not None
         self._kept_at.pop(gang, None)
         self._memory.forget(gang)
@@ -390,7 +389,7 @@ class ReservationFiles:
         <directory>/gangs/<run>:<fence>     the gang's shares
         <directory>/nodes.json              rows of Ray's table, including lost nodes
 
-    The engine ignores unreadable files, because it queries Ray in any case.
+    The engine ignores unreadable files, because the engine queries Ray in any case.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -408,7 +407,7 @@ class ReservationFiles:
         return found
 
     def keep(self, gang: Gang) -> None:
-        """Store a gang. If the disk is full, a server that starts without a head does not know the gang."""
+        """Store a gang. If the disk is full, a server that starts without a head has no record of the gang."""
         with contextlib.suppress(OSError):
             _write_file(self._gangs / gang.id, msgspec.json.encode(gang))
 
@@ -418,7 +417,7 @@ class ReservationFiles:
             (self._gangs / gang).unlink(missing_ok=True)
 
     def nodes(self) -> dict[str, KnownNode]:
-        """Return the stored nodes by name. The time for which a node was missing starts again at zero."""
+        """Return the stored nodes by name. The time for which a node was missing restarts at zero."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._noted = from_json(self._nodes.read_bytes(), dict[str, KnownNode])
         return {name: msgspec.structs.replace(one, missing_ns=None) for name, one in self._noted.items()}
@@ -447,9 +446,9 @@ _SILENT_MAX = 3
 class RayAgents:
     """Checks the agents of a cluster's nodes every few seconds through a detached actor on each node.
 
-    The agent that an actor starts is not a process of Ray. So the agent may run although its actor has ended or does
-    not answer. The next actor finds the agent unchanged. A node has a problem if its actor reports a problem. A node
-    also has a problem if several consecutive actors do not answer while Ray lists the node.
+    The agent that an actor starts is not a process of Ray. Therefore the agent may run although its actor has ended or
+    does not answer. The next actor finds the agent unchanged. A node has a problem if its actor reports a problem. A
+    node also has a problem if several consecutive actors do not answer while Ray lists the node.
     """
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
@@ -466,7 +465,7 @@ class RayAgents:
             return dict(self._problems)
 
     def due(self, known: Mapping[str, KnownNode]) -> list[NodeRow]:
-        """Return the nodes whose agents the engine must check now. Mark each node as pending until then."""
+        """Return the nodes whose agents the engine must check now. Mark each node as pending."""
         now_ns = self._clock.boottime_ns()
         with self._lock:
             self._asked_ns = {

@@ -1,7 +1,7 @@
-"""Keeps Ray running on one machine: starts it, restarts it after an exit, and ends it in order.
+"""Keeps Ray running on one machine: starts Ray, restarts Ray after an exit, and ends Ray cleanly.
 
     sgpu up   ─▶ server ── ensure, every few seconds ─▶ lock held, same plan? ─▶ nothing
-                                                        lock held, other plan  ─▶ end Ray in order, then start it
+                                                        lock held, other plan  ─▶ end Ray cleanly, then start it
                                                         lock free              ─▶ `main`, detached: outlives the server
     sgpu join ─▶ in the foreground
 
@@ -12,12 +12,13 @@
 
 A restart or upgrade of a server does not disturb the cluster. After ten minutes without a server, the detached keeper
 ends Ray and exits. Runs need neither Ray nor the keeper. Ray starts the agent of the machine, but the agent and its
-descendants are not processes of Ray. These processes are detached, have no variables of Ray, and continue.
+descendants are not processes of Ray. The agent's processes are detached and have no variables of Ray, so they continue
+after Ray's end.
 
 Failure cases: If the head does not answer, the keeper retries and reports the failure once. If Ray ends or does not
 start, the keeper reads the cause from Ray's log and starts Ray again. If the keeper is killed, its Ray continues. The
-next keeper ends that Ray and starts Ray again. Meanwhile the machine only loses its membership in the cluster. The
-keeper refuses a directory that belongs to another user.
+next keeper ends that Ray and starts Ray again. During the restart, the machine only loses its membership in the
+cluster. The keeper refuses a directory that belongs to another user.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
     environ: dict[str, str]
     directory: str  # The directory of Ray's files, inside a private directory of this user.
     log: str
-    head: str = ""  # The address that must answer before a machine can join; "" on the head itself.
+    head: str = ""  # Address of the head, which must answer before a machine can join, or "" on the head itself.
     token: str = ""
 
     @property
@@ -83,8 +84,8 @@ class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
 class RayKeeper:
     """Runs Ray on this machine and restarts it after an exit.
 
-    The keeper calls `say` with a message on every change, and `started` after each start of Ray. It calls `needed`
-    every few seconds. `needed` returns "", or the reason why Ray is no longer needed.
+    The keeper calls `say` with a message on every change, and `started` after each start of Ray. The keeper calls
+    `needed` every few seconds. `needed` returns "", or the reason why Ray is no longer needed.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RayKeeper:
             shutil.rmtree(self._plan.parent, ignore_errors=True)
 
     def _run(self, stop: int) -> bool:
-        """Start Ray and wait until it exits or must stop. Return True if the keeper must end."""
+        """Start Ray and wait until Ray exits or must stop. Return True if the keeper must end."""
         make_directory(self._plan.parent)
         log = open_log(Path(self._plan.log))
         begin = os.fstat(log).st_size
@@ -196,7 +197,7 @@ class RayKeeper:
 
 
 def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
-    """Return the reason why ``host:port`` does not answer, or "". Do not check an empty address."""
+    """Return the reason why ``host:port`` does not answer, or "". Return "" for an empty address."""
     if not address:
         return ""
     host, _, port = address.rpartition(":")
@@ -251,13 +252,13 @@ def end_processes(directory: str) -> int:
 
 
 def marked_pids(directory: str) -> list[int]:
-    """Return the ids of the processes whose `MARK` variable names a directory."""
+    """Return the ids of the processes whose `MARK` variable contains the path of a directory."""
     names = (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
     return [int(name) for name in names if _has_mark(int(name), directory)]
 
 
 def marked(directory: str) -> Iterator[int]:
-    """Yield a pidfd of each process whose `MARK` variable names a directory.
+    """Yield a pidfd of each process whose `MARK` variable contains the path of a directory.
 
     Close each pidfd after its iteration.
     """
@@ -279,7 +280,7 @@ def log_path(directory: Path) -> Path:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables without those of Ray."""
+    """Return the environment variables without Ray's variables."""
     return {name: value for name, value in environ.items() if not name.startswith(("RAY_", MARK))}
 
 
@@ -333,9 +334,10 @@ _PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t(INFO|WARNING|ERR|ER
 
 
 def why_ended(written: bytes) -> str:
-    """Return the cause of Ray's end in one line, taken from its log.
+    """Return the cause of Ray's end in one line from Ray's log.
 
-    Ray's log ends with hundreds of lines: a state dump and a stack. Only a few messages in between help a user.
+    Ray's log ends with hundreds of lines: a state dump and a stack. Only a few messages between these lines help a
+    user.
     """
     text = written.decode("utf-8", errors="replace")
     for pattern, sentence in _KNOWN_EXITS:
@@ -373,10 +375,10 @@ class RunningKeeper(NamedTuple):
 
 
 def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
-    """Start a keeper for a plan if none runs. Return True if this call started one.
+    """Start a keeper for a plan if no keeper runs. Return True if this call started a keeper.
 
-    The keeper's files are in `directory`. Ray is needed while a process holds the lock `owner`. Raises
-    AgentUnavailable if the keeper cannot start, or if a keeper of another plan does not end.
+    The keeper's files are in `directory`. Ray is needed while a process holds the lock `owner`. Raises AgentUnavailable
+    if the keeper cannot start, or if a keeper of another plan does not end.
     """
     found = running(directory)
     digest = digest_of(plan)
@@ -415,7 +417,7 @@ def stop_ray(home: Path) -> bool:
 
 
 def digest_of(plan: KeeperPlan) -> str:
-    """Return a digest of a plan and this version. A different PATH does not change the digest."""
+    """Return a digest of a plan and this package version. A different PATH does not change the digest."""
     ours = {name: value for name, value in plan.environ.items() if name.startswith(_PLAN_VARIABLES)}
     told = msgspec.json.encode(msgspec.structs.replace(plan, environ=ours), order="sorted")
     return hashlib.sha256(__version__.encode() + told).hexdigest()[:16]
@@ -447,7 +449,7 @@ def main(directory: str, owner: str) -> NoReturn:
 
 
 class ServerNeed:
-    """Checks if Ray is still needed: a server must have held the lock `owner` within `idle_s`."""
+    """Checks if Ray is still needed: a server must have held the lock `owner` within the last `idle_s` seconds."""
 
     def __init__(self, owner: Path, idle_s: float = IDLE_S) -> None:
         self._owner, self._idle_s = owner, idle_s

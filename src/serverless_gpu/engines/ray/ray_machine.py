@@ -44,7 +44,7 @@ from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.start_stop import PASSED_ON
 
 _PARENT = "/tmp/sgpu-pool-"
-_AWAY = "192.0.2.1"  # This address is reserved for documentation (RFC 5737). The probe sends no packet to it.
+_AWAY = "192.0.2.1"  # The probe sends no packet to this documentation address (RFC 5737).
 _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
 
@@ -54,7 +54,7 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     home: Home
     directory: Path
-    profile: Path | None  # The profile of the agent; None on a machine that is not a node.
+    profile: Path | None  # Profile of the agent, or None on a machine that is not a node.
 
     @property
     def token(self) -> Path:
@@ -92,7 +92,7 @@ def python_version() -> str:
 
 
 def differences(version: str, python: str) -> str:
-    """Return the difference between Ray here and Ray in the pool if they are incompatible, or ""."""
+    """Return the incompatible differences between this machine's Ray and the pool's Ray, or ""."""
     own, own_python = check_ray(), python_version()
     if own != version:
         return f"this machine has Ray {own}, but the pool has {version}: pip install 'ray=={version}'"
@@ -102,7 +102,7 @@ def differences(version: str, python: str) -> str:
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address at which other machines reach this one. Raises InvalidValue.
+    """Return the address at which other machines reach this machine. Raises InvalidValue.
 
     `towards` is a host that this machine connects to; "" selects the default route.
     """
@@ -149,13 +149,14 @@ def taken_port(base: int, address: str) -> int | None:
 def directory_of(files: Path) -> str:
     """Return Ray's directory.
 
-    The path is short enough for sockets, and constant so that a keeper finds old processes.
+    The path is short enough for sockets. The path is constant, so that a new keeper finds the processes of an earlier
+    keeper.
     """
     return f"{_PARENT}{hashlib.sha256(os.fsencode(files.absolute())).hexdigest()[:8]}/ray"
 
 
 def devices_of(home: Home) -> tuple[Device, ...]:
-    """Return the devices of this machine. Raise ServerProblem if they are not known."""
+    """Return the devices of this machine. Raise ServerProblem if the devices are unknown."""
     offer = NodePresence(home).offer(())
     if offer.problem:
         raise ServerProblem(f"this machine can run nothing: {offer.problem}", hint="sgpu doctor")
@@ -169,7 +170,7 @@ def offer_text(devices: Sequence[Device]) -> str:
 
 
 def node_of(name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]) -> MachineShare:
-    """Return the resources and settings that a machine brings to the cluster."""
+    """Return the resources and settings that a machine contributes to the cluster."""
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
     return MachineShare(
         name=name,
@@ -195,7 +196,7 @@ def prepare_machine(
     """Write the files of a machine and return the plan for its keeper. Raises OSError.
 
     `token` is the cluster's token. `environ` is the environment of the starting process. `head` is the address of the
-    cluster's head, "" on the head itself.
+    cluster's head, or "" on the head itself.
     """
     current = None
     with contextlib.suppress(OSError):

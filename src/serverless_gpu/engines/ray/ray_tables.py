@@ -1,14 +1,15 @@
-"""Translates Ray's tables to nodes, gangs and messages, and gangs to placement groups. Pure.
+"""Translates Ray's tables to nodes, gangs and messages, and gangs to placement groups.
 
     node table        ─▶ NodeRow: name, devices by type, alive or not        `node_changes` ─▶ NodeUp, NodeLost
-    placement groups  ─▶ PlacementGroup: its gang and its state              states outside the lists are UNKNOWN
+    placement groups  ─▶ PlacementGroup: its gang and its state              unlisted states are UNKNOWN
     Gang              ─▶ bundles, one per share in order; a resource pins each bundle to its node
     a refusal by Ray  ─▶ Waiting or Impossible, with a reason
 
-A node belongs to the pool if it has the resource `sgpu_node:<name>`, which `ray start` sets. Its resources
-`sgpu_gpus:<TYPE>` count its devices. Without them, `accelerator_type:<TYPE>` and Ray's count of GPUs apply.
+A node belongs to the pool if it has the resource `sgpu_node:<name>`, which `ray start` sets. The node's resources
+`sgpu_gpus:<TYPE>` count its devices. Without these resources, the module uses `accelerator_type:<TYPE>` and Ray's count
+of GPUs. All functions of the module are pure.
 
-Before text from Ray goes into a message, this module shortens it and replaces unprintable characters.
+The module shortens text from Ray for messages, and replaces unprintable characters.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     alive: bool
     address: str = ""
-    counts: dict[str, int] = {}  # Devices by type. Empty if only Ray's own count is known.
-    declares: bool = False  # True if each device type is a Ray resource of its own.
+    counts: dict[str, int] = {}  # Devices by type, or empty if only Ray's own GPU count is known.
+    declares: bool = False  # True if Ray has a separate resource for each device type.
     gpus: int = 0
     cpus: int = 0
 
@@ -78,11 +79,11 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
 
     def is_reserved(self) -> bool:
-        """Return True if Ray has placed the whole group, even if it is placing parts of it again."""
+        """Return True if Ray has placed the whole group, also while Ray places some bundles again."""
         return self.state in (GroupState.CREATED, GroupState.RESCHEDULING)
 
     def is_under_way(self) -> bool:
-        """Return True if Ray has placed no part of the group yet. An UNKNOWN state gives False."""
+        """Return True if Ray has placed no part of the group yet. Return False for the state UNKNOWN."""
         return self.state in (GroupState.PENDING, GroupState.PREPARED)
 
 
@@ -126,7 +127,7 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
 
 
 def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
-    """Return the rows of the pool's nodes. Ray's rows of dead nodes have no names; use `deaths` for these."""
+    """Return the rows of the pool's nodes. Dead nodes have no names in Ray's rows, so use `deaths` for dead nodes."""
     return [found for one in raw if (found := row(one)) is not None]
 
 
@@ -144,9 +145,9 @@ def update_nodes(
 ) -> dict[str, KnownNode]:
     """Return the state of each node, by name, after a poll of Ray's node table.
 
-    `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports it as dead, or if
-    the table lacks it for `MISSING_NS`. If two live rows have the same node name, the newer row counts. Ray restarted
-    on that node and has not noticed the end of the old raylet yet.
+    `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports the node as dead,
+    or lacks the node for `MISSING_NS`. Two live rows may have the same node name if Ray has restarted on the node and
+    has not noticed the end of the old raylet. The function then uses the newer row.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -158,7 +159,7 @@ def update_nodes(
 
 
 def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
-    """Return the nodes, with each node in `problems` marked as lost. `problems` has a reason by node name."""
+    """Return the nodes, with each node in `problems` marked as lost. `problems` maps node names to reasons."""
     return {
         name: msgspec.structs.replace(one, lost=problems[name]) if name in problems and not one.lost else one
         for name, one in known.items()
@@ -190,12 +191,12 @@ def gang_name(pool: str, gang: str) -> str:
 
 
 def namespace(pool: str) -> str:
-    """Return Ray's namespace for everything that belongs to one server."""
+    """Return the Ray namespace of one server's actors and placement groups."""
     return f"sgpu:{pool}"
 
 
 def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, PlacementGroup]:
-    """Return the placement groups of a pool by gang, without the removed ones."""
+    """Return the placement groups of a pool by gang, without removed groups."""
     found = {}
     for one in table:
         name, prefix = one.get("name"), gang_name(pool, "")
@@ -207,7 +208,7 @@ def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, Placem
 
 
 def group(gang: str, raw: Mapping[str, object]) -> PlacementGroup:
-    """Translate a row of `placement_group_table()`. States outside the lists become UNKNOWN."""
+    """Translate a row of `placement_group_table()`. Unlisted states become UNKNOWN."""
     state, said = _listed(GroupState, raw.get("state")), raw.get("stats")
     scheduling = mapping(said).get("scheduling_state")
     return PlacementGroup(

@@ -1,4 +1,4 @@
-"""Builds the arguments and variables with which Ray starts on the head and on other machines. Pure.
+"""Builds the arguments and variables with which Ray starts on the head and on other machines.
 
     sgpu up   ─▶ head_command ─▶ ray start --head --block --port=7900 …
     sgpu join ─▶ join_command ─▶ ray start --address=10.0.0.5:7900 --block …
@@ -11,9 +11,9 @@ Every port is fixed and lies in one range of a hundred, so that an operator can 
     base+2     raylet, for objects                      base+7 … +10 on the head: client server, dashboard, metrics
     base+3     agent for environments of tasks          base+20 … 99 workers
 
-A machine offers three kinds of resources. The resource `sgpu_node:<name>` pins a gang to the machine. A machine has
-one `sgpu_gpus:<type>` for each device of a type, including CPU slots. Ray itself adds `GPU`, `CPU` and
-`accelerator_type:<type>`.
+A machine offers three kinds of resources. The resource `sgpu_node:<name>` pins a gang to the machine. The amount of
+`sgpu_gpus:<type>` is the machine's number of devices of a type, including CPU slots. Ray itself adds `GPU`, `CPU` and
+`accelerator_type:<type>`. All functions of the module are pure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEVICES = "sgpu_gpus:"
 NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
 """Variable of each raylet and its workers: the path of the machine's node file (`node_launcher.py`)."""
 STORE_BYTES = 80_000_000
-"""Ray's minimum. This package stores nothing in Ray's object store."""
+"""Ray's minimum size of its object store. serverless-gpu stores nothing in the object store."""
 START_S = 120
 """Seconds that a raylet may take to start.
 
@@ -69,21 +69,21 @@ class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources and settings that one machine brings to the cluster."""
+    """The resources and settings that one machine contributes to the cluster."""
 
     name: str  # The node's name on the server.
     address: str  # The address at which the other machines reach this one.
     port: int = PORT  # The first of the machine's ports.
-    directory: str  # The directory of Ray's files; its path must be short.
+    directory: str  # Directory of Ray's files, with a path short enough for sockets.
     token_file: str
-    node_file: str = ""  # Path of the node file; "" on a machine that is not a node.
+    node_file: str = ""  # Path of the node file, or "" on a machine that is not a node.
     gpus: tuple[str, ...] = ()  # UUIDs
     types: tuple[str, ...] = ()  # The type of each device: GPUs first, then CPU slots.
-    client: bool = False  # True if this Ray can serve ``ray://``, for which it needs a port.
+    client: bool = False  # True if this Ray version can serve ``ray://``, which requires a port.
 
 
 class MachinePorts(NamedTuple):
-    """The ports of one machine, without those of workers."""
+    """The ports of one machine, without the ports of workers."""
 
     gcs: int
     node_manager: int
@@ -155,7 +155,7 @@ def variables(token_file: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_file,
         "RAY_USAGE_STATS_ENABLED": "0",  # Ray sends usage statistics by default.
-        # Ray workers run no user code here, so a difference in Python's patch version does no harm.
+        # No user code runs in Ray workers, so a different patch version of Python is harmless.
         "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     }
 

@@ -7,20 +7,20 @@
     pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were read completely
     unit read   ─▶   │
 
-The packer receives frames in the order of their blocks, so a unit that is packed twice gives the same packs. After a
-killed capture, the next capture finds the packs that the killed one stored. The packer's memory holds the blocks in
-progress (their content and their frames), the pack being filled, and the packs being stored. The packer uses about 150
-MB of memory, whatever the environment's size.
+The packer receives frames in the order of their blocks, so packing a unit twice gives identical packs. A capture reuses
+the packs that an earlier, killed capture stored. The packer's memory holds the blocks in progress (their content and
+their frames), the pack being filled, and the packs being stored. The packer uses about 150 MB of memory, whatever the
+environment's size.
 
-A small unit consists of one pack of some kB and one document. Without groups, a disk would spend more time on syncs
-than on writing these bytes, and a bucket would spend it on round trips. A unit is stored only after its own packs and
-the other packs of its group. The threads send groups in the order in which they were filled. So a unit waits only for
-packs that are already being sent.
+A small unit consists of one pack of some kB and one document. The packer stores small units in groups, because disk
+syncs and network round trips would otherwise take longer than the transfer. A storing thread stores a unit after all
+packs of its group. The threads send groups in the order in which the packer filled them. A unit therefore waits only
+for packs that a thread is already sending.
 
-Failure cases: a file's size differs from its row. The packer then plans the unit again a few times, until
-`EnvironmentUnsupported` names the file. A file is unreadable, missing, or not valid for a restore: the error names the
-file. The store is full or does not answer: its error applies to the whole group. In each case the threads end before
-the error is raised, and no document points at missing packs.
+Failure cases: If a file's size differs from its row, the packer plans the unit again. After a few attempts, the packer
+raises `EnvironmentUnsupported`, which names the file. An error also names a file that is unreadable, missing, or not
+valid for a restore. An error of the store, such as a full disk, applies to the whole group. The packer stops its
+threads before it raises an error. No document ever points at missing packs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
 
 STORING_THREADS = 4
 BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""Maximum of compressed bytes that wait to be stored; a single pack may exceed this limit."""
+"""Maximum number of compressed bytes that wait for storage. A single pack may exceed this limit."""
 GROUP_BYTES = 8 * 1024 * 1024
 GROUP_ITEMS = 64
 WAIT_S = 0.2
@@ -101,8 +101,9 @@ class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
 class Packer:
     """Packs units into a store.
 
-    The packer calls `pulse` in the caller's thread with the name of the current unit, at least every `WAIT_S`. The
-    packer calls `before_packs` with the size of the packs to store next; the callback may raise an error.
+    The packer calls `pulse` in the caller's thread with the name of the current unit, at least every `WAIT_S` seconds.
+    The packer calls `before_packs` with the total size of the next packs to store. The callback may raise an error to
+    stop the capture.
     """
 
     def __init__(
@@ -126,11 +127,11 @@ class Packer:
         self._ended: deque[tuple[PackJob, Future[Unit]]] = deque()
 
     def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
-        """Yield each unit when the unit is stored.
+        """Yield each unit after the packer has stored the unit.
 
-        The packer takes a block of each line of jobs in turn. A line of large units keeps the compressor busy while the
-        reading threads open the many files of small units. The packer takes the next job of a line when the previous
-        job is planned.
+        The packer serves the job queues in turn, one block at a time. A queue of large units keeps the compressor busy
+        while the reading threads open the many files of small units. The packer starts the next job of a queue when all
+        blocks of the previous job are planned.
         """
         threads = self._settings.thread_count
         with (
@@ -167,7 +168,7 @@ class Packer:
         yield from self._stored(wait=True)
 
     def _advance(self, line: _JobQueue) -> None:
-        """Submit one more block of a line's unit, or begin the line's next unit."""
+        """Submit the next block of a queue's current unit, or begin the queue's next unit."""
         work = line.work
         if work is None or work.planned:
             work = None
@@ -239,7 +240,7 @@ class Packer:
             self._pulse(work.job.name)
         for pack in work.packs:
             if pack.done():
-                pack.result()  # This reports the error of a store at once, not after the last of a hundred packs.
+                pack.result()  # Checking here reports an error of the store early, not after the last pack.
         work.packs.append(self._sender.add_pack(work.take_pack()))
 
     def _stored(self, *, wait: bool) -> Iterator[PackedUnit]:
@@ -265,7 +266,7 @@ class _JobQueue:
 
 
 class _UnitWork:
-    """One attempt to pack a unit."""
+    """An attempt to pack a unit."""
 
     def __init__(
         self, job: PackJob, rows: list[FileRow], settings: PackSettings, stopped: Callable[[], bool], *, tries: int = 1
@@ -329,7 +330,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
 
 
 class CaptureCounts:
-    """Progress counters; several threads write the counters, and the reporting thread reads them."""
+    """Progress counters, which several threads write and the reporting thread reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -353,10 +354,10 @@ class CaptureCounts:
 
 
 class PackSender:
-    """Collects packs and units in groups, and stores each group. Only one thread may call this object.
+    """Collects packs and units in groups, and stores each group. Only one thread may call a sender.
 
-    `threads` process the groups in order. `PackSender` calls `before_packs` with the size of the packs to store next;
-    the callback may raise an error.
+    `threads` process the groups in order. `PackSender` calls `before_packs` with the total size of the next packs to
+    store. The callback may raise an error to stop the capture.
     """
 
     def __init__(
@@ -377,14 +378,14 @@ class PackSender:
         self._group = _Group()
 
     def has_room(self, size: int) -> bool:
-        """Return True if a pack of this size may be added now or within `WAIT_S`."""
+        """Return True if the byte budget admits a pack of this size, now or within `WAIT_S` seconds."""
         if self._room.take(size, 0):
             return True
         self.flush()  # The packs of the unsent group may use up the byte budget.
         return self._room.take(size, WAIT_S)
 
     def add_pack(self, data: bytes | bytearray) -> Future[str]:
-        """Add a pack that `has_room` accepted; the returned future gives the name of the stored pack."""
+        """Add a pack that `has_room` accepted, and return a future of the stored pack's name."""
         done = Future[str]()
         self._group.packs.append((data, done))
         self._group.size += len(data)
@@ -392,7 +393,7 @@ class PackSender:
         return done
 
     def add_unit(self, ending: ReadUnit) -> Future[Unit]:
-        """Add a unit whose packs were added; the returned future gives the unit after it is stored."""
+        """Add a unit after its packs, and return a future of the stored unit."""
         done = Future[Unit]()
         self._group.units.append((ending, done))
         self._flush_if_full()
@@ -475,7 +476,7 @@ class _ByteBudget:
         self._bytes = 0
 
     def take(self, size: int, wait_s: float) -> bool:
-        """Reserve bytes, or return False after `wait_s`. The first reservation may have any size."""
+        """Reserve bytes, or return False after `wait_s` seconds. An empty budget accepts any size."""
         with self._free:
             if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, wait_s):
                 return False

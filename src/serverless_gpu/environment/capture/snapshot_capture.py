@@ -4,13 +4,14 @@
     capture            limit of 15 GB → missing units → space → pack → units → snapshot
     capture_remarks    remarks for the user: code that has grown past another 100 MB, and left-out files
 
-Only the snapshot makes its units and packs usable. So a killed capture leaves packs and units that the next capture can
-use, and no partly captured environment that a restore could use. If a file's digest differs from RECORD, the capture
-corrects the addresses of the unit and of the snapshot.
+A restore can use units and packs only through a snapshot, which the capture stores last. A killed capture therefore
+leaves no partial environment for a restore. The next capture reuses the packs and units that the killed capture stored.
+If a file's digest differs from RECORD, the capture corrects the addresses of the unit and of the snapshot.
 
-Failure cases: the environment is too large (`EnvironmentTooLarge` names the ten largest parts before any byte is sent).
-A file is unreadable, missing, keeps changing, or has a name that no restore would accept (`EnvironmentUnsupported`).
-The store is full (`StorageError`) or does not answer (`StoreUnavailable`).
+Failure cases: The capture raises `EnvironmentTooLarge` before it sends any byte of a too large environment. The error
+names the ten largest parts. The capture raises `EnvironmentUnsupported` for a file that is unreadable, missing, or
+constantly changing, or whose name no restore would accept. The capture raises `StorageError` if the store is full, and
+`StoreUnavailable` if the store does not answer.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from serverless_gpu.errors import (
 from serverless_gpu.units import format_bytes
 
 RATIO_EXPECTED = 4
-"""Best expected ratio of content bytes to compressed bytes; the check of free space uses it."""
+"""Highest expected ratio of content bytes to compressed bytes, for the check of free space."""
 SPACE_KEPT_BYTES = 64 * 1024 * 1024
-"""Minimum of free bytes that a capture leaves in a store."""
+"""Minimum number of bytes that a capture leaves free in a store."""
 _MORE_SPACE = (
     "free space on the store's disk, choose another store, or set SERVERLESS_GPU_HOME to a directory on a larger "
     "disk; "
@@ -83,7 +84,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def snapshot(self) -> Snapshot:
-        """Return the snapshot as the capture stored it."""
+        """Return the snapshot that the capture stored."""
         return self.scan.snapshot
 
 
@@ -105,7 +106,7 @@ def capture(
     report: Report = ignore_progress,
     settings: PackSettings | None = None,
 ) -> CaptureResult:
-    """Send the missing parts of an environment to the store, and then the snapshot.
+    """Send the missing parts of an environment to the store, and the snapshot last.
 
     Raises:
         EnvironmentTooLarge: the environment is over the size limit.
@@ -301,7 +302,7 @@ def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts,
 
 
 def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping[str, str]) -> Scan:
-    """Return the scan with the true rows and addresses of its units."""
+    """Return the scan with corrected rows and addresses of its units."""
 
     def corrected(member: SnapshotMember) -> SnapshotMember:
         if member.address not in moved:

@@ -2,18 +2,19 @@
 
     small files   in order of their rows, as many as fit into a block
     large files   separate blocks, one after another
-    old content   where the previous version has it: an edited file of torch costs kilobytes, not all of torch
+    old content   reused from the previous version: an edited file of torch costs kilobytes, not all of torch
 
-A unit reuses old packs only while it uses at least half of their content. A unit with many more packs than a new
-capture makes is also packed again. So many successive edits slow down neither the store nor a restore.
+A unit reuses old packs only while the unit uses at least half of the packs' content. The packer also packs a unit again
+if the unit has many more packs than a new capture makes. Many successive edits therefore slow down neither the store
+nor a restore.
 
-The reader checks each file against its row: it opens, reads and closes the file, and compares the digest. A difference
-has one of three causes. RECORD had a wrong digest: the reader corrects the row and the unit's address. The file has
-another size than at the scan: the packer plans the unit again (`FileChanged`). The file changes during the read: the
-reader tries a few times, then `EnvironmentUnsupported` names the file.
+The reader reads each file, and compares the file's digest with its row. If RECORD had a wrong digest, the reader
+corrects the row and the unit's address. If the file's size has changed since the scan, the packer plans the unit again
+(`FileChanged`). If the file changes during the read, the reader tries a few times and then raises
+`EnvironmentUnsupported`, which names the file.
 
-Several threads read the blocks of a large file at the same time, and hash the blocks in order. Each thread waits for
-its turn to hash, but only briefly, because the previous block was started first.
+Several threads read the blocks of a large file at the same time, and hash the blocks in order. A thread waits only
+briefly for its turn to hash, because another thread has already started the previous block.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Conten
 from serverless_gpu.errors import EnvironmentUnsupported
 
 PACKS_MORE_MAX = 16
-"""A unit is packed again if it has this many more packs than a new capture makes."""
+"""The packer packs a unit again if the unit has this many more packs than a new capture makes."""
 TRIES_MAX = 4
 """Maximum number of reads of a file that changes while it is read."""
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # The read does not block, because the path may be a FIFO.
@@ -61,7 +62,7 @@ class BlockPlan(NamedTuple):
 
 
 class ReusedBlocks(NamedTuple):
-    """Reusable parts of an older version: packs, their blocks, and content places by index of the new row."""
+    """Reusable parts of a unit's older version: packs, blocks, and content places by index of the new row."""
 
     packs: tuple[str, ...] = ()
     blocks: tuple[PackBlock, ...] = ()
@@ -71,7 +72,8 @@ class ReusedBlocks(NamedTuple):
 def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
     """Return the blocks that hold these files, in order.
 
-    `wanted` are the row indices of files without a place, in order. Empty files are read too, and need no block.
+    `wanted` contains the row indices of files that need a content place, in order. The reader also reads empty files,
+    which need no block.
     """
     plans: list[BlockPlan] = []
     group: list[BlockPart] = []
@@ -95,9 +97,9 @@ def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: i
 
 
 def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]:
-    """Return the places of files by index of their row.
+    """Return the content places of files by the index of their row.
 
-    `first` is the index of the first plan among the blocks of the unit. Blocks without content do not count.
+    `first` is the block index of the first plan in the unit. A plan without content has no block index.
     """
     places: dict[int, ContentPlace] = {}
     block = first
@@ -112,7 +114,7 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
-    """Return the blocks of an older version that a new version can reuse; empty if they are too few."""
+    """Return the blocks of an older version that a new version can reuse, or none if too few qualify."""
     # digest and size of a file → places of its content in the old version
     known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
     filled = (row for row in old.rows if row.has_content and row.size)
@@ -145,7 +147,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
 
 
 def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
-    """Return the blocks of a file, and how many bytes of the file each block has."""
+    """Return the blocks of a file, and the number of the file's bytes in each block."""
     if place.start + size <= blocks[place.block].size:
         return [(place.block, size)]
     parts, block, left = [], place.block, size
@@ -170,7 +172,8 @@ class CaptureStopped(Exception):
 class UnitReader:
     """Reads the files of one unit for several threads at once.
 
-    The keys of `files` and `texts` are row indices. A text replaces the content of its file.
+    The keys of `files` and `texts` are row indices. An entry in `texts` replaces the content of the file with the same
+    index.
     """
 
     def __init__(
@@ -268,7 +271,7 @@ class UnitReader:
 
 
 class _LargeFile:
-    """A file that several threads read in parts; the parts are hashed in order."""
+    """A file that several threads read in parts and hash in order."""
 
     def __init__(self, path: str, size: int, stopped: Callable[[], bool]) -> None:
         self._path = path
@@ -389,7 +392,7 @@ def _signature(seen: os.stat_result) -> tuple[int, int, int]:
 
 
 def true_sizes(rows: Sequence[FileRow], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[FileRow]:
-    """Return the rows with the current sizes of their files; the digest of a changed file becomes zeros."""
+    """Return the rows with current file sizes, and with zeros as the digest of each changed file."""
     fresh = list(rows)
     for index, row in enumerate(rows):
         if not row.has_content:

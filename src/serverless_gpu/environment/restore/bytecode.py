@@ -1,15 +1,16 @@
-"""Compiles the bytecode of units on this node. Bytecode is never sent.
+"""Compiles the bytecode of units on each node, because captures never contain bytecode.
 
     modules that the caller had loaded ─ compiled before the first use of an environment
     all other modules                  ─ compiled while the node is idle (`compile_rest`)
 
 The interpreter of the environment compiles verified source. The bytecode goes to `__pycache__` beside the sources,
-under names with the interpreter's tag. So interpreters can share units, and a mounted environment contains the
-bytecode. Two processes of this interpreter (`compiler_process.py`) divide the files between them. The processes run
-without an environment and never execute code of a unit, not even `.pth` files.
+under names with the interpreter's tag. Several interpreters can therefore share a unit. A mounted environment contains
+its bytecode. Two compiler processes (`compiler_process.py`) share the files, and use the environment's interpreter. The
+compiler processes run without an environment and never execute code of a unit, not even `.pth` files.
 
-Failure cases: a file does not compile, takes too long or crashes its process; the disk is full; the interpreter does
-not start. The affected files stay without bytecode. After a crash, a new process compiles the remaining files.
+Failure cases: A file stays without bytecode if the file does not compile, takes too long or crashes its compiler
+process. All remaining files stay without bytecode if the disk is full or the interpreter does not start. After a crash,
+a new compiler process compiles the remaining files.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def compile_jobs(
 ) -> list[CompileJob]:
     """Return the files of a unit that have no bytecode.
 
-    `tag` names the interpreter, for example ``cpython-311``. `only` restricts the result to these row paths; None means
-    all.
+    `tag` names the interpreter, for example ``cpython-311``. `only` restricts the result to some row paths. None
+    selects all files.
     """
     taken = {row.path for row in rows if row.kind != "d"}
     found = []
@@ -123,7 +124,7 @@ class _Worker:
         self.over = self._process is None
 
     def take(self, batch: list[CompileJob], patience_s: float) -> None:
-        """Send a batch of files. The pipe buffers the batch, or the process reads it during the write."""
+        """Send a batch of files. The pipe buffers the batch, or the process reads the batch during the write."""
         self.jobs, self._next = batch, 0
         self._deadline = time.monotonic() + patience_s
         lines = "".join(json.dumps([job.source, job.target, job.size]) + "\n" for job in batch)
@@ -139,7 +140,7 @@ class _Worker:
         return self._process.stdout.fileno()
 
     def look(self, patience_s: float) -> tuple[int, int]:
-        """Read the process's answers; return the number of finished files, and of files with bytecode."""
+        """Read the process's answers, and return the numbers of finished files and of compiled files."""
         if self.over or self._process is None:
             return 0, 0
         finished = compiled = 0

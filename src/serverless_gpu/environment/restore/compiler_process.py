@@ -1,11 +1,11 @@
-"""Compiles Python files to bytecode in its own process, run by the interpreter of an environment.
+"""Compiles Python files to bytecode, in a process of the environment's interpreter.
 
     <interpreter> -I -S -B compiler_process.py <bytes of memory>
         stdin   one JSON array per line: [source, bytecode, size]
         stdout  the number of each finished line, and 1 if it has bytecode now
 
 The process imports only the standard library. Under -I -S it executes no `.pth` file, no `sitecustomize` and no module
-of the environment. The process reads and compiles the source of these modules, but never runs it.
+of the environment. The process reads and compiles the source of an environment's modules, but never runs the modules.
 
 Bytecode records the time and size of its source. All files of units have the same fixed time, so their bytecode is
 valid in every tree. The process skips a file that does not compile, because many distributions contain Python 2 code

@@ -1,12 +1,12 @@
 """Exports an environment as a standalone directory: `sgpu env restore ADDRESS DIR`.
 
-The directory needs no other part of this package. The export fills a temporary directory beside the destination and
-renames it, so that a half-finished directory is never visible. Where possible, files are read-only links to the cache.
-Files of code are copies, because people edit them. Installers replace files instead of changing them, so the cache
-stays intact. A user who wants to edit a package in place must request copies of all files.
+An exported directory works without this package. The export fills a temporary directory beside the destination and then
+renames the directory. A half-finished directory is therefore never visible. Where possible, files are read-only links
+to the cache. Files of code are copies, because people edit them. Installers replace files instead of changing them, so
+the cache stays intact. A user who wants to edit a package in place must request copies of all files.
 
-Failure cases: the directory is not empty (InvalidValue), or the disk is full (StorageError). The export then leaves no
-files behind.
+Failure cases: The export raises InvalidValue if the directory is not empty, and StorageError if the disk is full. A
+failed export leaves no files behind.
 """
 
 from __future__ import annotations

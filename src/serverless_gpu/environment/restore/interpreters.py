@@ -1,4 +1,4 @@
-"""Finds an interpreter for an environment, and decides if a running one fits another environment.
+"""Finds interpreters for environments, and decides if a running interpreter fits another environment.
 
 `find_python` requires the same implementation, version and ABI. The search tries these places in order:
 
@@ -14,16 +14,16 @@ a snapshot only if no user except root and the current user could have replaced 
     old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or the reason why not
     new snapshot ─────────┘
 
-An interpreter keeps the modules that it has imported. So an interpreter fits another environment under three
-conditions. All files that the interpreter imported are the same in both environments. No other unit provides a name
-that the interpreter imported. Both environments run the same code at start-up. Modules that the interpreter never
+An interpreter keeps the modules that it has imported. An interpreter therefore fits another environment only if the
+environments agree in all files that the interpreter imported. No other unit may provide a name that the interpreter
+imported. The old and the new environment must run the same code at start-up. Modules that the interpreter never
 imported may change, because Python looks up modules and metadata on demand.
 
-A snapshot also lists names and modules of its units, for people to read. The addresses of units do not cover these
-texts.
+A snapshot also lists names and modules of its units, for people to read. The addresses of units do not cover names and
+modules.
 
-Failure cases: no interpreter fits (EnvironmentUnsupported lists the candidates). A candidate does not answer, and the
-search skips this candidate.
+Failure cases: If no interpreter fits, the search raises EnvironmentUnsupported, which lists the candidates. The search
+skips a candidate that does not answer.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def find_python(
 ) -> Python:
     """Return an interpreter of this machine that fits an environment.
 
-    `hints` are paths to try first; the search runs them. `environ` gives the directories to search; None means the
-    variables of this process.
+    `hints` are paths of interpreters that the search runs first. `environ` contains the variables that determine the
+    directories to search. The default is the environment of this process.
     """
     looked: list[str] = []
     fitting: list[Python] = []
@@ -153,7 +153,7 @@ def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ask(path: str) -> Python | None:
-    """Run an interpreter and return its description; None when the interpreter does not answer in time.
+    """Run an interpreter and return its description, or None if it does not answer in time.
 
     The interpreter runs without any environment, and only once while its file does not change.
     """
@@ -229,12 +229,13 @@ class UnitFindings(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about units that only one of two environments contains, by unit address."""
 
     used: Collection[str] = ()
-    hooks: Mapping[str, str] = {}  # units whose code runs at start-up or on an import, and the time when the code runs
+    # units whose code runs at start-up or on an import, and the occasion on which the code runs
+    hooks: Mapping[str, str] = {}
     names: Mapping[str, Collection[str]] = {}
 
 
 def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFindings) -> str:
-    """Return why an interpreter of one environment does not fit another environment, or "" if it fits."""
+    """Return the reason why an interpreter does not fit another environment, or "" if it fits."""
     mine, theirs = old.interpreter, new.interpreter
     if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
         theirs.implementation,
@@ -267,7 +268,7 @@ def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
 
 
 def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
-    """Return the root and row path of a file in a restored environment; None if the file is not in a unit."""
+    """Return the root and row path of a file in a restored environment, or None outside of all units."""
     if not file.startswith(f"{tree}/"):
         return None
     library = f"lib/{library_name(snapshot.interpreter)}/site-packages/"
@@ -308,7 +309,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
 
 
 def _difference(old: Root, new: Root) -> tuple[tuple[SnapshotMember, ...], tuple[SnapshotMember, ...]]:
-    """Return the units that only the old root has, and the units that only the new root has."""
+    """Return the units that only the old root contains, and the units that only the new root contains."""
     return _without(old.members, new.members), _without(new.members, old.members)
 
 

@@ -3,27 +3,29 @@
     1 directories of several units  filled here, one after another
     2 all directories below them    have one unit each, or generated files only; two processes fill them (`divide`)
 
-If the kernel refuses a hard link, the module copies the file instead. In each directory, generated files and links come
-first, then subdirectories, then files of units, then their links. Existing entries are never replaced. A file of a unit
-that already has links is checked before it is linked again (`unit_integrity.py`).
+If the kernel refuses a hard link, the module copies the file instead. In each directory, the module first creates
+generated files and links. The module then creates subdirectories, files of units, and links of units, in this order.
+The module never replaces an existing entry. The module checks a file that already has links before it links the file
+again (`unit_integrity.py`).
 
-If units share a path, a directory has precedence, then the first unit, as in an overlay. The module makes each
-directory, opens it without following a link, fills it relative to its descriptor, and then sets its mode. So no path
-leads through a link of a unit. The kernel refuses links between file systems (EXDEV), to files of other users
-(`fs.protected_hardlinks`, EPERM), and beyond 65,000 per file (EMLINK).
+If several units contain a path, directories have precedence over files, and earlier units over later units, as in an
+overlay. The module opens each new directory without following a link, and fills the directory relative to its
+descriptor. No path therefore leads through a link of a unit. The module sets a directory's mode last. The kernel
+refuses links between file systems (EXDEV), to files of other users (`fs.protected_hardlinks`, EPERM), and beyond 65,000
+per file (EMLINK).
 
-This module works on a new, private directory. The module does not know the final path of that directory, nor the
-meaning of a unit.
+The module works on a new, private directory. The module knows neither the final path of the directory nor the meaning
+of a unit.
 
-Two threads would compete for the interpreter lock at each of tens of thousands of system calls. So `divide` forks, and
-each process takes its next piece of work from a pipe. A fork is not safe when this process has other threads, and is
-useless with one core. Then this process does all the work.
+Two threads would compete for the interpreter lock at each of tens of thousands of system calls. `divide` therefore
+forks a second process, and each process reads its next work item from a pipe. A fork is not safe in a process with
+several threads, and has no benefit with one core. In both cases, the original process does all the work.
 
-Failure cases: an OSError in either process; this process raises the error once both have stopped. The forked process is
-killed, and an `OSError` reports this. This process is killed: the fork continues for less than a second with the
-remaining numbers in the pipe, and still holds this process's locks. A file may have been modified
-(`LinkResult.suspect`): the caller must discard the directory. A directory of one unit is a file of another unit
-(EnvironmentRejected).
+Failure cases: After an OSError in either process, the original process raises the error when both processes have
+stopped. If the forked process is killed, the original process raises an `OSError`. If the original process is killed,
+the fork continues for less than a second with the remaining numbers in the pipe. During that second, the fork still
+holds the locks of the original process. If a file may have been modified (`LinkResult.suspect`), the caller must
+discard the directory. If a directory of one unit is a file of another unit, the module raises EnvironmentRejected.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class ContentSource(NamedTuple):
     directories: Sequence[Path]
     copies: bool = False  # True to copy files instead of linking them.
     files: Sequence[int] = ()  # Approximate number of files in each directory, or empty if unknown.
-    # Time of the last check of links to each directory; 0 for a directory that needs no check.
+    # Time of the last check of links to each directory, or 0 for a directory that needs no check.
     since_ns: Sequence[int] = ()
 
 
@@ -147,15 +149,16 @@ def link_new(source: Path, target: Path) -> None:
             raise _mixed(str(target)) from None
     with os.scandir(source) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    files = [name for name in names if name.endswith(".pyc")]  # Files with other endings are unfinished.
+    # A compiler process has not finished a file with another ending.
+    files = [name for name in names if name.endswith(".pyc")]
     with _opened(str(source)) as here, _opened(str(target)) as there:
         _link(files, here, there, copies=False)
 
 
 def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
-    """Process pieces of work, in two processes where possible.
+    """Process work items, in two processes where possible.
 
-    `work` processes the pieces with the given numbers, and raises `OSError` or `EnvironmentRejected`. `kind` is the
+    `work` processes the items with the given numbers, and raises `OSError` or `EnvironmentRejected`. `kind` is the
     return type of `work`, for msgspec.
     """
     if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
@@ -178,7 +181,8 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     try:
         ours = work(mine)
     finally:
-        while os.read(numbers, _NUMBERS_MAX):  # After an error, the other process must not start the remaining pieces.
+        # After an error, the other process must not start the remaining work items.
+        while os.read(numbers, _NUMBERS_MAX):
             pass
         os.close(numbers)
         with open(answer, "rb") as file:
@@ -199,7 +203,7 @@ _NOTHING = _Folder()
 
 
 def _generated(sources: Sequence[ContentSource]) -> dict[str, _Folder]:
-    """Return the generated entries by directory; where two parts share a path, the inner part wins."""
+    """Return the generated entries by directory. Where two parts share a path, the inner part wins."""
     folders: dict[str, _Folder] = {}
 
     def folder(path: str) -> _Folder:
@@ -233,9 +237,9 @@ class _Listing(NamedTuple):
 
 
 class _Merging:
-    """Fills the directories that several units share or that contain other parts, before all others.
+    """First fills the directories that several units share or that contain other parts.
 
-    `below` are the directories that are still empty, each with at most one unit.
+    `below` contains the directories that are still empty, each with at most one unit.
     """
 
     def __init__(self, filler: _Filler, sources: Sequence[ContentSource]) -> None:

@@ -10,8 +10,8 @@ Restore stores the result in `trees/<address>` and reuses it. One process at a t
 and then renames it. A process that already uses a replaced tree continues to use the old tree. `tree_plan.py` plans the
 paths. `link_tree.py` and `unit_cache.py` carry out the plan.
 
-Failure cases: no interpreter fits (EnvironmentUnsupported), the cache raises an error (disk full, store altered), or
-the process is killed. The next process removes the `.new-` directory of a killed process.
+Failure cases: If no interpreter fits, restore raises EnvironmentUnsupported. The cache raises an error for a full disk
+or an altered store. The next process removes the `.new-` directory of a killed process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from serverless_gpu.environment.stores.repair import error_after_repair, read_sn
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError
 
 FEW_BYTES = 128 * 1024
-"""Bytes of source that an importing process compiles in the time that another process needs to start."""
+"""Number of source bytes that a process compiles on import in the time in which a compiler process starts."""
 Mode = Literal["overlay", "links"]
 
 
@@ -128,7 +128,7 @@ def restore(
         def look() -> None:
             changes.extend(mend_units(snapshot, blobs, cache, report))
 
-        # Without this check, making the links checks the files, at less cost.
+        # If this check is skipped, the later creation of links checks the files at less cost.
         if ready is not None or way.mode == "overlay":
             look()
         changes += changed_units(snapshot, cache)
@@ -147,7 +147,7 @@ def restore(
                 ready = _make(prepared, cache, way, look, report)
         cache.touch(address)
         if ensured.fetched:
-            # The environment is restored despite this error; the next restore evicts units.
+            # The restore succeeds despite this error, and the next restore evicts units.
             with contextlib.suppress(OSError, StorageError):
                 cache.evict()  # The eviction never removes this environment, because the caller holds it.
     finally:
@@ -160,8 +160,8 @@ def restore(
 def compile_rest(address: str, cache: UnitCache, *, report: Report = ignore_progress) -> int:
     """Compile the modules that the caller had not loaded, link their bytecode, and sync units to disk.
 
-    Call this function while the node is idle. The function links the bytecode only into a tree of links, if the
-    environment has one.
+    Call this function while the node is idle. The function links the bytecode only if the environment has a tree of
+    links.
     """
     holding = cache.hold(address)
     try:
@@ -316,7 +316,7 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
 
 
 def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJob]]:
-    """Return the files to compile, by unit: the caller had loaded them, and they have no bytecode.
+    """Return the files that the caller had loaded and that have no bytecode, by unit.
 
     For a few short files the result is empty, because starting a compiler process takes longer than compiling on
     import. `compile_rest` compiles these files later.
@@ -363,7 +363,7 @@ def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[st
 
 
 def _by_unit(root: Root, cache: UnitCache, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the paths by unit, using module names; check the disk if several units have the name."""
+    """Group the paths by unit, using module names. If several units have the name, check the disk."""
     owners: dict[str, list[str]] = {}
     for member in root.members:
         for name in member.modules:

@@ -1,4 +1,4 @@
-"""Plans a tree from a snapshot: the place of each part, and the generated files. Does no I/O.
+"""Plans a tree from a snapshot, without I/O: the path of each part, and the generated files.
 
     <tree>/bin/python, pyvenv.cfg                 generated
     <tree>/{bin,share,...}                        prefix areas of root 0 · scripts
@@ -216,8 +216,8 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
     lines = []
     before = paths_before(snapshot, place.tree)
     if place.alone and before:
-        # Python executes `.pth` lines that start with "import", and in a virtual environment it executes them twice.
-        # Python adds the script's directory to the front of `sys.path` later.
+        # Python executes `.pth` lines that start with "import", and executes these lines twice in a virtual
+        # environment. Python adds the script's directory to the front of `sys.path` later.
         lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
         if number == 0 or root.before or not root.on_path:
@@ -228,7 +228,7 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
 
 
 def _had_pth_files(snapshot: Snapshot, number: int) -> bool:
-    """Return whether Python treated a root as a site directory, and so executed its `.pth` files."""
+    """Return True if Python treated a root as a site directory, and so executed its `.pth` files."""
     originals = snapshot.facts.originals
     original = originals[number] if number < len(originals) else ""
     return snapshot.roots[number].kind == "library" and posixpath.basename(original) in _SITE_DIRECTORIES
@@ -251,7 +251,7 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     if posixpath.dirname(posixpath.dirname(snapshot.facts.python)) != prefix:
         yield prefix, tree
         return
-    # In an environment without its own prefix, the standard library also lies below this prefix, and does not move.
+    # If an environment has no separate prefix, the standard library also lies below the prefix, and does not move.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
 

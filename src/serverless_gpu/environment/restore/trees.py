@@ -1,4 +1,4 @@
-"""Keeps the result of a restore, overlay layers or a tree of links, and detects changes to it.
+"""Stores restored environments as overlay layers or trees of links, and detects changed trees.
 
     trees/<address>/overlay/parts/<n>/                                       generated files of each mount
     trees/<address>/overlay/ready                                            the document that `read_ready` returns
@@ -6,20 +6,19 @@
 
 Overlays are mounted at the view, one path for all environments. Every process has its own mounts, so paths in
 tracebacks are always the same. Restore reuses a result in the same boot of the machine, while its interpreter is
-unchanged and its units exist. Before each start, restore finds changes made by ranks, discards the changed parts and
-makes them again:
+unchanged and its units exist. Before each start, restore finds parts that ranks have changed, and replaces these parts:
 
     units that were ever linked ─ check every file ─ suspicious? read it; wrong? fetch the unit, make its trees again
     units that are mounted      ─ the same, once per boot and then every ten minutes (`UnitCache.look`)
     a tree of links             ─ check each directory's time, each generated file ─ changed? make the tree again
 
 Restore compares a tree of links with its `TreeStamp`. A file that is replaced, removed or added changes the time of its
-directory. A file that was modified in place belongs to a unit (`unit_integrity.py` detects the change) or to the tree
-itself. The tree contains generated and copied files. Python writes bytecode beside the sources. So restore compares a
-directory with a new time name by name, and a new `__pycache__` is not a change.
+directory. `unit_integrity.py` detects a file of a unit that was modified in place. The `TreeStamp` also covers
+generated and copied files, which belong to the tree itself. Python writes bytecode beside the sources. Restore
+therefore compares the names in a directory whose time has changed, and ignores a new `__pycache__`.
 
-Failure cases: the store no longer has a changed unit, or is unreachable. Restore then raises the store's error and does
-not use the unit.
+Failure cases: If the store lacks a changed unit or is unreachable, restore raises the store's error and does not use
+the unit.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class UnitSuspect(EnvironmentCorrupt):
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A read-only overlay; `node/inside/namespaces.py` reads it as JSON."""
+    """A read-only overlay, which `node/inside/namespaces.py` reads as JSON."""
 
     at: str
     layers: tuple[str, ...]
@@ -93,7 +92,7 @@ def most_layers(snapshot: Snapshot) -> int:
 
 
 def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
-    """Return the tree of an earlier restore, or None when it is no longer usable."""
+    """Return the tree of an earlier restore, or None if the tree is no longer usable."""
     directory, name = _overlay(cache, snapshot) if mode == "overlay" else _links(cache, snapshot)
     ready = read_document(name, ReadyTree)
     if ready is None or not directory.is_dir() or ready.boot != cache.boot:
@@ -169,7 +168,7 @@ def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
 
 
 def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
-    """Return the first change in a tree of links, or "". Files of units are not checked."""
+    """Return the first change in a tree of links, or "". The function does not check files of units."""
     tree, _ = _links(cache, snapshot)
     watched = read_document(_watched(cache, snapshot), TreeStamp)
     if watched is None:
@@ -319,7 +318,7 @@ def _writable(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh(final: Path) -> Iterator[Path]:
-    """Yield a new path beside the final path, and delete leftovers at the new path afterwards."""
+    """Yield a new path beside the final path, and delete leftovers of the block afterwards."""
     fresh = final.with_name(f".new-{final.name}")
     delete(fresh)
     try:
@@ -344,7 +343,7 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: 
     The caller holds the environment's lock.
     """
     files = {member.address: member.files for root in snapshot.roots for member in root.members}
-    # Largest unit first, so that neither process has a large unit left at the end.
+    # Starting with the largest unit balances the work of the processes.
     addresses = sorted(files, key=lambda address: -files[address])
     if not any(exposed_since(cache.unit(address)) for address in addresses):
         return ()
@@ -372,7 +371,7 @@ def repair_sentence(changes: Sequence[str]) -> str:
 
 
 def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
-    """Return the possibly modified files of units, by the unit's number; omit units without such files."""
+    """Return the possibly modified files of units by the unit's number, without unmodified units."""
 
     def work(numbers: Iterator[int]) -> dict[int, Suspects]:
         found = {}
@@ -481,7 +480,7 @@ def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[st
 
 
 def _below(above: str, path: str) -> str | None:
-    """Return `path` relative to `above`: "" for the same path, None for a path outside of it."""
+    """Return `path` relative to `above`: "" for the same path, None for a path outside of `above`."""
     if not above or path == above:
         return path if not above else ""
     return path[len(above) + 1 :] if path.startswith(f"{above}/") else None

@@ -1,17 +1,17 @@
-"""The agent: one per user and home; keeps interpreters warm and gives every run a supervisor.
+"""The agent of one user and home: keeps interpreters warm and gives every run a supervisor.
 
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
                               ──▶ next: the agent prepares another supervisor and another stem
 
-After the hand-over, client and supervisor communicate directly; the agent decides nothing about a run. One thread runs
-one event loop. The loop blocks for at most about 2 ms, for example to check a zygote's files. Once a minute, it blocks
-longer to inspect the GPUs.
+After the hand-over, client and supervisor communicate directly. The agent makes no decisions about a run. One thread
+runs one event loop. The loop blocks for at most about 2 ms, for example to check a zygote's files. Once a minute, the
+loop blocks longer to inspect the GPUs.
 
 Failure cases: If the agent is killed, attempts continue while zygotes and standby processes end. The next call starts a
-new agent, which finds attempts by their sockets. If two agents start at once, only one gets the lock. If a supervisor
-dies, the agent writes the missing `stopped.json` and receipt. If too many runs start at once, the agent queues the
-excess runs and sends each client the run's position.
+new agent, which finds attempts by their sockets. If two agents start at once, only one agent acquires the lock. If a
+supervisor dies, the agent writes the missing `stopped.json` and receipt. If too many runs start at once, the agent
+queues the excess runs. The agent sends each waiting client the queue position of its run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
-    """Run the agent until it is idle for ten minutes; it closes `ready_fd` once it accepts connections."""
+    """Run the agent until it is idle for ten minutes.
+
+    The agent closes `ready_fd` once it accepts connections.
+    """
     if os.fork():
         os._exit(0)  # The agent is reparented to init, so a long-lived caller does not keep it as a zombie process.
     linux.set_name(AGENT)
@@ -252,7 +255,7 @@ class Agent:
             self._start(launch, client)
 
     def _enqueue(self, launch: protocol.Launch, client: Channel) -> None:
-        """Queue a run; its client may cancel the run, or disconnect and leave it queued."""
+        """Queue a run. The client may cancel the run, or disconnect and leave the run queued."""
         entry = (launch, client)
         ahead = len(self._queue) + ATTEMPTS_MAX
         self._queue.append(entry)
@@ -348,7 +351,7 @@ class Agent:
         wanted: protocol.EnvironmentRequest | None,
         keeper: SupervisorLink | None = None,
     ) -> None:
-        """Prepare an interpreter until its session ends; the first run reports problems."""
+        """Keep an interpreter warm until its session ends. The first run reports problems."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)

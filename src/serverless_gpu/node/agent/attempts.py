@@ -1,14 +1,14 @@
 """The agent's attempts: their supervisors, and the owners of their stems.
 
 The agent has one standby supervisor, one supervisor per running attempt, and the supervisors that an earlier agent
-started. The agent sends a supervisor its attempt once, over a channel, with the client's socket. After that, end of
-file on the channel reports that the supervisor has ended.
+started. The agent sends a supervisor its attempt once, over a channel, with the client's socket. Later, end of file on
+the channel reports that the supervisor has ended.
 
     rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem that the agent made: its owner
 
 A rank can call the local agent like any process with the same uid. The agent therefore ignores the owner that a rank
-claims, and determines the owner from the process tree. Every descendant of a stem stays below it, even after a double
-fork, because the stem is a subreaper.
+claims, and determines the owner from the process tree. Every descendant of a stem stays below the stem in the process
+tree, even after a double fork, because the stem is a subreaper.
 
 The owner is `UNKNOWN_OWNER` if the process has ended before the agent checks it, or if an earlier agent made the
 process's stem. A run with an unknown owner shares no zygote.
@@ -129,17 +129,17 @@ class Attempts:
         )
 
     def prepare(self) -> None:
-        """Start a standby supervisor; raises OSError if no process can start."""
+        """Start a standby supervisor. Raises OSError if no process can start."""
         if self._standby is None:
             self._standby = self._spawn()
 
     def assign(self, message: protocol.Assign, client: Channel) -> SupervisorLink:
-        """Give an attempt and its client's socket to a supervisor; raises OSError if that fails."""
+        """Give an attempt and its client's socket to a supervisor. Raises OSError if that fails."""
         supervised, self._standby = self._standby or self._spawn(), None
         try:
             protocol.send(supervised.channel, message, (client.fileno(),))
         except OSError:
-            # The standby supervisor died without notice, so a new supervisor gets the attempt.
+            # The standby supervisor has died, so a new supervisor gets the attempt.
             self._unwatch(supervised)
             supervised = self._spawn()
             protocol.send(supervised.channel, message, (client.fileno(),))
@@ -182,7 +182,7 @@ class Attempts:
             self._watch(supervised)
 
     def tend(self) -> bool:
-        """Settle attempts whose supervisor has ended; return True if any was settled."""
+        """Settle attempts whose supervisor has ended. Return True if any attempt was settled."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
@@ -217,7 +217,7 @@ class Attempts:
                 if not has_ended:
                     write_json(directory / "stopped.json", lost_ending(directory, self._clock))
         except OSError:
-            return  # The disk is broken; readers of the directory find an attempt without `stopped.json`.
+            return  # The write failed. Readers of the directory find an attempt without `stopped.json`.
         finally:
             os.close(lock)
 
@@ -235,7 +235,7 @@ class Attempts:
         return supervised
 
     def _ask_nursery(self, channel: Channel) -> None:
-        """Request a supervisor for `channel` from the nursery; replace a dead nursery once."""
+        """Request a supervisor for `channel` from the nursery. Replace a dead nursery once."""
         if self._nursery is not None:
             try:
                 self._nursery.send(b"supervisor", (channel.fileno(),))
@@ -305,7 +305,7 @@ class StemOwners:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid: int = struct.unpack("3i", credentials)[0]
         if pid == 0:
-            return ""  # A process in another pid namespace descends from no process here.
+            return ""  # A process in another pid namespace has no ancestor in this namespace.
         above = _ancestors(pid)
         if above is None:
             return UNKNOWN_OWNER
@@ -323,14 +323,14 @@ class StemOwners:
 
 
 def combined(said: str, inside: str) -> str:
-    """Return the owner of a run from its launch and from the attempt `inside` which it was launched."""
+    """Return the owner of a run, from its launch and from the attempt `inside` which a rank launched it."""
     if UNKNOWN_OWNER in (said, inside):
         return UNKNOWN_OWNER
     return f"{said}, inside a run of {inside}" if said and inside else said or inside
 
 
 def _ancestors(pid: int) -> list[int] | None:
-    """Return a process and its ancestors, nearest first; None if it has ended."""
+    """Return a process and its ancestors, nearest first; None if the process has ended."""
     found: list[int] = []
     while pid > 0 and len(found) < _DEPTH_MAX:
         try:

@@ -2,7 +2,7 @@
 
 Failure cases: Without an agent, or with a stale socket, the caller starts a new agent. Two callers that start an agent
 at the same time connect to the same agent. If the machine or the home lacks a requirement for runs, no agent starts. If
-the agent does not start, the error contains its output.
+the agent does not start, the error contains the agent's output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _starting = threading.Lock()
 
 
 def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
-    """Return a connection to the agent and its greeting; start the agent if necessary.
+    """Return a connection to the agent and its greeting. Start the agent if necessary.
 
     Raises AgentUnavailable, HardwareError (this system cannot run ranks) or StorageError.
     """

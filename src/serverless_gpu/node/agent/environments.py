@@ -1,4 +1,4 @@
-"""The agent's restored environments: each is restored once and kept while it is in use.
+"""Manages the agent's restored environments: restores each once and keeps it while in use.
 
     have(wanted) ─ available ───────────────▶ ready, at once
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; progress meanwhile
@@ -6,21 +6,21 @@
 
 An environment stays on the disk while any process has a copy of its lock's descriptor. The agent holds the locks of the
 most recently used environments, so that no garbage collection removes the environment of the next call. Every zygote
-and stem in an environment has a copy of the descriptor. Nothing in this module blocks.
+and stem in an environment has a copy of the descriptor. No function in this module blocks.
 
 Failure cases:
 
 If the disk is full, the agent drops unused environments and repeats the restore once. If the second restore fails, the
 attempt ends with the reason `NODE_DISK`, and the server tries another node.
 
-If the restoring process dies, another process repeats the restore, once per environment.
+If the restoring process dies, the agent starts another process, which repeats the restore once per environment.
 
-If the restore fails, all waiting runs get the reason, and the next run tries again.
+If the restore fails, all waiting runs receive the reason. The next run tries the restore again.
 
 If a restored environment was deleted, the agent restores it again.
 
-If a rank changed an environment through a link, the restoring process repairs the environment. It checks linked files
-before each start and mounted files once in `LOOK_S`.
+If a rank changed an environment through a link, the restoring process repairs the environment. The restoring process
+checks linked files before each start, and mounted files every `LOOK_S` seconds.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Work(msgspec.Struct, kw_only=True):
-    """One environment that is being restored."""
+    """An environment that is being restored."""
 
     want: RestoreRequest
     waiters: list[EnvironmentWaiter]
@@ -110,7 +110,8 @@ class RestoredEnvironments:
         self._log = log
         self._environ = environ
         self._selector = selector
-        self._let_go = let_go  # Makes every idle interpreter leave its environment; returns True if any did.
+        # Ends every idle interpreter that uses an environment; returns True if any interpreter ended.
+        self._let_go = let_go
         self._clock = clock or SystemClock()
         self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # The most recently used environment is last.
         self._looked_ns: dict[EnvironmentRequest, int] = {}  # request → boottime of the last check of the environment
@@ -196,7 +197,7 @@ class RestoredEnvironments:
                 )
 
     def _started(self) -> Channel:
-        """Return the channel to the restoring process; start the process if necessary."""
+        """Return the channel to the restoring process. Start the process if necessary."""
         if self._channel is not None:
             return self._channel
         ours, theirs = pair()
@@ -268,7 +269,7 @@ class RestoredEnvironments:
             waiter.ready(environment, fetched)
 
     def _has_let_go(self) -> bool:
-        """Release environments that no run uses; return True if any was released."""
+        """Release environments that no run uses. Return True if any environment was released."""
         was_known = bool(self._known)
         self._known.clear()
         self._looked_ns.clear()
@@ -280,7 +281,7 @@ class RestoredEnvironments:
             waiter.failed(reason, message)
 
     def _start_over(self) -> None:
-        """Repeat the work of a dead restoring process in a new one; give up work that failed twice."""
+        """Repeat the work of a dead restoring process in a new process. Give up work that failed twice."""
         self._close()
         for work in list(self._work.values()):
             work.tries += 1
@@ -300,7 +301,10 @@ class RestoredEnvironments:
 
 
 class RestoredEnvironment:
-    """One restored snapshot on this node; closes `lock`, the descriptor that prevents its deletion."""
+    """A restored snapshot on this node.
+
+    Closes `lock`, the descriptor that prevents the deletion of the environment.
+    """
 
     def __init__(self, snapshot: Snapshot, restored: RestoredTree, lock: int, environments: Path) -> None:
         self.snapshot = snapshot
@@ -337,7 +341,10 @@ class RestoredEnvironment:
         return self.address[:_SHORT]
 
     def text(self, *, fetched: bool) -> str:
-        """Return the environment's line of the receipt; `fetched` is True if this run caused the restore."""
+        """Return the line about the environment for the receipt.
+
+        `fetched` is True if this run caused the restore.
+        """
         count = len(self.snapshot.addresses())
         parts = [f"snapshot {self.short}", f"{count} unit{'' if count == 1 else 's'}", self.mode]
         if self._restored.why:
@@ -355,7 +362,7 @@ class RestoredEnvironment:
         cwd = original(caller.cwd)
 
         def there(path: str) -> str:
-            """Return a caller's path in the restored environment; return a path outside of it unchanged."""
+            """Return a caller's path in the restored environment, or unchanged if outside of the environment."""
             if not path:  # An empty path or list entry means the working directory.
                 return moved(self.snapshot, self.tree, cwd) or path
             return moved(self.snapshot, self.tree, os.path.normpath(os.path.join(cwd, path))) or path
@@ -395,7 +402,7 @@ class RestoredEnvironment:
         return fits(loaded, older.snapshot, self.snapshot, units)
 
     def _needed(self) -> tuple[str, ...]:
-        """Return the directories that the environment needs; a tree of links works without its units."""
+        """Return the directories that the environment needs. A tree of links does not need its units."""
         if not self.mounts:
             return (self.tree,)
         made = self._units.parent / "trees" / self.address / "overlay"
@@ -406,7 +413,10 @@ class RestoredEnvironment:
     def _used(
         self, loaded: LoadedModules, older: RestoredEnvironment, tops: Mapping[str, Collection[str]]
     ) -> frozenset[str]:
-        """Return the changed units that contain a loaded file; `tops` maps a unit to its top-level entries."""
+        """Return the changed units that contain a loaded file.
+
+        `tops` maps a unit to its top-level entries.
+        """
         rows = [row for file in loaded.files if (row := row_of(older.snapshot, older.tree, file)) is not None]
         return frozenset(
             member.address
@@ -415,7 +425,7 @@ class RestoredEnvironment:
             if member.address in tops
             and any(
                 row == number
-                # This comparison avoids a slower file-system access.
+                # Comparing the names avoids a slower file-system access.
                 and "/".join(path.split("/", 2)[:2]) in tops[member.address]
                 and os.path.lexists(self._unit(member.address) / path)
                 for row, path in rows
@@ -435,7 +445,7 @@ def _identity(directory: str) -> tuple[int, int] | None:
 
 
 def _tops(unit: Path) -> frozenset[str]:
-    """Return the top-level entries of a unit's areas, as paths of rows."""
+    """Return the top-level entries of an environment unit, such as ``site/torch``."""
     found: list[str] = []
     for area in ("site", "prefix"):
         with contextlib.suppress(FileNotFoundError):

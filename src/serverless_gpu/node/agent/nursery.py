@@ -1,8 +1,9 @@
 """The nursery: a clean interpreter that has imported the supervisor's code and forks supervisors.
 
-A supervisor starts in 60 ms from scratch and in 2 ms by a fork. The agent does not fork itself because it has its own
-descriptors and state. The nursery has one thread, opens no files and makes no decisions. It also forks the session
-holders. It exits when the agent closes the channel; its supervisors continue.
+A supervisor starts in 60 ms from scratch and in 2 ms by a fork. The agent does not fork supervisors itself, because
+they would inherit its descriptors and state. The nursery has one thread, opens no files and makes no decisions. The
+nursery also forks the session holders. The nursery exits when the agent closes the channel, but its supervisors
+continue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
     """Fork a supervisor for each received descriptor until the agent exits."""
     linux.set_name("sgpu-nursery")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel reaps the children; the agent detects the end of a child by its channel.
+    # The kernel reaps the children. The agent detects the end of a child by its channel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)

@@ -7,10 +7,10 @@ The agent must not wait for disks and stores, and must not fork because it uses 
 child because a store's client may have threads, which do not survive a fork. The restoring process itself never opens a
 store.
 
-Failure cases: If the store, the disk or the environment is at fault, the child sends `RestoreFailed` with the error's
-code. If a child is killed, this process sends `RestoreFailed`. If this process is killed, its children end too. The
-agent then starts another restoring process, which reuses the unpacked units. If the agent exits, this process reads end
-of file and exits.
+Failure cases: If the store, the disk or the environment fails, the child sends `RestoreFailed` with the error's code.
+If a child is killed, the restoring process sends `RestoreFailed`. If the restoring process is killed, its children end
+too. The agent then starts another restoring process, which reuses the unpacked units. If the agent exits, the restoring
+process reads end of file and exits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _can_mount: set[Path] = set()
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
-    """Request to restore an environment; `environ` has the variables that open the store."""
+    """Request to restore an environment.
+
+    `environ` contains the variables that open the store.
+    """
 
     number: int
     wanted: EnvironmentRequest
@@ -72,7 +75,7 @@ class RestoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
 
 
 class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
-    """Answer that an environment is restored; carries a descriptor that holds the environment's lock."""
+    """Answer that an environment is restored, with a descriptor that holds the environment's lock."""
 
     number: int
     restored: RestoredTree
@@ -203,7 +206,7 @@ def _restored_in_time(want: RestoreRequest, environments: Path, channel: Channel
 def restored(
     want: RestoreRequest, environments: Path, report: Callable[[ProgressPoint], None]
 ) -> tuple[RestoreDone, int]:
-    """Restore an environment; return the answer and the descriptor of the environment's lock.
+    """Restore an environment. Return the answer and the descriptor of the environment's lock.
 
     Raises EnvironmentProblem. Raises StorageError for a full disk or for a disk without symbolic links.
     """
@@ -211,8 +214,7 @@ def restored(
     wanted = want.wanted
     blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = UnitCache(environments)
-    # This process holds the lock for the whole restore; processes that use the environment get copies of the
-    # descriptor.
+    # The child holds the lock for the whole restore. Processes that use the environment get copies of the descriptor.
     lock = cache.hold(address)
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
@@ -221,7 +223,7 @@ def restored(
 
 
 def way_for(asked: Mode, environments: Path) -> RestoreMethod:
-    """Return the restore method for this machine; with `asked` = "", any method is allowed.
+    """Return the restore method for this machine. With `asked` = "", any method is allowed.
 
     Raises EnvironmentUnsupported if mounts are requested but impossible, or if code cannot be loaded from links.
     """
@@ -250,7 +252,7 @@ def _links(environments: Path, why: str) -> RestoreMethod:
 
 
 def mount_problem(environments: Path) -> str:
-    """Return why this machine cannot mount environments, or ""; a positive result is cached."""
+    """Return why this machine cannot mount environments, or "". Caches the result ""."""
     if environments not in _can_mount:
         problem = namespaces.probe_mounts(str(environments))
         if problem:

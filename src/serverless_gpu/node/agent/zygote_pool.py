@@ -5,11 +5,11 @@
                      ▼
                      a new zygote, or (if none can be kept) an interpreter for this run only: cold, with a reason
 
-A restored environment is part of the key. Without a zygote of that snapshot, the pool may move a zygote of another
-snapshot to it (`Zygote.move`). Both snapshots must agree in all files that the zygote has loaded.
+A restored environment is part of the key. Without a zygote of the requested snapshot, the pool may move a zygote of
+another snapshot (`Zygote.move`). All files that the zygote has loaded must be equal in the old and the new snapshot.
 
-The pool keeps the zygotes of open sessions and a few more. Over the limit, it ends the least recently used zygote. It
-ends every zygote after ten idle minutes.
+The pool keeps the zygotes of open sessions and a few more. Over the limit, the pool ends the least recently used
+zygote. The pool ends every zygote after ten idle minutes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class ZygotePool:
         self._selector = selector
         self._clock = clock
         self._zygotes: dict[Key, Zygote] = {}
-        self._one_shots: list[Zygote] = []  # Interpreters without preload, each for one run.
+        self._one_shots: list[Zygote] = []  # Interpreters without preloaded modules, each for one run.
         # key of an interpreter that cannot stay warm → (reason, boottime of the failure)
         self._cold: dict[Key, tuple[str, int]] = {}
         self._gone: dict[Key, str] = {}  # key → reason why its last zygote ended
         self._kept: frozenset[Key] = frozenset()  # Keys of open sessions.
         self._preload = preload(os.environ)
-        self._ending: list[Containment] = []  # Containments of ended zygotes that still have processes.
+        self._ending: list[Containment] = []  # Cgroup containments of ended zygotes that still have processes.
         self.became_ready = False
 
     @property
@@ -66,7 +66,7 @@ class ZygotePool:
         return bool(self._ending)
 
     def statuses(self) -> tuple[ZygoteStatus, ...]:
-        """Return the status of each zygote, and of each interpreter that cannot have one."""
+        """Return the status of each zygote, and of each interpreter that cannot have a zygote."""
         warm = (
             ZygoteStatus(
                 pid=each.process.pid,
@@ -84,14 +84,14 @@ class ZygotePool:
         return (*warm, *cold)
 
     def prewarm(self, request: ZygoteRequest, ranks: int) -> None:
-        """Start or keep a zygote for a caller whose next run has `ranks` ranks; raises OSError."""
+        """Start or keep a zygote for a caller whose next run has `ranks` ranks. Raises OSError."""
         key = request.key
         self._leave_deleted(key, request.environment)
         if key not in self._cold and request.owner != UNKNOWN_OWNER:
             self._warm(key, request).ranks = max(1, ranks)
 
     def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
-        """Hand a stem for this caller to a run, now or later; raises OSError if the interpreter cannot start.
+        """Hand a stem for this caller to a run, now or later. Raises OSError if the interpreter cannot start.
 
         The zygote keeps `ranks` standby processes for the next run. `give` receives the stem, its warmth with the
         reason, and a descriptor that the receiver must close. `fail` receives the reason of a failure.
@@ -121,7 +121,7 @@ class ZygotePool:
         return any(key.environment == snapshot for key in self._zygotes)
 
     def leave_environments(self) -> bool:
-        """End interpreters in restored environments that no run waits for; return True if any was ended."""
+        """End interpreters in restored environments if no run waits for them. Return True if any was ended."""
         leaving = [
             key
             for key, zygote in self._zygotes.items()
@@ -137,7 +137,10 @@ class ZygotePool:
             zygote.refill()
 
     def tend(self, kept: Collection[Key]) -> None:
-        """End idle zygotes and used one-run interpreters; zygotes of open sessions (`kept`) stay."""
+        """End idle zygotes and used one-run interpreters.
+
+        Zygotes of open sessions (`kept`) stay.
+        """
         self._kept = frozenset(key.elsewhere() for key in kept)
         now_ns = self._clock.boottime_ns()
         for key, zygote in list(self._zygotes.items()):
@@ -154,7 +157,7 @@ class ZygotePool:
         self._ending = [one for one in self._ending if not one.end(now_ns)]
 
     def close(self) -> None:
-        """End all zygotes and everything they started; wait up to a second."""
+        """End all zygotes and their child processes. Wait up to a second."""
         for zygote in (*self._zygotes.values(), *self._one_shots):
             self._close(zygote)
         for _ in range(_CLOSING_LOOKS):
@@ -195,7 +198,7 @@ class ZygotePool:
             self._discard(key, "the environment was deleted and restored again")
 
     def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
-        """Move a compatible zygote of another environment to this environment; record why none is compatible."""
+        """Move a compatible zygote of another environment to this environment. Record why none is compatible."""
         for other, zygote in sorted(self._zygotes.items(), key=lambda item: -item[1].used_ns):
             if other.elsewhere() != key.elsewhere():
                 continue
@@ -240,7 +243,7 @@ class ZygotePool:
             self.became_ready = True
 
     def _give_up(self, zygote: Zygote, why: str) -> None:
-        """Keep no zygote for this key; waiting and later runs get a new interpreter for a while."""
+        """Stop keeping a zygote for this key. For a while, runs get a new interpreter instead."""
         self._cold[zygote.key] = (why, self._clock.boottime_ns())
         while len(self._cold) > _REMEMBERED_MAX:
             self._cold.pop(next(iter(self._cold)))
@@ -248,7 +251,7 @@ class ZygotePool:
         self._let_go(zygote)
 
     def _let_go(self, zygote: Zygote) -> None:
-        """Close a zygote; a run that waits for its stem gets a new interpreter in the same environment."""
+        """Close a zygote. A run that waits for its stem gets a new interpreter in the same environment."""
         waiting = zygote.release_takers()
         self._close(zygote)
         for taker in waiting:

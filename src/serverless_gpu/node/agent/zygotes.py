@@ -1,4 +1,4 @@
-"""One zygote of the agent: its process, its stems, the runs that wait for one, and its containment.
+"""One zygote of the agent: its process, its stems, the runs that wait for stems, and its containment.
 
     key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel,
     standby stems, waiting runs
@@ -6,16 +6,16 @@
                                   └─ stem ──▶ moves to its own cgroups and outlives the zygote
 
 A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
-principals, and each of their stems, have their own user namespace (`inside/namespaces.py`). Without that namespace, a
-rank could write the memory of another owner's zygote.
+principals, and each of their stems, have their own user namespace (`inside/namespaces.py`). Without the user namespace,
+a rank could write the memory of another owner's zygote.
 
 A zygote is stale if a file that it loaded has changed. If a package changes that the zygote never loaded, ranks use the
 new version. A zygote can move to another restored environment if all of its loaded files are equal in both
 (`environment/restore/interpreters.py`). If the directories of an environment are deleted and made again, its zygote
-still sees the deleted directories. The agent ends such a zygote.
+still sees the deleted directories. The agent ends a zygote that sees deleted directories.
 
-`.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Those processes belong
-to no run: no run pays for them, and no supervisor ends them.
+`.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Processes of start-up
+code belong to no run. No run pays for start-up processes, and no supervisor ends them.
 
 Failure cases:
 
@@ -74,7 +74,7 @@ Stamp = tuple[int, int, int]
 
 
 class Key(msgspec.Struct, frozen=True):
-    """Identity of a shared zygote; `python` is the canonical name of the interpreter."""
+    """Identity of a shared zygote. `python` is the canonical name of the interpreter."""
 
     python: str
     flags: tuple[str, ...]
@@ -83,7 +83,7 @@ class Key(msgspec.Struct, frozen=True):
     owner: str = ""  # Owner as in `protocol.Launch`; "" for the user of this node.
 
     def elsewhere(self) -> Key:
-        """Return the key without its snapshot; one zygote may serve all keys with the same result."""
+        """Return the key without its snapshot. A zygote may serve all keys with the same result."""
         return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
@@ -127,7 +127,7 @@ class StemWaiter(NamedTuple):
 
 
 class Zygote:
-    """One zygote process and its stems; raises OSError if the interpreter cannot start."""
+    """One zygote process and its stems. Raises OSError if the interpreter cannot start."""
 
     def __init__(
         self,
@@ -190,7 +190,10 @@ class Zygote:
         return bool(self._takers)
 
     def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
-        """Hand a stem to a run, now or later; `take` receives the stem's pid and owns its descriptor."""
+        """Hand a stem to a run, now or later.
+
+        `take` receives the stem's pid and owns its descriptor.
+        """
         while self._stems:
             pid, fd, process = self._stems.popleft()
             poll = select.poll()
@@ -212,7 +215,7 @@ class Zygote:
             self.ask_stem()
 
     def ask_stem(self) -> None:
-        """Request one more stem; a zygote that is still preloading answers after the preload."""
+        """Request one more stem. A zygote that is still preloading answers after the preload."""
         cgroups = self._cgroups.make()
         self.containment.note_stem_cgroups(cgroups)
         request: inside.Message = {
@@ -231,7 +234,7 @@ class Zygote:
         self._asked.append(self.environment)
 
     def hear(self) -> bool:
-        """Read one message; return False once the zygote has ended."""
+        """Read one message. Return False once the zygote has ended."""
         fds: tuple[int, ...] = ()
         try:
             received = self.channel.receive()
@@ -247,10 +250,10 @@ class Zygote:
         return False
 
     def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
-        """Handle a message; return True if the handler took over its descriptors.
+        """Handle a message. Return True if the handler took over its descriptors.
 
-        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. The descriptors of
-        the message are then still open.
+        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. The descriptors of an
+        invalid message are still open.
         """
         match message.get("event"):
             case "ready":
@@ -283,7 +286,7 @@ class Zygote:
         return environment.misfit(self.loaded, self._born_in)
 
     def move(self, environment: RestoredEnvironment) -> None:
-        """Fork the next stems in another, compatible environment; drop the old standby stems."""
+        """Fork the next stems in another, compatible environment. Drop the old standby stems."""
         self.environment = environment
         self.key = msgspec.structs.replace(self.key, environment=environment.address)
         self._drop_stems()
@@ -367,7 +370,7 @@ class Zygote:
 
 
 def stamp(file: str) -> Stamp:
-    """Return the modification time, size and inode of a file, which differ after a write or a replacement."""
+    """Return the modification time, size and inode of a file, which change with every write."""
     try:
         status = os.stat(file)
     except OSError:
@@ -376,7 +379,7 @@ def stamp(file: str) -> Stamp:
 
 
 class Containment:
-    """The cgroups of one zygote, the v2 one first; empty if none can be made."""
+    """The cgroups of one zygote, the v2 cgroup first, or empty if no cgroup can be made."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self.paths = paths
@@ -398,13 +401,13 @@ class Containment:
             self._stems.pop(next(iter(self._stems)))
 
     def note_stem_cgroups(self, paths: tuple[Path, ...]) -> None:
-        """Record the cgroups of a stem; a stem without its own cgroup stays in this containment."""
+        """Record the cgroups of a stem. A stem without its own cgroup stays in this containment."""
         self._all_can_leave = self._all_can_leave and len(paths) >= len(self.paths)
 
     def end(self, now_ns: int) -> bool:
-        """Kill all contained processes except stems that have not left; return True if none remains.
+        """Kill all contained processes except stems that have not left. Return True if no process remains.
 
-        Call this again until it returns True. `now_ns` is a boottime.
+        Call `end` repeatedly until it returns True. `now_ns` is a boottime.
         """
         self._ended_ns = self._ended_ns or now_ns
         stems = [pid for pid, stem in self._stems.items() if stem.is_there()]

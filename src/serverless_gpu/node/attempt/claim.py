@@ -1,4 +1,4 @@
-"""Ensures that one process controls an attempt, and only once.
+"""Ensures that one process controls an attempt and that the attempt runs only once.
 
     supervisor.lock   flock held = a supervisor runs (`attach` and the history test it)
     facts.jsonl       the attempt's facts; `exec` = user code began
@@ -45,7 +45,7 @@ def first_of(launch: Launch) -> Attempt:
 
 
 def take_attempt(directory: Path) -> str:
-    """Claim an attempt for the lifetime of this process; return the reason of a refusal, or "".
+    """Claim an attempt for the lifetime of this process. Return the reason of a refusal, or "".
 
     Raises StorageError if the file system refuses locks, and OSError if the directory is missing or read-only.
     """
@@ -103,7 +103,10 @@ def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
 
 
 def may_have_begun(facts: list[Fact]) -> bool:
-    """Return True if user code may have begun; a supervisor writes `starting` before it contacts the stem."""
+    """Return True if user code may have begun.
+
+    A supervisor writes `starting` before it contacts the stem.
+    """
     return any(fact.kind not in _BEFORE_STARTING for fact in facts)
 
 

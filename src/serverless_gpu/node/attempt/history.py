@@ -2,10 +2,10 @@
 
     runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
 
-This module only reads; `retention.py` deletes. No failure raises an exception. A directory that its client is still
-writing is NOT_STARTED. A directory of another program or version is UNREADABLE, and `problem` has the reason. A run
-whose supervisor was killed is LOST. Reads tolerate huge files, unreadable files, links, and files that vanish. A lock
-that cannot be tested counts as held, because retention deletes runs without a held lock.
+This module only reads run directories. `retention.py` deletes run directories. No failure raises an exception. A
+directory that its client is still writing is NOT_STARTED. A directory of another program or version is UNREADABLE, and
+`problem` has the reason. A run whose supervisor was killed is LOST. Reads tolerate huge files, unreadable files, links,
+and files that vanish. A lock that cannot be tested counts as held, because retention deletes runs without a held lock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMOTE_FILE = "remote.json"
 """File that marks an attempt of a server on this node (`server_attempt_record.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20
-_FACTS_BYTES = 64 << 10  # Bytes to read; the first few facts suffice.
+_FACTS_BYTES = 64 << 10  # Number of bytes to read, because the first few facts suffice.
 ENTRIES_MAX = 100_000
 
 T = TypeVar("T")
@@ -85,7 +85,10 @@ def run_ids(runs: Path) -> list[str]:
 
 
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
-    """Return the record of one run; `queued` lists the runs in the agent's queue, which is in no file."""
+    """Return the record of one run.
+
+    `queued` lists the runs in the agent's queue, because no file contains the queue.
+    """
     fences = [child for child in _children(runs / run_id) if child.name.isascii() and child.name.isdigit()]
     directory = max(fences, key=lambda child: int(child.name), default=None)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
@@ -269,7 +272,7 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
-    """Return the first bytes of a regular file; raises OSError for other files, such as a pipe."""
+    """Return the first bytes of a regular file. Raises OSError for other files, such as a pipe."""
     with _opened(path) as file:
         return file.read(limit)
 

@@ -6,9 +6,10 @@ The agent's event loop never waits for a disk. Retention renames a run within `r
 no reader sees an incomplete run. After an interrupted deletion, the next pass deletes the remaining files.
 
 Failure cases: Retention keeps a run that was never launched for a day after its last write, because its client may
-still be writing the directory. It keeps a directory of another program. It keeps a run with unreported data for a
-server for a month. It deletes a link in `runs/` without its target. A concurrent deletion does no harm. It reports a
-file that it cannot delete, and continues with the other runs. With an unreadable configuration, it deletes nothing.
+still be writing the directory. Retention keeps directories of other programs. Retention keeps a run for a month if its
+server has not received all data. Retention deletes a link in `runs/` but not its target. A concurrent deletion does no
+harm. Retention reports a file that it cannot delete, and continues with the next run. With an unreadable configuration,
+retention deletes nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class RetentionPass(Protocol):
 
 
 class RetentionSchedule:
-    """Starts retention passes, one at a time; `start` receives a descriptor with the ids of queued runs."""
+    """Starts retention passes, one at a time.
+
+    `start` receives a descriptor with the ids of queued runs.
+    """
 
     def __init__(self, clock: Clock, start: Callable[[int], RetentionPass]) -> None:
         self._clock = clock
@@ -71,7 +75,7 @@ class RetentionSchedule:
         if now_ns < self._due_ns or self._pass is not None:
             return
         self._due_ns = now_ns + int(EVERY_S * 1e9)
-        with contextlib.suppress(OSError):  # The system lacks processes or memory; the next try follows in an hour.
+        with contextlib.suppress(OSError):  # The system lacks processes or memory. The agent tries again in an hour.
             fd = os.memfd_create("sgpu-queued")
             try:
                 os.write(fd, "\n".join(queued).encode())
@@ -81,7 +85,10 @@ class RetentionSchedule:
 
 
 def main(home: str, queued_fd: int) -> NoReturn:
-    """Make one retention pass and exit; `queued_fd` has the ids of queued runs, one per line."""
+    """Make one retention pass and exit.
+
+    `queued_fd` contains the ids of queued runs, one per line.
+    """
     os.nice(19)
     linux.be_ordinary()
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
@@ -116,7 +123,7 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]
 
 
 def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
-    """Delete the chosen runs; the result names the runs that could not be deleted."""
+    """Delete the chosen runs. The result names the runs that could not be deleted."""
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
         try:
@@ -130,7 +137,7 @@ def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
 
 
 def delete(runs: Path, run_id: str) -> None:
-    """Delete the directory of one run if it exists; raises OSError for a part that cannot be deleted."""
+    """Delete the directory of one run if it exists. Raises OSError for a part that cannot be deleted."""
     trash = runs / f"{_TRASH}{run_id}-{os.getpid()}"
     try:
         (runs / run_id).rename(trash)
@@ -170,8 +177,8 @@ def _remove(path: Path) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # The owner may lack write permission for a directory. This process is the owner, so it changes the mode and
-        # retries.
+        # The owner may lack write permission for a directory. As the owner, this process changes the mode and tries
+        # again.
         for directory, _, _ in os.walk(path):
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700)

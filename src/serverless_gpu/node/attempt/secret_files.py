@@ -4,17 +4,17 @@
     runs/<run>/<fence>/secrets  ──▶  that directory, or a directory itself if /dev/shm is not in memory
 
 The launching process writes the secrets before the launch: the uplink, or the client of a local run. The secrets are
-removed once all processes of the attempt have ended. Ranks find them through `SGPU_SECRETS_DIR`. Ranks are responsible
-for their own copies.
+removed once all processes of the attempt have ended. Ranks find the secrets through `SGPU_SECRETS_DIR`. Ranks are
+responsible for their own copies.
 
 Failure cases:
 
-If the supervisor is killed, the agent removes the secrets, or the uplink does when it settles the attempt. If the agent
-is killed too, the next agent sweeps abandoned secrets.
+If the supervisor is killed, the agent removes the secrets. The uplink removes the secrets of a server's attempt when it
+settles the attempt. If the agent is killed too, the next agent sweeps abandoned secrets.
 
 If the writer is killed before it records the attempt in `.of`, the directory is empty, and the agent sweeps it.
 
-If another user has the directory's name, the writer tries another name.
+If another user already has a directory of the same name, the writer tries another name.
 
 If a rank replaced the link in its attempt, the target is safe: this module removes only directories of this form.
 """
@@ -48,7 +48,7 @@ _NAMES_TRIED = 20
 
 
 def write(directory: Path, values: Mapping[str, bytes]) -> Path:
-    """Write an attempt's secrets by name; return the directory of the secrets. Raises StorageError.
+    """Write an attempt's secrets by name. Return the directory of the secrets. Raises StorageError.
 
     If memory can hold the secrets, this function never writes them to a disk.
     """
@@ -92,7 +92,7 @@ def remove(directory: Path) -> None:
 
 
 def keep(directories: Iterable[Path]) -> None:
-    """Refresh the age of the secrets of waiting attempts; skip attempts without secrets."""
+    """Refresh the age of the secrets of waiting attempts. Skip attempts without secrets."""
     for directory in directories:
         with contextlib.suppress(OSError):
             place = Path(os.readlink(directory / LINK))
@@ -101,10 +101,10 @@ def keep(directories: Iterable[Path]) -> None:
 
 
 class SecretSweeper:
-    """Removes abandoned secrets, periodically and after an attempt has ended; runs in the agent.
+    """Removes abandoned secrets in the agent, periodically and after an attempt has ended.
 
-    The age of a directory counts from the first sweep that saw it, by a monotonic clock. A wall clock that changes must
-    not remove the secrets of a launching attempt.
+    The age of a directory counts from the first sweep that saw the directory, by a monotonic clock. A change of the
+    wall clock must not remove the secrets of a launching attempt.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -113,7 +113,10 @@ class SecretSweeper:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
-        """Sweep if the interval has passed or `ended`; `waiting` has attempts without a supervisor."""
+        """Sweep if the interval has passed or an attempt has ended (`ended`).
+
+        `waiting` contains attempts without a supervisor.
+        """
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns or ended:
             self._due_ns = now_ns + round(LOOK_S * 1e9)
@@ -138,7 +141,7 @@ class SecretSweeper:
 
 
 def _is_left(place: Path, *, unchanged_s: float) -> bool:
-    """Return True if no attempt uses a directory of secrets any more."""
+    """Return True if no attempt uses a directory of secrets."""
     try:
         directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:

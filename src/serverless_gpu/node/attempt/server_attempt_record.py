@@ -1,13 +1,14 @@
 """Records of a server's attempts in their directories on this node.
 
     runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
-                                           └▶ stale      the server gave the attempt up; the uplink sends no more
+                                           └▶ stale      the server gave the attempt up; the uplink sends no more data
 
 The uplink writes the file before it starts anything. The file contains the attempt's own token and none of the caller's
-variables, in a directory of this user alone. The uplink does not flush the file to the disk: a reboot ends the attempt
-anyway, and the server sees the new boot identifier. A disk that fails without a reboot may leave the file empty. The
-uplink then recovers the attempt from its directory's name (`recovered`). It never launches a recovered attempt. It
-writes `stopped.json` once all processes of the attempt have ended, and gets a token with the next heartbeat.
+variables, in a directory of this user alone. The uplink does not flush the file to the disk, because a reboot ends the
+attempt anyway. After a reboot, the server sees the new boot identifier. A disk that fails without a reboot may leave
+the file empty. The uplink then recovers the attempt from its directory's name (`recovered`). The uplink never launches
+a recovered attempt. The uplink writes `stopped.json` once all processes of the attempt have ended. The next heartbeat
+returns a token for the attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from serverless_gpu.node.attempt.usage_account import write_text
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
 _NO_TOKEN = "lost"
-"""Placeholder token; every server refuses it, so the uplink requests a valid token."""
+"""Placeholder token. Every server refuses the placeholder, so the uplink requests a valid token."""
 _GRACE_S = 900.0
 
 Standing = Literal["open", "settled", "stale"]
@@ -66,7 +67,7 @@ def read_remote(directory: Path) -> ServerAttempt | None:
 
 
 def has_remote(directory: Path) -> bool:
-    """Return True if the attempt in a directory belongs to a server; raises OSError if that is unknown."""
+    """Return True if the attempt in a directory belongs to a server. Raises OSError if unknown."""
     try:
         (directory / REMOTE_FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -75,7 +76,7 @@ def has_remote(directory: Path) -> bool:
 
 
 def write_remote(directory: Path, remote: ServerAttempt) -> None:
-    """Write `remote.json`; raises OSError."""
+    """Write `remote.json`. Raises OSError."""
     write_text(directory / REMOTE_FILE, msgspec.json.encode(remote).decode())
 
 

@@ -4,8 +4,9 @@
     stopped.json    + final state  `model/lifecycle/attempt_lifecycle.py` decides who pays
     receipt.json    + receipt      computed from the facts
 
-The first process that notices the loss calls this module: the agent, the uplink or a client. It must hold the attempt's
-lock. No supervisor runs then, and no other caller writes. A supervisor would have written the same files.
+The first process that notices the loss calls this module: the agent, the uplink or a client. The process must hold the
+attempt's lock. While the process holds the lock, no supervisor runs and no other process writes the files. A supervisor
+would have written the same files.
 
 Failure cases: If no process watched the attempt, its newest output file is the last observed activity. After a reboot,
 boottimes cannot be compared, so the last fact is the last observed activity. If the disk is full, the receipt counts
@@ -46,7 +47,7 @@ from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 COUNTED = "the receipt counts time up to the run's last observed activity; later use is unknown"
 _BEFORE_NS = 1_000_000_000  # Largest difference between the kernel's clock and this process's clock, in nanoseconds.
 _TAIL_BYTES = 64 << 10
-_LOOKS_MAX = 64  # Reads of 2,000 records each, more than the kernel keeps.
+_LOOKS_MAX = 64  # Number of reads of 2,000 records each, more than the kernel log contains.
 _USING = frozenset({FactKind.EXEC, FactKind.HELD})
 
 
@@ -68,7 +69,7 @@ def settle_loss(
     stopped: protocol.Stopped | None = None,
     lost: LostAttempt | None = None,
 ) -> protocol.Stopped:
-    """Write the missing files of an attempt without a supervisor; return its final state.
+    """Write the missing files of an attempt without a supervisor. Return its final state.
 
     `seen_ns` is the boottime at which a process of the attempt was last seen; None if no process watched the attempt.
     `stopped` is the final state to write if no file contains one; None if the supervisor was lost.
@@ -87,7 +88,7 @@ def settle_loss(
 
 
 def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) -> bool:
-    """Settle an attempt of this node under the attempt's lock; return True on success."""
+    """Settle an attempt of this node under the attempt's lock. Return True on success."""
     try:
         if not first_facts(directory) or has_remote(directory):
             return False
@@ -123,12 +124,15 @@ def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
 
 
 def has_used_devices(directory: Path) -> bool:
-    """Return True if an attempt used its devices; facts before the use cost nothing."""
+    """Return True if an attempt used its devices. Time before the device usage costs nothing."""
     return any(fact.kind in _USING for fact in first_facts(directory))
 
 
 def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None:
-    """Record the last activity (boottime; None: newest output) if it is later than the last fact."""
+    """Record the last activity of an attempt if it is later than the last fact.
+
+    The last activity is a boottime, or None for the time of the newest output.
+    """
     last = last_fact(directory)
     if last is None or last.boot_id != clock.boot_id() or last.kind in (FactKind.EXITED, FactKind.FREED):
         return
@@ -208,7 +212,7 @@ def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
 
 
 def _cut_off_half_a_line(path: Path) -> None:
-    """Truncate an incomplete last line; raises OSError."""
+    """Truncate an incomplete last line. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size

@@ -1,4 +1,4 @@
-"""Account of one attempt: its facts, its receipt, and disk space reserved for both.
+"""Account of one attempt: its facts, its receipt, and reserved disk space for these files.
 
     facts.jsonl, append-only lines ─┬─▶ charges, and replays on a server
                                     └─▶ receipt.json; both agree to the millionth
@@ -9,9 +9,9 @@ The receipt's segments (queued, first line …) are finer than the facts. The su
 another process could take freed space at once, but a file that is overwritten in place keeps its space. A final state,
 a receipt, the facts and a rank's exception therefore survive a full disk.
 
-Failure cases: If the file system cannot allocate space in advance, or copies on write (btrfs, ZFS), a full disk loses
-these files. If the process that removes the reserve is killed, the reserve stays. The process that later writes
-`stopped.json` uses the reserve (`uplink/attempt_controller.py` or the agent).
+Failure cases: If the file system cannot allocate space in advance, or copies on write (btrfs, ZFS), the attempt loses
+these files on a full disk. If the process that removes the reserve is killed, the reserve stays. The process that later
+writes `stopped.json` uses the reserve (`uplink/attempt_controller.py` or the agent).
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class AttemptAccount:
     def fact(
         self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None, *, grace_ms: int | None = None
     ) -> None:
-        """Append a fact; `at_ns` is a boottime (None: now), `grace_ms` the grace period of the ranks."""
+        """Append a fact.
+
+        `at_ns` is a boottime (None: now). `grace_ms` is the grace period of the ranks.
+        """
         now_ns = self._fact_ns = self._clock.boottime_ns()
         ago_ns = 0 if at_ns is None else now_ns - at_ns
         resources = self._launch.spec.resources
@@ -142,7 +145,10 @@ class AttemptAccount:
         faults.reach("after_ending_before_told")
 
     def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
-        """Record the monitor's observations; `tracked` is the link to the run in MLflow, or ""."""
+        """Record the monitor's observations.
+
+        `tracked` is the link to the run in MLflow, or "".
+        """
         self._uses, self._tracked = tuple(uses), tracked
         self.notes += notes
 
@@ -209,7 +215,7 @@ class AttemptAccount:
         )
 
     def _ready(self) -> str:
-        """Return the mark at which the ranks could start: with a stem and a confirmed environment."""
+        """Return the time at which the ranks could start, with a stem and a confirmed environment."""
         last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
         return last if "stem" in self.marks else "stem"
 
@@ -243,13 +249,13 @@ def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: 
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Write a value to an attempt's file, completely or not at all; a failed write does not end the run."""
+    """Write a value to an attempt's file, completely or not at all. A failed write does not end the run."""
     with contextlib.suppress(OSError):
         write_text(path, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a complete file or none; on a full disk use the attempt's reserve. Raises OSError."""
+    """Write a complete file or none. On a full disk, use the attempt's reserve. Raises OSError."""
     write_bytes(path, text.encode(), path.parent)
 
 
@@ -275,9 +281,9 @@ def give_back_reserve(directory: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes, directory: Path) -> None:
-    """Write a file of an attempt completely or not at all; on a full disk use the attempt's reserve.
+    """Write a file of an attempt completely or not at all. On a full disk, use the attempt's reserve.
 
-    Raises OSError if the write fails and no reserve is large enough.
+    Raises OSError if the write fails and no reserve file is large enough.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -291,7 +297,7 @@ def write_bytes(path: Path, data: bytes, directory: Path) -> None:
 
 
 def append_fact(directory: Path, line: bytes, allocated: int) -> int:
-    """Append a line to an attempt's facts and allocate space behind it; raises OSError.
+    """Append a line to an attempt's facts and allocate space behind the line. Raises OSError.
 
     `allocated` is the last return value, an offset up to which space is allocated; 0 at first.
     """
@@ -311,7 +317,10 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
 
 
 def _write_in_place(path: Path, data: bytes, place: Path) -> bool:
-    """Write data into the smallest sufficient reserve file and rename it; return False without one."""
+    """Write data into the smallest sufficient reserve file and rename the file.
+
+    Return False without a sufficient reserve file.
+    """
     sizes = {}
     with contextlib.suppress(OSError):
         sizes = {entry: entry.stat().st_size for entry in place.iterdir()}

@@ -66,12 +66,12 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     types: tuple[GpuType, ...] = ()  # The user's own GPU types.
     prices: dict[str, Tariff] = {}  # GPU type → tariff
     retention: Policy = Policy()
-    checkpoints: str = ""  # Directory of all runs' checkpoints; "" for the home's own directory.
-    xids: dict[int, XidKind] = {}  # Xid number → kind, where the kind differs from `model.xid.TABLE`.
+    checkpoints: str = ""  # Directory of all runs' checkpoints; "" selects the home's own directory.
+    xids: dict[int, XidKind] = {}  # Xid number → fault kind, if it differs from `model.xid.TABLE`.
 
 
 def read_configuration(home: Home) -> Configuration:
-    """Return the configuration; without a file, return the defaults.
+    """Return the configuration, or the defaults if the file does not exist.
 
     Raises InvalidValue, which names the file and the error.
     """

@@ -12,13 +12,13 @@
     ├── tracking/              attempts that are not delivered to MLflow yet
     └── agent.log, monitor.log
 
-Sockets are not in the home. A path of more than 107 bytes cannot be bound, and a home on a network file system cannot
-contain a socket. Sockets are in /tmp, in a directory that only this user can enter. If the home is not writable, local
-runs use a directory under the temporary directory instead, and `Home.note` reports the replacement. A server, a login
-and secrets need the home itself (`find_durable_home`).
+Sockets are outside the home directory. Linux cannot bind a socket path of more than 107 bytes. A network file system
+cannot contain a socket. Sockets are in /tmp, in a directory that only this user can enter. If the home is not writable,
+local runs use a directory under the temporary directory instead. `Home.note` then names the replacement. A server, a
+login and secrets need the home directory itself (`find_durable_home`).
 
 A home's machine is in a Ray pool while a process locks server/ray/keeper.lock (`sgpu up --engine ray`) or
-ray/keeper.lock (`sgpu join`). Ranks on such a machine are fenced.
+ray/keeper.lock (`sgpu join`). Ranks on a machine in a Ray pool are fenced.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ class Home:
         return self.runs / run_id / str(fence)
 
     def sockets(self) -> Path:
-        """Return the private directory of this home's sockets, created if needed; raises StorageError."""
-        # $XDG_RUNTIME_DIR is unsuitable. It may be unset, and differs between a terminal, a notebook server and a cron
-        # job of one user. The system empties it at the user's last logout, when runs may still be running.
+        """Return the private directory of this home's sockets, created if needed. Raises StorageError."""
+        # $XDG_RUNTIME_DIR is unsuitable. The variable may be unset, and differs between a terminal, a notebook server
+        # and a cron job of one user. The system empties the directory at the user's last logout, when runs may still be
+        # running.
         parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
         for directory in (parent, parent / digest):
@@ -115,7 +116,7 @@ class Home:
         return parent / digest
 
     def make_attempt(self, run_id: str, fence: int) -> Path:
-        """Create the complete directory of one attempt, or nothing; raises StorageError."""
+        """Create the complete directory of one attempt, or nothing. Raises StorageError."""
         directory = self.attempt(run_id, fence)
         try:
             directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -142,7 +143,7 @@ class Home:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Remove the directory of a run at once; later writes of another process to the directory fail."""
+    """Remove the directory of a run at once, so that later writes of other processes fail."""
     gone = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(OSError):
         directory.rename(gone)
@@ -151,7 +152,7 @@ def remove_at_once(directory: Path) -> None:
 
 
 def find_home(environ: Mapping[str, str]) -> Home:
-    """Return the user's home directory for runs, created if needed; raises StorageError if that fails."""
+    """Return the user's home directory for runs, created if needed. Raises StorageError if that fails."""
     wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is None:
@@ -167,9 +168,9 @@ def find_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
-    """Return the requested home, created if needed, never a replacement; raises StorageError.
+    """Return the requested home, created if needed, never a replacement. Raises StorageError.
 
-    `why` ends the error message and names what needs the home: ``"the server keeps its database there"``.
+    `why` ends the error message and names the feature that needs the home: ``"the server keeps its database there"``.
     """
     wanted = _asked(environ)
     problem = _make_private(wanted)
@@ -188,7 +189,7 @@ def _in_container(problem: str | None) -> str:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """Return the user's error for a file that could not be written."""
+    """Return the error to show to the user for a file that could not be written."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StorageError(
             f"too many open files: {path} cannot be made",
@@ -211,7 +212,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 
 def _asked(environ: Mapping[str, str]) -> Path:
-    """Return the home directory that the user requested; raises StorageError if its name is not UTF-8."""
+    """Return the home directory that the user requested. Raises StorageError if its name is not UTF-8."""
     asked = environ.get("SERVERLESS_GPU_HOME")
     wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
     try:
@@ -222,7 +223,7 @@ def _asked(environ: Mapping[str, str]) -> Path:
 
 
 def _make_private(path: Path) -> str | None:
-    """Create a directory that only its owner can enter; return the error message, or None."""
+    """Create a directory that only its owner can enter. Return the error message, or None."""
     try:
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
         # A link to the user's own directory, for example on a larger disk, is accepted.
@@ -250,7 +251,10 @@ def _owned_directory(path: str) -> bool:
 
 
 def _private_directory(path: Path) -> bool:
-    """Return True if a path is a directory of this user and not a link; removes the access of other users."""
+    """Return True if a path is a directory of this user and not a link.
+
+    Removes the access of other users to the directory.
+    """
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False

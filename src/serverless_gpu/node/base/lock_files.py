@@ -1,11 +1,12 @@
-"""Lock files in directories to which other users write as well: creates, opens, locks and tests them.
+"""Creates, opens, locks and tests lock files in directories that other users can write.
 
-A flock is held while its holder, or any process with a copy of its descriptor, runs. A test takes the shared lock for a
-moment. A process that needs a long-lived lock retries, or waits (`mutex`), so that a test does not make it fail. This
-module does not know the meaning of a lock.
+A flock is held while any process has the locked descriptor or a copy of it open. A lock test acquires the shared lock
+for a moment. A process that needs a long-lived lock therefore retries, or waits (`mutex`). The callers of this module
+define the meaning of each lock.
 
-Failure cases: A planted link, pipe or second hard link raises StorageError. If a holder stops for longer than a second,
-`mutex` continues without the lock. A file that cannot be tested counts as held, because callers may delete free files.
+Failure cases: If another user planted a link, a pipe or a second hard link, the functions raise StorageError. If
+another process holds the lock for longer than a second, `mutex` continues without the lock. A lock file that cannot be
+tested counts as held, because callers may delete lock files that are free.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def read_note(fd: int) -> bytes:
 
 
 def is_taken(fd: int) -> bool:
-    """Return True if another process locks an open file. Closing the file ends the test. Raises OSError."""
+    """Return True if another process holds the lock of an open file. Raises OSError.
+
+    Closing the file releases the lock of the test.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -69,7 +73,10 @@ def is_taken(fd: int) -> bool:
 
 
 def is_named(directory: int, name: str, fd: int) -> bool:
-    """Return True if the name still refers to the open file; a cleaner may have deleted the name."""
+    """Return True if the path still refers to the open file.
+
+    A cleaner of temporary directories may have deleted the path.
+    """
     try:
         return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False))
     except FileNotFoundError:
@@ -78,7 +85,7 @@ def is_named(directory: int, name: str, fd: int) -> bool:
 
 @contextlib.contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
-    """Open a lock directory; an OSError inside the block becomes a StorageError that names the directory."""
+    """Open a lock directory. Convert an OSError in the block to a StorageError with the path."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -95,15 +102,16 @@ def opened_directory(path: Path) -> Iterator[int]:
 
 
 def hold(path: Path, note: str) -> int | None:
-    """Lock a file, created if needed, for the lifetime of this process, and write a note; raises OSError.
+    """Lock a file for the lifetime of this process, and write a note into the file. Raises OSError.
 
-    Returns the descriptor that holds the lock, or None if another process holds the lock for longer than a second.
+    Creates the file if needed. Returns the descriptor that holds the lock, or None if another process holds the lock
+    for longer than a second.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(_MUTEX_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # A process that tests the lock holds the lock for a moment.
+        except BlockingIOError:  # A lock test in another process holds the lock for a moment.
             time.sleep(PAUSE_S)
             continue
         os.ftruncate(fd, 0)
@@ -115,7 +123,10 @@ def hold(path: Path, note: str) -> int | None:
 
 @contextlib.contextmanager
 def mutex(directory: int, name: str) -> Iterator[int]:
-    """Hold a lock during the block; continue without it if another process holds it for over a second."""
+    """Hold a lock during the block.
+
+    The block runs without the lock if another process holds the lock for over a second.
+    """
     with opened(directory, name) as fd:
         for _ in range(_MUTEX_TRIES):
             try:
@@ -128,7 +139,7 @@ def mutex(directory: int, name: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(directory: int, name: str) -> Iterator[int]:
-    """Open a file for the duration of the block; see `open_file`."""
+    """Open a file with `open_file` for the duration of the block."""
     fd = open_file(directory, name)
     try:
         yield fd
@@ -137,7 +148,7 @@ def opened(directory: int, name: str) -> Iterator[int]:
 
 
 def open_file(directory: int, name: str) -> int:
-    """Open a file for reading and writing, created if needed; refuse links and special files."""
+    """Open or create a file for reading and writing. Refuse links and special files."""
     fd = _open_or_create(directory, name)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
@@ -149,7 +160,7 @@ def open_file(directory: int, name: str) -> int:
 def _open_or_create(directory: int, name: str) -> int:
     for _ in range(3):
         try:
-            # O_CREAT is missing: in a sticky directory, the kernel refuses it for another user's file
+            # Opens without O_CREAT, because in a sticky directory the kernel refuses O_CREAT for another user's file
             # (fs.protected_regular).
             return os.open(name, os.O_RDWR | OPEN, dir_fd=directory)
         except FileNotFoundError:
@@ -163,9 +174,9 @@ def _open_or_create(directory: int, name: str) -> int:
 
 
 def create(directory: int, name: str) -> int:
-    """Create and open a file that every user may open; raises FileExistsError."""
+    """Create and open a file that every user may open. Raises FileExistsError."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o666, dir_fd=directory)
-    # Some network file systems refuse the change of mode; they treat all users alike.
+    # Some network file systems refuse chmod. Such file systems treat all users alike.
     with contextlib.suppress(PermissionError):
         os.fchmod(fd, 0o666)  # The umask removed the permission bits of other users.
     return fd

@@ -1,16 +1,17 @@
-"""This node's network: its own addresses, best first, and a reserved port for the rendezvous.
+"""Finds this node's network addresses, best first, and reserves a port for the rendezvous.
 
     SIOCGIFCONF           IPv4, with the names of `getifaddrs`, by which NCCL and Gloo choose an interface
     /proc/net/if_inet6    IPv6 that is routed
 
-Link-local addresses are left out, because their users must also name an interface. Loopback is last, because only this
-machine reaches it. Bridges of containers come before loopback, because they have the same addresses on every machine.
-Unreadable entries and interfaces with a comma in their name are left out. The search for addresses never fails.
+The list omits link-local addresses, because clients must also name an interface for a link-local address. Loopback is
+last, because other machines cannot reach loopback. Addresses of container bridges are directly before loopback, because
+they are the same on every machine. The list also omits unreadable entries and interfaces with a comma in their name.
+The search for addresses never raises an exception.
 
-No other process can take the port before rank 0 listens on it. A bound socket that does not listen reserves the port.
-The kernel does not choose the port for another process, and refuses a bind without SO_REUSEADDR. The store of torch
-sets that option, so the kernel lets it bind and listen beside the reserving socket. Launchers usually bind and close,
-which leaves a gap in which another launcher can get the same port.
+No other process can bind the reserved port before rank 0 listens on the port. A bound socket that does not listen
+reserves the port. The kernel does not assign a bound port to another process. The kernel also refuses a bind without
+SO_REUSEADDR. torch's TCPStore sets SO_REUSEADDR, so it can bind and listen beside the reserving socket. Most launchers
+close the socket before torch binds the port. Another launcher can then get the same port.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    # torch's store binds the IPv6 wildcard address if possible, which covers IPv4 too. This reservation does the same.
+    # torch's store binds the IPv6 wildcard address if possible, which covers IPv4 too. The reservation binds the same
+    # address.
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -3,12 +3,13 @@
     write_private     readable by its owner only, durable; with or without replacing an existing file
     replacing_file    a report, a picture, a result: the old file stays if the new one cannot be completed
 
-Some file systems have no hard links (exFAT, some FUSE and object-storage mounts). There, a lock on the directory
-ensures that a new file does not replace another one. An output path must be a regular file: devices, pipes and
-directories are refused. A link stays, and its target is written.
+Some file systems have no hard links (exFAT, some FUSE and object-storage mounts). Without hard links, a lock on the
+directory ensures that a new file does not replace another file. An output path must be a regular file: devices, pipes
+and directories are refused. If an output path is a link, the writer replaces the target of the link.
 
-Failure cases: A full disk or a missing permission raises `OSError`. A process that is killed during a write leaves a
-temporary file whose name begins with a dot and ends with 16 digits. The target file is then unchanged.
+Failure cases: A full disk or a missing permission raises `OSError`. A process that is killed during a write leaves the
+target file unchanged. The killed process also leaves a temporary file, whose name begins with a dot and ends with 16
+digits.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Errors of a file system without hard links."""
+"""Error numbers of a file system without hard links."""
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a durable, complete file that only its owner can read; create its directory if needed.
+    """Write a durable, complete file that only its owner can read. Create its directory if needed.
 
     Without `replace`, an existing file stays unchanged, even if another process creates it meanwhile.
     """
@@ -56,7 +57,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def readers(path: Path) -> str:
-    """Describe which other users can read or change a file, or return ""; raises OSError."""
+    """Return a description of other users who can read or change a file, or "". Raises OSError."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to another user (uid {status.st_uid})"
@@ -73,7 +74,10 @@ def refuse_irregular(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a new, empty file that replaces `path` after a complete write; the umask applies to `mode`."""
+    """Yield a new, empty file that replaces `path` after a complete write.
+
+    The umask applies to `mode`.
+    """
     refuse_irregular(path)
     place = path.resolve()
     beside = place.with_name(f".part-{secrets.token_hex(8)}")
@@ -96,7 +100,7 @@ def _name_new(beside: Path, path: Path) -> None:
             raise
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Held while a process renames its file; the kernel releases the lock when that process ends.
+            # The kernel releases this lock if the renaming process dies.
             fcntl.flock(directory, fcntl.LOCK_EX)
             if not os.path.lexists(path):
                 beside.rename(path)

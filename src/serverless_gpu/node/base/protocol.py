@@ -3,14 +3,14 @@
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──WaitingNote · Started · Output · Skipped · Stopped · Finished────── supervisor
     client ──Confirm, Cancel──▶ supervisor
-    uplink ──Lease──▶ supervisor                          after each answer of the server; without it the run stops
+    uplink ──Lease──▶ supervisor                          after each answer of the server; the run stops without a lease
     supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      for a gang on several nodes
     agent ──PreparingNote──▶ supervisor                   while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
 The agent hands the client's connection to the supervisor. The supervisor's own socket accepts the same messages. `sgpu
-attach` and a new agent find an attempt by that socket. Messages are JSON objects, one per packet (`inside/channel.py`).
-A peer with a different `PROTOCOL` gets a refusal that names this version.
+attach` and a new agent find an attempt by the supervisor's socket. Messages are JSON objects, one per packet
+(`inside/channel.py`). A peer with a different `PROTOCOL` receives a refusal that names the version of this package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from serverless_gpu.version import __version__
 
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
-"""Owner of a run whose owner is unknown."""
+"""Placeholder for the owner of a run if the owner is unknown."""
 # A loan is one packet with one descriptor per device, and a packet carries at most 253 descriptors.
 SESSION_DEVICES_MAX = 240
 Kind = Literal["function", "session"]
@@ -56,7 +56,7 @@ Sendable = Message | Stopped
 
 
 class Context(Message, frozen=True, kw_only=True, tag="context"):
-    """The caller's process at the time of the call; ranks get the same settings."""
+    """The caller's process at the time of the call. Ranks get the same settings."""
 
     python: str
     flags: tuple[str, ...]  # Interpreter options, for example ``-O``.
@@ -66,8 +66,8 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
     descriptors_max: int = 1024  # Soft limit of open files.
-    # Files by module name. The mapping has preloaded modules, which a zygote may have loaded from elsewhere. It also
-    # has modules beside the script that hide installed modules.
+    # Files by module name. The mapping contains preloaded modules, because a zygote may have loaded other files. The
+    # mapping also contains modules beside the script that hide installed modules.
     packages: dict[str, str] = {}
     copies: dict[str, str] = {}  # captured code directory → original directory; empty if ranks use the originals
 
@@ -78,7 +78,7 @@ class EnvironmentRequest(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str  # Address of the snapshot.
     store: str  # URL
     token: str = ""  # Token for a server's store.
-    ca: str = ""  # File with the store's trusted certificates; "" for the system's.
+    ca: str = ""  # File with the store's trusted certificates; "" selects the system's certificates.
     mode: Mode = ""  # Method to restore the environment; "" lets the node choose.
 
 
@@ -125,19 +125,19 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     # Boottime at which a server's run stops itself unless a `Lease` arrives; None for a run of this node's own user.
     lease_ns: int | None = None
     secrets: DeliveredSecrets | None = None
-    crews: tuple[CrewPlace, ...] = ()  # Nodes of a gang on several nodes, by crew number.
-    crew: int = 0  # Crew number of this node.
+    crews: tuple[CrewPlace, ...] = ()  # Nodes of a gang on several nodes, in the order of their numbers.
+    crew: int = 0  # Number of this node in the gang.
     nonce: str = ""  # Secret by which the nodes of the gang authenticate each other.
     owner: str = ""  # Owner of the run, as principal and server; "" for the user of this node.
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
-        """Return the places of all nodes of the gang; one place for a gang on one node."""
+        """Return the `CrewPlace` of every node of the gang, or a single place for a gang on one node."""
         return self.crews or (CrewPlace(number=0, node="", first_rank=0, gpus=self.world_size),)
 
     @property
     def numbers(self) -> range:
-        """Return the numbers of the user's processes on this node."""
+        """Return the numbers of the user's processes that this node runs."""
         return numbered(self.all_crews[self.crew], per_node=self.spec.per_node)
 
 
@@ -146,7 +146,7 @@ class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
 
 
 class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter that the agent keeps warm, or the reason why it cannot."""
+    """An interpreter that the agent keeps warm, or the reason why it cannot be kept warm."""
 
     python: str
     state: Literal["starting", "ready", "cold"]  # ``"cold"``: the agent keeps no zygote for this interpreter.
@@ -226,7 +226,10 @@ class Stem(Message, frozen=True, kw_only=True, tag="stem"):
 
 
 class PreparingNote(Message, frozen=True, kw_only=True, tag="preparing"):
-    """Progress of the environment that a run needs before it gets its stem; sent repeatedly."""
+    """Progress of the environment that a run needs before it gets its stem.
+
+    The agent sends this message repeatedly.
+    """
 
     sentence: str
 
@@ -243,7 +246,7 @@ class WaitingNote(Message, frozen=True, kw_only=True, tag="waiting"):
     sentence: str
     passing: bool = False  # True for a progress message that the next message soon replaces.
     lasting: bool = False  # True for a message about the run that stays true after user code begins.
-    # Start of the wait for devices, in nanoseconds since 1970; the next message with this field replaces this message.
+    # Start of the wait for devices, in nanoseconds since 1970. The next message with this field replaces this message.
     queued_ns: int | None = None
 
 
@@ -254,7 +257,7 @@ class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
 
 
 class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
-    """A supervisor's request for devices of a session; closing the connection returns the devices."""
+    """A supervisor's request for devices of a session. Closing the connection returns the devices."""
 
     run_id: str
     count: int
@@ -294,7 +297,10 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Bytes missing from the live output at this position; with `lost`, the rank's file lacks them too."""
+    """Report of bytes that are missing from the live output at this position.
+
+    With `lost`, the rank's log file lacks the bytes too.
+    """
 
     rank: int
     stream: str
@@ -303,13 +309,13 @@ class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
-    """Report that the supervisor verified and released the devices; the receipt is final."""
+    """Report that the supervisor verified and released the devices. The receipt is final."""
 
     receipt: Receipt
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
-    """Request to stop a run, or a session with its runs; a session accepts only this kind of stop."""
+    """Request to stop a run, or a session with its runs. A session accepts no other stop request."""
 
     reason: StopReason = StopReason.CANCEL
 
@@ -325,20 +331,23 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
 
 
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
-    """State of this node's part of a gang, for the other nodes; sent completely after each change."""
+    """State of this node's part of a gang, for the other nodes of the gang.
+
+    The supervisor sends the complete state after each change.
+    """
 
     offer: Offer | None = None  # Network addresses of the node, once it has devices and a stem.
     reach: CrewReach | None = None  # Other nodes of the gang that this node reached.
     returned: bool = False  # True once all ranks of this node have returned and wait for the ranks of other nodes.
     halt: Halt | None = None  # Reason for which this node ends its ranks early.
-    silent: int = 0  # Number of the current silence of this node's ranks; 0 while the ranks print.
+    silent: int = 0  # Number of the current period without output; 0 while ranks print.
     silent_since_ns: int = 0  # boottime
-    seen: CrewObservation | None = None  # State of this node's ranks at the last inspection.
+    seen: CrewObservation | None = None  # State of this node's ranks at the last rank inspection.
     idle: IdleVerdict = IdleVerdict.GO_ON  # Progress of this node's devices toward the idle limit.
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
-    """The server's state of a gang, as in `ReportAnswer`; the uplink sends it repeatedly."""
+    """The server's state of a gang, as in `ReportAnswer`. The uplink sends the state repeatedly."""
 
     offers: tuple[Offer, ...] = ()
     chosen: Chosen | None = None
@@ -350,7 +359,10 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
 
 
 class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first message on its own socket; `crew` is set for a gang on several nodes."""
+    """A supervisor's first message on its own socket.
+
+    `crew` is set for a gang on several nodes.
+    """
 
     run_id: str
     fence: int
@@ -399,12 +411,12 @@ _decoder: msgspec.json.Decoder[AnyMessage] = msgspec.json.Decoder(AnyMessage)
 
 
 def agent_socket(sockets: Path) -> Path:
-    """Return the path of the agent's socket; each protocol and package version has its own agent."""
+    """Return the path of the agent's socket. Each protocol and package version has its own agent."""
     return sockets / f"agent-{PROTOCOL}-{__version__}.sock"
 
 
 def portable(text: str) -> str:
-    """Return text in a form that JSON supports; Python shows undecodable bytes as lone surrogates."""
+    """Return text in a form that JSON supports, even if the text contains undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -413,26 +425,29 @@ def portable(text: str) -> str:
 
 
 def original(text: str) -> str:
-    """Return the text from which `portable` made its argument; the inverse of `portable`."""
+    """Return the original text of a result of `portable`."""
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
 def send(channel: Channel, message: Sendable, fds: tuple[int, ...] = ()) -> None:
     """Send a message with attached descriptors.
 
-    Raises OSError if the peer has closed, and BlockingIOError if the peer does not read.
+    Raises OSError if the peer has closed its socket, and BlockingIOError if the peer does not read.
     """
     channel.send(_encoder.encode(message), fds)
 
 
 def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
-    """Return the next message and its descriptors, or None at end of file; raises MsgspecError."""
+    """Return the next message and its descriptors, or None at end of file. Raises MsgspecError."""
     received = channel.receive()
     return None if received is None else (decoded(_decoder, received), received[1])
 
 
 def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
-    """Return the message in a packet; on MsgspecError, close its descriptors."""
+    """Return the message in a packet.
+
+    Closes the descriptors of the packet if decoding raises MsgspecError.
+    """
     try:
         return decoder.decode(received[0])
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -4,8 +4,8 @@
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
     symbolic links  restored environments                                                  (not exFAT, not every FUSE)
     execution       environments made of links: compiled modules are mapped from there     (not noexec)
-    pidfd           identifies processes, so that a wait or a kill never affects another process with the same
-                    number; a machine without it cannot run anything
+    pidfd           identifies processes, so that a wait or a kill never affects a later process with the same
+                    number; without pidfd, a machine cannot run anything
 
 An agent and an uplink check the requirements once before they start (`require_for_runs`). A lock test creates a file,
 tries the lock, and removes the file. If the file cannot be created, the error is the same as for any other write error.
@@ -40,14 +40,14 @@ _NEWER_BUILD = "use a Python that was built on a newer system: your distribution
 
 
 def require_for_runs(home: Home) -> None:
-    """Check that this machine and home can control runs; raises HardwareError or StorageError."""
+    """Check that this machine and home can control runs. Raises HardwareError or StorageError."""
     require_pidfd()
     for directory in (home.root, home.sockets()):
         require_flock(directory)
 
 
 def pidfd_refusal() -> tuple[str, str]:
-    """Return why pidfd does not work on this machine and the remedy; two empty strings if it works."""
+    """Return why pidfd does not work on this machine, and the remedy; empty strings if pidfd works."""
     if not hasattr(os, "pidfd_open"):
         return "this build of Python has no os.pidfd_open", _NEWER_BUILD
     try:
@@ -67,12 +67,15 @@ def require_pidfd() -> None:
 
 
 def flock_refusal(directory: Path) -> str:
-    """Return why flock fails in a directory, or ""; raises StorageError if no file can be created."""
+    """Return why flock fails in a directory, or "". Raises StorageError if no file can be created."""
     return _ask(directory, lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def record_lock_refusal(directory: Path) -> str:
-    """Return why SQLite cannot lock files there, or ""; raises StorageError if no file can be created."""
+    """Return why SQLite cannot lock files in a directory, or "".
+
+    Raises StorageError if no file can be created.
+    """
     return _ask(directory, lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
@@ -84,7 +87,10 @@ def require_flock(directory: Path) -> None:
 
 
 def require_record_locks(directory: Path, what: str) -> None:
-    """Raise StorageError if SQLite cannot lock files in a directory; `what` names the database."""
+    """Raise StorageError if SQLite cannot lock files in a directory.
+
+    `what` names the database.
+    """
     refusal = record_lock_refusal(directory)
     if refusal:
         raise StorageError(
@@ -105,7 +111,10 @@ def require_symlinks(directory: Path) -> None:
 
 
 def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
-    """Return the user's error for a failed symbolic link; `what` names the failed action."""
+    """Return the error to show to the user for a failed symbolic link.
+
+    `what` names the failed action.
+    """
     if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
         return storage_error(error, directory)
     return StorageError(
@@ -115,12 +124,15 @@ def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
 
 
 def is_noexec(directory: Path) -> bool:
-    """Return True if a directory is mounted noexec, which overlays do not inherit; raises OSError."""
+    """Return True if a directory is mounted noexec. Raises OSError.
+
+    Overlays do not inherit the noexec option.
+    """
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def lock_error(place: Path, refusal: str, *, is_home: bool = True) -> StorageError:
-    """Return the user's error for a file system that refuses flock.
+    """Return the error to show to the user for a file system that refuses flock.
 
     `is_home` is False if the user passed the path to a command.
     """

@@ -16,7 +16,7 @@ class TokenBucket:
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:
         self._per_s = per_s
-        self._full = burst * _NS  # In billionths of a token, so that frequent calls lose nothing by rounding.
+        self._full = burst * _NS  # In billionths of a token, so that frequent calls accumulate no rounding errors.
         self._resume = min(resume, burst) * _NS
         self._level = self._full
         self._at_ns = now_ns
@@ -32,7 +32,7 @@ class TokenBucket:
         return not self._closed
 
     def take(self, wanted: int, now_ns: int) -> int:
-        """Remove up to `wanted` tokens from the bucket; return the number removed."""
+        """Remove up to `wanted` tokens from the bucket. Return the number of removed tokens."""
         if not self.is_open(now_ns):
             return 0
         given = min(wanted, self._level // _NS)

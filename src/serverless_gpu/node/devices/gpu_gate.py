@@ -1,12 +1,13 @@
-"""The GPU gate: verifies that a device is as clean after a run as before, and free before a run.
+"""The GPU gate: verifies that a device is free before a run and clean after the run.
 
-`judge` and `foreign` decide on values; `verify` reads the values repeatedly. The caller lends and quarantines devices.
+`judge` and `foreign` evaluate the usage of a device. `verify` reads the usage repeatedly. The caller lends and
+quarantines devices.
 
 A verdict states its evidence. If processes are visible, the gate checks processes and memory. If processes are hidden,
-the gate checks memory alone and the message says so. An unknown state never passes. A display server or a browser that
-only draws and holds little memory is normal on a workstation's GPU. Such a process neither blocks a run nor fails the
-check after a run, and its memory does not count. A process that existed before the attempt is not a leftover of the
-attempt.
+the gate checks memory alone and the message says so. A device in an unknown state never passes the gate. A display
+server or a browser that only draws and holds little memory is normal on a workstation's GPU. A display process neither
+blocks a run nor fails the check after a run. The gate does not count the memory of a display process. A process that
+existed before the attempt is not a leftover of the attempt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ context uses more than 100 MiB.
 """
 
 DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
-"""Memory limit of a display client, that is, a process that only draws; a leftover renderer holds more."""
+"""Memory limit of a display client, that is, a process that only draws. A leftover renderer holds more."""
 
 _PROCESSES_NAMED = 3
 
@@ -59,7 +60,7 @@ def verify(
     policy: GatePolicy,
     sleep: Callable[[float], None],
 ) -> dict[str, Verdict]:
-    """Return a verdict for every device; check unclean devices again after each pause.
+    """Return a verdict for every device. Check unclean devices again after each pause.
 
     A device without an entry in `before` has an unknown earlier usage.
     """
@@ -79,9 +80,10 @@ def verify(
 
 
 def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
-    """Decide if a device is as clean as before an attempt; `before` is None for an unknown usage.
+    """Decide if a device is as clean as before an attempt.
 
-    With an unknown `before`, memory must be at the idle level. CPU slots pass. Fakes follow the rules of GPUs.
+    `before` is the device usage before the attempt, or None if unknown. With an unknown `before`, memory must be at the
+    idle level. CPU slots always pass. Fake devices follow the rules of GPUs.
     """
     if kind is DeviceKind.CPU:
         return Verdict(True, "CPU slot: nothing to verify")
@@ -100,7 +102,7 @@ def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
 
 
 def foreign(usage: Usage) -> str | None:
-    """Describe the processes that use a device; return None if the device is free.
+    """Describe the processes that use a device. Return None if the device is free.
 
     A device with unknown usage counts as in use.
     """
@@ -120,7 +122,8 @@ def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProc
     ours = (after.memory_used_bytes or 0) - _held(p for p in after.processes if _is_display(p) or p in stayed)
     if before is None or before.memory_used_bytes is None:
         return ours <= IDLE_MEMORY_BYTES
-    # Only processes that still run are subtracted. The memory of a process that has ended meanwhile must be free too.
+    # The gate subtracts only the memory of processes that still run. Memory of a process that has ended meanwhile must
+    # be free.
     still = {process.pid for process in stayed}
     others = _held(p for p in before.processes if _is_display(p) or p.pid in still)
     return ours <= before.memory_used_bytes - others + BASELINE_TOLERANCE_BYTES

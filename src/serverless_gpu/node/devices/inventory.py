@@ -4,12 +4,13 @@
     FakeProvider   devices declared by a setting      usage: a JSON file that a test or a demonstration writes
     CpuProvider    one slot per usable core           usage: always idle
     Inventory      the agent's offer: GPUs, CPU slots, types, prices; refreshed after a minute, because drivers can be
-                   loaded and unloaded. Callers declare fakes call by call (`offered`).
+                   loaded and unloaded. Callers declare fakes per call (`offered`).
 
-This module only reads: `gpu_gate.py` judges and `locks.py` lends. No failure raises an exception. Without an NVIDIA
-driver, the inventory has no GPUs. `unavailable()` lists each unusable GPU with the reason: it fell off the bus, is not
-accessible, or is cut into MIG slices. If the driver hangs, `nvml.py` waits 5 s for its helper process and returns a
-`Usage` with a `problem`. If another pid namespace hides processes, `pids_visible` is False and only memory counts.
+This module only reads the state of devices. `gpu_gate.py` checks devices and `locks.py` lends devices. No device
+failure raises an exception. Without an NVIDIA driver, the inventory has no GPUs. `unavailable()` lists each unusable
+GPU with the reason, such as a GPU that fell off the bus, denied access, or MIG slices. If the driver hangs, `nvml.py`
+waits 5 s for its helper process and returns a `Usage` with a `problem`. If another pid namespace hides processes,
+`pids_visible` is False and only memory counts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
 FAKE_STATE_FILE = "fake_gpus.json"
 _FAKE_STATE_BYTES_MAX = MIB
 _DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
-"""With a driver, at least one of these paths exists; without a driver, NVML is not called."""
+"""If a driver is loaded, at least one of these paths exists. Otherwise, the inventory does not call NVML."""
 _FRESH_S = 60.0
 
 
@@ -94,7 +95,7 @@ class Inventory:
 
     @property
     def silence(self) -> str:
-        """Return why the driver did not answer at the last refresh, or ""."""
+        """Return why the driver did not answer at the last refresh, or "" if it answered."""
         return self._machine.silence
 
     @property
@@ -103,7 +104,10 @@ class Inventory:
         return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
 
     def refresh(self) -> None:
-        """Read the devices again if the last read is old or the configuration changed; NVML may be slow."""
+        """Read the devices again if the last read is old or the configuration changed.
+
+        NVML may answer slowly.
+        """
         now_ns = self._clock.boottime_ns()
         written = 0
         with contextlib.suppress(OSError):
@@ -131,7 +135,7 @@ class Inventory:
 
 
 def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return a node's devices; devices declared in `environ` replace real GPUs. Raises InvalidValue."""
+    """Return a node's devices. Devices declared in `environ` replace real GPUs. Raises InvalidValue."""
     if greeting.problem:
         raise InvalidValue(greeting.problem)
     fakes = environ.get("SERVERLESS_GPU_FAKE")
@@ -200,10 +204,10 @@ class _FakeUsage(Struct, frozen=True):
 
 
 class FakeProvider:
-    """Devices declared by a text like ``"H100:8"`` (else InvalidValue); a state file sets their usage.
+    """Fake devices that a text such as ``"H100:8"`` declares. Raises InvalidValue for another text.
 
-    The state file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name":
-    s}]}}``; ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are possible keys too.
+    A JSON file contains the usage of the devices: ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n,
+    "memory_bytes": n, "name": s}]}}``. The keys ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are optional.
     """
 
     kind = DeviceKind.FAKE
@@ -221,7 +225,7 @@ class FakeProvider:
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return the usage in the state file; if the file is unreadable, every usage is unknown."""
+        """Return the usage in the state file, or an unknown usage for every device if the file is unreadable."""
         try:
             state = self._state()
         except (OSError, msgspec.MsgspecError) as error:
@@ -258,8 +262,8 @@ def _hanging(state_path: Path) -> NvmlProcess:
 class NvmlProvider:
     """The NVIDIA GPUs of this machine.
 
-    `Device.index` is the position in PCI bus order among the usable GPUs. CUDA counts the same way with
-    `CUDA_DEVICE_ORDER=PCI_BUS_ID`, because CUDA leaves out GPUs that it cannot open.
+    `Device.index` is the position in PCI bus order among the usable GPUs. CUDA also omits GPUs that it cannot open.
+    With `CUDA_DEVICE_ORDER=PCI_BUS_ID`, CUDA therefore uses the same index.
 
     A caller may pass `nvml` to replace the helper process with a binding in this process. `forks` is True if this
     process has one thread and may therefore fork the helper, which is faster.
@@ -276,7 +280,7 @@ class NvmlProvider:
         pid_namespace: str | None = None,
         forks: bool = False,
     ) -> None:
-        self.silence = ""  # Reason why NVML did not answer the last question, or "".
+        self.silence = ""  # Reason why NVML did not answer the last query, or "".
         self._own = tuple(own)
         self._is_direct = nvml is not None
         self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
@@ -303,7 +307,10 @@ class NvmlProvider:
         return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return the usage of each GPU; unknown, with the reason, if NVML does not answer in time."""
+        """Return the usage of each GPU.
+
+        The usage is unknown, with the reason, if NVML does not answer in time.
+        """
         if not self._has_driver():
             return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}
         try:

@@ -3,10 +3,11 @@
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines for declared GPUs; a test writes them (`testing.FakeGpus.xid`)
 
-Any process that may open `/dev/kmsg` may also write to it. The kernel marks such records with the writer's syslog
-facility, or with `user`. Only the kernel's own records have facility 0, and this module ignores all other records.
+Any process that may open `/dev/kmsg` may also write to it. The kernel marks the records of processes with the writer's
+syslog facility, or with `user`. Only the kernel's own records have facility 0, and this module ignores all other
+records.
 
-No failure raises an exception. If the log cannot be read, `problem` has the reason, and the state of the GPUs is
+No failure raises an exception. If the log cannot be read, `problem` contains the reason and the state of the GPUs is
 unknown. If the kernel overwrites records before this module reads them, reading continues with the next record. If the
 log has more lines than one call returns, the next call returns the remaining lines.
 """
@@ -39,7 +40,7 @@ class KernelLogLine(NamedTuple):
 
 
 class KernelLog:
-    """The kernel log from now on or, with `past`, from its beginning."""
+    """The new lines of the kernel log or, with `past`, all lines of the kernel log."""
 
     def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
         self.problem = ""  # Reason why the log cannot be read, or "".
@@ -126,5 +127,5 @@ class KernelLog:
 
 
 def log_of(kind: DeviceKind, home: Path) -> Path:
-    """Return the log that reports faults of real GPUs, or the log for fakes."""
+    """Return the kernel log for real GPUs, or the test's log file for fake GPUs."""
     return KERNEL if kind is DeviceKind.GPU else home / FAKE_FILE

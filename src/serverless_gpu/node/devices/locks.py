@@ -3,29 +3,29 @@
     <directory>/<uuid>.lock              flock held = device lent; the content only names the holder
     <directory>/<uuid>.quarantine        not empty = the device must not be lent; the content names the reason
     <directory>/<queue>.<number>.ticket  flock held = this waiter runs; the lowest number is first
-    <directory>/*.mutex                  held for a few file operations, so that no two processes each lock half a set
+    <directory>/*.mutex                  held briefly; prevents two processes from locking half of the devices each
 
-A flock belongs to the open file. The kernel releases the flock when the last copy of the descriptor is closed, so also
-when its holder is killed. The flock stays while a process with a copy runs (`LockedDevices.fds`). No crash needs
-cleanup.
+The kernel releases a flock when the last copy of the descriptor is closed, including when the holder is killed. The
+flock stays held while any process has a copy of the descriptor (`LockedDevices.fds`). No cleanup is necessary after a
+crash.
 
 This module does not choose devices, wait, or call NVML.
 
 Failure cases:
 
-Users of one machine share the locks of real GPUs. The directory is world-writable like /tmp, and its files have mode
-0666. Anything except an ordinary file (a planted link, hard link or pipe) raises StorageError. The locks are
-cooperative: a user who ignores them can use any GPU.
+Users of one machine share the locks of real GPUs. The lock directory is world-writable like /tmp, and its files have
+mode 0666. A lock file that is not an ordinary file (a planted link, hard link or pipe) raises StorageError. The locks
+are cooperative: a user who ignores them can use any GPU.
 
 A cleaner of temporary directories could delete a held file and so allow a second holder. Locking therefore checks that
 the locked file still has its name. A flock on the directory, held as long as the lock, makes systemd-tmpfiles skip the
 directory.
 
-A process waits at most a second for the mutex and then continues without it. Only fairness depends on the mutex;
-exclusion does not.
+A process waits at most a second for the mutex and then continues without the mutex. Only fairness depends on the mutex.
+Exclusion does not depend on the mutex.
 
-Other users write the contents of lock files. Readers limit the size, check the content, and never print control
-characters.
+Other users may write any content to lock files. Readers therefore limit the size, check the content, and never print
+control characters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from serverless_gpu.node.base.lock_files import (
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
-"""Directories of real GPUs' locks, best first; /run/lock is not writable for all users on some systems."""
+"""Directories of real GPUs' locks, best first. /run/lock is not writable for all users on some systems."""
 
 _TEXT_MAX = 1000
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -72,9 +72,9 @@ _DEVICES = "devices.mutex"
 
 
 class LockHolder(Struct, frozen=True):
-    """Holder of a device since a time (nanoseconds since 1970); `run_id` is empty for an unreadable note.
+    """Holder of a device, and the start of its lock in nanoseconds since 1970.
 
-    A session also holds devices while no run uses them.
+    `run_id` is empty if the note in the lock file is unreadable. A session also holds devices while no run uses them.
     """
 
     uuid: str
@@ -90,7 +90,7 @@ class Quarantine(Struct, frozen=True):
 
     reason: str
     since_wall_ns: int
-    # Processes that could not be ended; the quarantine stays while any of these processes runs.
+    # Processes that the supervisor could not end. The quarantine stays while any of these processes runs.
     left: tuple[ProcessIdentity, ...] = ()
     fault: str = ""  # Kind of the fault, a `model.xid.XidKind`, or "".
     boot_id: str = ""  # Boot identifier of the boot in which no check can lift the quarantine, or "".
@@ -107,12 +107,16 @@ class LockedDevices:
     """Devices locked until `release`, or until this process and all holders of `fds` have ended."""
 
     def __init__(self, uuids: tuple[str, ...], fds: tuple[int, ...], held: contextlib.ExitStack) -> None:
-        self.uuids = uuids  # Ordered like the candidates.
-        self.fds = fds  # One open lock file per device; a copy in another process keeps the device locked.
+        self.uuids = uuids  # In the order of the candidate devices.
+        # A lock file per device is open. A copy of its descriptor in another process keeps the device locked.
+        self.fds = fds
         self._held = held
 
     def release(self) -> None:
-        """Close this process's descriptors; a device is free once no other copy is open. Idempotent."""
+        """Close this process's lock descriptors; a second call does nothing.
+
+        A device is free once no other process has a copy of its lock descriptor.
+        """
         self.fds = ()
         self._held.close()
 
@@ -136,7 +140,7 @@ class DeviceLocks:
         self._clock: Clock = clock or SystemClock()
 
     def try_lock(self, uuids: Sequence[str], count: int, holder: LockHolder) -> LockedDevices | Busy:
-        """Lock the first `count` free devices in the given order, or none; never wait for a device.
+        """Lock the first `count` free devices in the given order, or none, without waiting for a device.
 
         Each device's uuid replaces the `uuid` of `holder`. Raises InvalidValue for an impossible `count`.
         """
@@ -162,7 +166,7 @@ class DeviceLocks:
                 return Busy(tuple(holders), tuple(quarantined))
             for uuid, fd in taken.items():
                 _write(fd, msgspec.structs.replace(holder, uuid=uuid))
-            # This lock on the directory keeps cleaners from deleting the files.
+            # The lock on the directory keeps cleaners from deleting the files.
             guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
             held.callback(os.close, guard)
             # A cleaner holds the lock on the directory at this moment; `is_named` detects a deleted file.
@@ -171,7 +175,7 @@ class DeviceLocks:
             return LockedDevices(tuple(taken), tuple(taken.values()), held.pop_all())
 
     def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
-        """Return the holders of these devices; the result omits free and quarantined devices."""
+        """Return the holders of these devices. The result omits free and quarantined devices."""
         held: list[LockHolder] = []
         # Tested under the mutex, so that no other process finds a device busy because of this test.
         with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
@@ -188,7 +192,7 @@ class DeviceLocks:
         return Ticket(self.directory, queue).ahead()
 
     def quarantine(self, uuid: str, reason: str, left: tuple[ProcessIdentity, ...] = (), *, fault: str = "") -> None:
-        """Prevent lending of a device until `lift`; call this before releasing its lock.
+        """Prevent lending of a device until `lift`. Call `quarantine` before releasing the device's lock.
 
         After a `fault`, only a reboot or an operator can make the device usable again.
         """
@@ -198,7 +202,10 @@ class DeviceLocks:
             _write(fd, note)
 
     def quarantined(self) -> dict[str, Quarantine]:
-        """Return the devices in quarantine; a device with an unreadable note counts as quarantined."""
+        """Return the devices in quarantine.
+
+        A device with an unreadable quarantine note counts as quarantined.
+        """
         with opened_directory(self.directory) as directory:
             names = sorted(name for name in os.listdir(directory) if name.endswith(".quarantine"))
             notes = {uuid: _read_quarantine(directory, uuid) for uuid in (name.rpartition(".")[0] for name in names)}
@@ -218,15 +225,16 @@ class DeviceLocks:
     def lift(self, uuid: str) -> None:
         """Lift the quarantine of a device, if any."""
         with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
-            # The note is emptied, not deleted: in a sticky directory only the file's owner may delete it, but any user
-            # may lift a quarantine.
+            # Any user may lift a quarantine, but in a sticky directory only the file's owner may delete the note.
+            # The function therefore empties the note.
             os.ftruncate(fd, 0)
 
 
 class Ticket:
     """A position in a first-come, first-served queue, kept while this object is open and its process runs.
 
-    A context manager: entering takes the next number (or raises StorageError), leaving releases the number.
+    As a context manager, the ticket takes the next number on entry and releases the number on exit. Entry may raise
+    StorageError.
     """
 
     def __init__(self, directory: Path, queue: str) -> None:
@@ -250,8 +258,8 @@ class Ticket:
                 undo.callback(self._give_up)
                 # The ticket is locked before the mutex is released, so that no waiter treats this ticket as abandoned.
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # No number is used twice, so that the removal of an abandoned ticket never removes a new one with its
-                # name.
+                # The queue uses no number twice. The removal of an abandoned ticket therefore never removes a new
+                # ticket of the same name.
                 _write(counter, self._number)
                 undo.pop_all()
         return self
@@ -262,7 +270,10 @@ class Ticket:
         self._give_up()
 
     def ahead(self) -> int:
-        """Return the number of earlier waiters; without a position in the queue, the number of all waiters."""
+        """Return the number of earlier waiters in the queue.
+
+        Without a position in the queue, return the number of all waiters.
+        """
         with opened_directory(self.directory) as directory:
             numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
@@ -284,9 +295,10 @@ class Ticket:
 
 
 def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
-    """Return the lock directory of a device kind, created if needed; GPUs share a machine-wide directory.
+    """Return the lock directory of a device kind, created if needed. Raises StorageError.
 
-    `machine` lists candidates for the machine-wide directory, best first. Raises StorageError if none can be used.
+    All users share a machine-wide directory for GPUs. `machine` lists candidates for the machine-wide directory, best
+    first.
     """
     if kind is not DeviceKind.GPU:
         return home / "locks"
@@ -312,7 +324,10 @@ def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MA
 
 
 def _checked_shared(path: Path) -> Path:
-    """Return `path` if it is a writable directory; wait briefly while another process creates it."""
+    """Return `path` if it is a writable directory.
+
+    Waits briefly while another process creates the directory.
+    """
     for _ in range(10):
         mode = os.lstat(path).st_mode
         if not stat.S_ISDIR(mode):
@@ -330,7 +345,7 @@ def _checked_shared(path: Path) -> Path:
 
 
 def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
-    """Return the open, locked file of a device, or the device's holder, or its quarantine."""
+    """Lock a device. Return the open lock file, the device's holder, or its quarantine."""
     name = f"{_checked(uuid)}.lock"
     for _ in range(3):
         with contextlib.ExitStack() as opened:
@@ -352,7 +367,7 @@ def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
 
 
 def _waits(directory: int, name: str) -> bool:
-    """Return True if a ticket's owner runs; remove the ticket of an ended owner if permitted."""
+    """Return True if a ticket's owner runs. Remove the ticket of an ended owner if permitted."""
     try:
         fd = os.open(name, os.O_RDONLY | OPEN, dir_fd=directory)
     except OSError:  # The ticket was released meanwhile, or the file is not a ticket.
@@ -375,7 +390,7 @@ def _checked(uuid: str) -> str:
 
 def _write(fd: int, content: LockHolder | Quarantine | int) -> None:
     text = msgspec.json.encode(content)
-    # The text is written before the file is truncated, so that the file is never empty. Empty would mean "no
+    # Writes the text before truncating the file, so that the file is never empty. An empty file would mean "no
     # quarantine".
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))

@@ -3,12 +3,12 @@
     NvmlProcess ──NvmlQuestion──▶ sgpu-nvml: NvmlReader ── may block in the kernel for ever
                 ◀──NvmlAnswer───                           the client waits at most 5 s, once
 
-`inventory.py` and the monitor use this module; `gpu_gate.py` judges the `Usage` of a GPU.
+`inventory.py` and the monitor use this module. `gpu_gate.py` judges the `Usage` of a GPU.
 
-Failure cases: Without an answer in time, `ask` raises NvmlTimeout, and every later question fails at once until the
-helper answers. After half a minute without an answer, the client kills the helper and starts another helper. It stops
-doing so after it failed to kill a few helpers. If the helper dies, another helper starts, once per question. If the
-client exits, the helper reads end of file and exits.
+Failure cases: If the helper does not answer in time, `ask` raises NvmlTimeout. Every later query fails at once until
+the helper answers. After half a minute without an answer, the client kills the helper and starts another helper. After
+a few helpers survived SIGKILL, the client starts no further helpers. If a helper dies, the client starts another
+helper, once per query. If the client exits, the helper reads end of file and exits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from serverless_gpu.node.processes.spawn import clean_process
 
 MIB = 1024 * 1024
 IDLE_MEMORY_BYTES = 256 * MIB
-"""Memory that an idle GPU may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
-A100), so an idle card of any size shows some MiB (8 MB on that A100). The limit allows for resident services and is
-smaller than the bare CUDA context of a data-center card.
+"""Memory that an idle GPU may show. NVML's version 2 figure excludes the driver's own reserve (0.9 GB on an
+A100), so an idle card of any size shows a few MiB (8 MB on the measured A100). The limit includes a tolerance for
+resident services. A bare CUDA context on a data-center card exceeds the limit.
 """
 NO_DRIVER = "no NVIDIA driver is loaded on this machine"
 _PROCESS_NAME_MAX = 64
@@ -52,7 +52,7 @@ _STUCK_PAUSE_S = 0.05
 
 
 class GpuProcess(Struct, frozen=True):
-    """A process that has a GPU open; `graphics` is True if it only draws (display server, browser)."""
+    """A process that has a GPU open. `graphics` is True if it only draws (display server, browser)."""
 
     pid: int
     memory_bytes: int | None
@@ -61,7 +61,10 @@ class GpuProcess(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Usage of one device; `problem` is the reason of an unknown usage, and then no other field counts."""
+    """Usage of one device.
+
+    `problem` is the reason of an unknown usage. If `problem` is set, all other fields are invalid.
+    """
 
     processes: tuple[GpuProcess, ...]
     memory_used_bytes: int | None
@@ -87,19 +90,22 @@ class VisibleGpu(Struct, frozen=True):
 
 
 def unknown_usage(problem: str, *, silent: bool = False) -> Usage:
-    """Return the usage of a device that gave no answer; `silent` is True if the driver does not answer."""
+    """Return an unknown usage, for a device that gave no answer.
+
+    `silent` is True if the driver does not answer.
+    """
     return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem, silent=silent)
 
 
 class NvmlQuestion(Struct, frozen=True):
-    """Question about the existing GPUs (`uuids` None) or about the usage of some of them."""
+    """Query for the existing GPUs (`uuids` is None) or for the usage of some GPUs."""
 
     seq: int
     uuids: tuple[str, ...] | None = None
 
 
 class NvmlAnswer(Struct, frozen=True):
-    """Answer to the question with the same number."""
+    """Answer to the `NvmlQuestion` with the same number."""
 
     seq: int
     seen: tuple[VisibleGpu, ...] = ()
@@ -118,10 +124,10 @@ class NvmlTimeout(Exception):
 
 
 class NvmlClient(Protocol):
-    """Answers questions about GPUs."""
+    """Answers queries about GPUs."""
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return the existing GPUs if `uuids` is None, else their usage; raises NvmlTimeout."""
+        """Return the existing GPUs if `uuids` is None, else their usage. Raises NvmlTimeout."""
         ...
 
 
@@ -138,7 +144,7 @@ class NvmlProcess:
         self._clock = clock or SystemClock()
         self._turn = threading.Lock()
         self._seq = 0
-        # The client sends questions to the last helper. Earlier helpers were killed but have not ended.
+        # The client sends queries to the newest helper. Earlier helpers were killed but have not ended.
         self._helpers: list[_Helper] = []
         self._silent_ns: int | None = None
         weakref.finalize(self, _end, self._helpers)
@@ -146,7 +152,7 @@ class NvmlProcess:
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return the existing GPUs if `uuids` is None, else their usage.
 
-        Raises NvmlTimeout if this question, or an earlier question, got no answer in time.
+        Raises NvmlTimeout if this query, or an earlier query, got no answer in time.
         """
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -179,7 +185,7 @@ class NvmlProcess:
         raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
-        """Return if the helper answered or ended since the timeout; otherwise raise NvmlTimeout."""
+        """Raise NvmlTimeout unless the helper has answered or ended since the last timeout."""
         now_ns = self._clock.boottime_ns()
         if self._helpers and self._is_readable(0.0):
             self._silent_ns = None
@@ -246,7 +252,7 @@ class _Helper:
         self.channel.sock.setblocking(False)
 
     def kill(self) -> None:
-        """Send SIGKILL; a helper that hangs in the kernel survives the signal."""
+        """Send SIGKILL. A helper that hangs in the kernel survives the signal."""
         self.channel.close()
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)  # The helper is an unreaped child, so its pid cannot be reused.
@@ -282,7 +288,7 @@ def _forked(theirs: Channel, source: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # Close all descriptors of the parent; otherwise a hanging driver would keep a lock held.
+    # Closes all descriptors of the parent. Otherwise, a helper that hangs in the driver would keep a lock held.
     channel = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
     last = 65_535
     with contextlib.suppress(OSError):
@@ -293,7 +299,10 @@ def _forked(theirs: Channel, source: str) -> int:
 
 
 def main(fd: int, source: str) -> NoReturn:
-    """Answer questions until the client exits; `source` is "" for NVML, else the state file of fakes."""
+    """Answer queries until the client exits.
+
+    `source` is "" for NVML, else the state file of fakes.
+    """
     linux.set_name("sgpu-nvml")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(fd)
@@ -319,7 +328,7 @@ class _StuckReader:
 
 
 class NvmlThread:
-    """An `NvmlClient` that calls NVML in a thread; a hanging driver blocks the thread permanently."""
+    """An `NvmlClient` that calls NVML in a thread. A hanging driver blocks the thread permanently."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
         self._reader = reader
@@ -328,7 +337,7 @@ class NvmlThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return the answer; see `NvmlClient`."""
+        """Return the answer to a query, as in `NvmlClient`."""
         question = NvmlQuestion(0, None if uuids is None else tuple(uuids))
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -375,7 +384,7 @@ class _ProcessInfo(Protocol):
 
 
 class Nvml(Protocol):
-    """The used part of `pynvml` (nvidia-ml-py); tests substitute their own."""
+    """The part of `pynvml` (nvidia-ml-py) that this module uses. Tests substitute another implementation."""
 
     NVMLError: type[Exception]
     NVMLLibraryMismatchError: type[Exception]
@@ -398,7 +407,7 @@ class Nvml(Protocol):
 
 
 class NvmlReader:
-    """Calls NVML, initialized once per process; a test may pass `given` to replace `pynvml`."""
+    """Calls NVML, initialized once per process. A test may pass `given` to replace `pynvml`."""
 
     def __init__(self, given: Nvml | None = None, pid_namespace: str | None = None) -> None:
         self._given = given
@@ -406,7 +415,7 @@ class NvmlReader:
         self._sees_all_pids = sees_all_pids(pid_namespace)
 
     def answer(self, question: NvmlQuestion) -> NvmlAnswer:
-        """Return the answer to a question."""
+        """Return the answer to a query."""
         if question.uuids is not None:
             return NvmlAnswer(question.seq, usage=self._usage(question.uuids))
         seen, unavailable = self._scan()
@@ -447,7 +456,7 @@ class NvmlBroken(Exception):
 
 
 def initialised_nvml(given: Nvml | None) -> Nvml | None:
-    """Return initialized NVML; None without a driver. Raises NvmlBroken if NVML does not work."""
+    """Return initialized NVML, or None without a driver. Raises NvmlBroken if NVML does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
@@ -515,7 +524,7 @@ def _process_name(nvml: Nvml, pid: int) -> str:
     except nvml_errors(nvml):  # The process has ended, or is not visible to this user.
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
-    # Any process chooses its own name, and terminals print the name.
+    # Each process chooses its own name, and terminals print the name.
     return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
 
 

@@ -1,18 +1,18 @@
-"""Reserves the devices of a gang, or names their holders; borrows the devices of a session.
+"""Reserves devices for a gang, or borrows devices from a session.
 
-An attempt calls its `DeviceReservation` repeatedly until it has its devices. It must be first among the waiters for the
-same type, and it takes all devices or none. The reservation checks quarantined devices again and uses them once they
-are clean. It skips a device that other processes use, unless `ignore_busy=True`. `BorrowedDevices` is the counterpart
-for a run in a session:
+An attempt calls its `DeviceReservation` repeatedly until it has its devices. The attempt must be first among the
+waiters for the same device type. The attempt reserves all of its devices or none. The reservation checks quarantined
+devices again and uses them once they are clean. The reservation skips a device that other processes use, unless
+`ignore_busy=True`. `BorrowedDevices` is the counterpart for a run in a session:
 
-    supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
+    supervisor ──Borrow──▶ session          the connection represents the queue position, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
 
-The lock descriptors keep the devices locked if the session's process is killed. The pipe tells the session when the
-loan ends: its end of file means that this supervisor and its stem have both ended.
+The lock descriptors keep the devices locked if the session's process is killed. The pipe reports the end of the loan to
+the session. End of file on the pipe means that this supervisor and its stem have ended.
 
-Failure cases: The locks of a killed holder are free once its last descriptor is closed. The holder's stem keeps a copy
-until every rank has ended. A killed waiter loses its ticket in the same way.
+Failure cases: The kernel releases the locks of a killed holder once the last descriptor is closed. The holder's stem
+keeps a copy of each descriptor until every rank has ended. The kernel also releases the ticket of a killed waiter.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ANSWER_S = 0.05
 
 
 class DeviceReservation:
-    """The devices of one attempt: requested, then held, then returned."""
+    """Requests, holds and returns the devices of one attempt."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
@@ -72,11 +72,11 @@ class DeviceReservation:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the lock descriptors; the stem keeps copies as long as a rank may run."""
+        """Return the lock descriptors. The stem keeps copies as long as a rank may run."""
         return self._locked.fds if self._locked else ()
 
     def try_take(self) -> str | None:
-        """Reserve the devices now, or return the reason why the run must wait; raises StorageError."""
+        """Reserve the devices now, or return the reason why the run must wait. Raises StorageError."""
         ahead = self.ahead = self._ticket.ahead()
         uuids = [device.uuid for device in self._launch.candidates]
         if ahead:
@@ -128,12 +128,12 @@ class DeviceReservation:
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
 
     def retest_quarantined(self) -> dict[str, str]:
-        """Lift quarantines without a remaining cause; return the remaining quarantines with their reasons."""
+        """Lift quarantines without a remaining cause. Return the remaining quarantines with their reasons."""
         notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
         return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
     def _holders(self, uuids: list[str]) -> tuple[LockHolder, ...]:
-        """Return the holders of devices by a test lock of all devices, which fails if any device is held."""
+        """Return the current holders of devices, found by trying to lock all of the devices."""
         probe = self._locks.try_lock(uuids, len(uuids), LockHolder("", self._launch.run_id, "", os.getpid(), 0))
         if isinstance(probe, Busy):
             return probe.holders
@@ -154,7 +154,7 @@ class DeviceReservation:
 
 
 class BorrowedDevices:
-    """The devices of one attempt in a session: requested, then lent, then returned."""
+    """Borrows devices of a session for one attempt and returns the devices."""
 
     def __init__(self, launch: Launch, home: Home, sockets: Path, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
@@ -171,7 +171,7 @@ class BorrowedDevices:
         self._asked = False
 
     def try_take(self) -> str | None:
-        """Take the devices if the session has lent them; otherwise return the reason why this run waits.
+        """Take the devices if the session has lent them. Otherwise return the reason why this run waits.
 
         Raises SessionEnded if the session ended first, and AgentUnavailable if the session has too many connections.
         """
@@ -192,9 +192,9 @@ class BorrowedDevices:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Return the devices to the session after their check; return the uuids of quarantined devices."""
+        """Return the checked devices to the session. Return the uuids of quarantined devices."""
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
-        with contextlib.suppress(OSError):  # If the session's process has ended, only the quarantine notes count.
+        with contextlib.suppress(OSError):  # If the session's process has ended, the quarantine notes are sufficient.
             protocol.send(self._channel, protocol.Returned(unfit=bad))
         self.close()
         return bad
@@ -235,7 +235,7 @@ class BorrowedDevices:
 
 
 def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines without a remaining cause; return the remaining ones by uuid. Raises StorageError."""
+    """Lift quarantines without a remaining cause. Return the remaining ones by uuid. Raises StorageError."""
     notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
     if not notes:
         return {}
@@ -253,7 +253,7 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
 def quarantine(
     locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
 ) -> tuple[str, ...]:
-    """Under their locks, quarantine the devices that a run did not leave free; return their uuids."""
+    """Under their locks, quarantine the devices that a run did not leave free. Return their uuids."""
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
     noted: Mapping[str, Quarantine] = {}
     with contextlib.suppress(StorageError):
@@ -262,7 +262,8 @@ def quarantine(
         fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
         if fault and not left:
             continue  # The driver's report is stronger evidence than this check.
-        # If the note cannot be written, the next check still refuses the device, and this receipt names the device.
+        # If the note cannot be written, the next device check still refuses the device. The receipt names the device
+        # too.
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad
@@ -277,7 +278,7 @@ def _held_text(held: Sequence[LockHolder]) -> str:
     are = f"{names} {'is' if len(held) == 1 else 'are'} held"
     if not first.run_id:
         return are
-    # The message names a time instead of a duration, because it is sent again whenever it changes.
+    # The message names a time instead of a duration, because the supervisor sends each changed message again.
     since = format_clock(first.since_wall_ns)
     what = "session" if first.session else "run"
     return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"

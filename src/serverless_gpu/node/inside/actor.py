@@ -11,11 +11,11 @@ A frame is its size in 8 bytes, then a payload.
 
 Failure cases:
 
-* Creating the object raises an exception. The run fails, as with any function.
-* A method raises an `Exception`. The rank sends the exception as the answer and continues.
-* A method raises `SystemExit` or another `BaseException`. The rank fails.
-* The caller is gone. The rank returns.
-* The rank cannot pickle an answer. The rank sends a failure.
+* If creating the object raises an exception, the run fails, as with any function.
+* If a method raises an `Exception`, the rank sends the exception as the answer and continues.
+* If a method raises `SystemExit` or another `BaseException`, the rank fails.
+* If the caller exits, the rank returns.
+* If the rank cannot pickle an answer, the rank sends a failure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def serve_actor(
 ) -> None:
     """Create the object, then answer calls until the caller closes the channel.
 
-    `address` is the path of the caller's socket. `rank` and `world_size` join `kwargs` where the class takes them.
+    `address` is the path of the caller's socket. If the class accepts `rank` and `world_size`, the function adds them
+    to `kwargs`.
     """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
@@ -69,7 +70,7 @@ def _answer(actor: object, request: bytes, rank: int, world_size: int) -> bytes:
 
 
 def send_frame(sock: socket.socket, data: bytes) -> None:
-    """Send one frame; raise OSError when the peer is gone."""
+    """Send one frame. Raises OSError when the peer is gone."""
     sock.sendall(_SIZE.pack(len(data)))
     sock.sendall(data)
 

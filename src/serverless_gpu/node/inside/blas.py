@@ -1,10 +1,10 @@
 """Thread counts of the OpenBLAS copies that numpy and scipy bundle.
 
-OpenBLAS reads its environment variables when Python loads the library. Later, only OpenBLAS's own functions change the
-thread count. A call of this function also starts all threads of the library, and each thread spins for about 30 ms. In
-ranks that share two cores, these threads were the largest cost of a short call. Before the threads start, one exported
-variable holds the count. `set_threads` sets this variable, and calls the function only where the variable has no
-effect.
+OpenBLAS reads its environment variables when Python loads the library. After the load, only OpenBLAS's own functions
+change the thread count. A call of OpenBLAS's function also starts all threads of the library. Each thread then spins
+for about 30 ms. In ranks that share two cores, the OpenBLAS threads were the largest cost of a short call. Before the
+threads start, an exported variable holds the count. `set_threads` sets the exported variable, and calls OpenBLAS's
+function only where the variable has no effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ libraries: list[Library] = []
 
 
 def find() -> None:
-    """Fill `libraries` with the OpenBLAS copies in this process; the zygote calls this once."""
+    """Fill `libraries` with the OpenBLAS copies in this process. The zygote calls this once."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = {line.split(None, 5)[5].strip() for line in file if "openblas" in line}

@@ -1,4 +1,4 @@
-"""Reads and writes call files (function, arguments, cell sources); runs a cell as a function.
+"""Reads and writes call files (function, arguments, cell sources), and runs cells as functions.
 
 The caller pickles a function of an importable module by name. A rank then runs the function that its own import of the
 module defines. The caller pickles a function of `__main__`, a notebook or another function by value. The caller uses a
@@ -37,7 +37,7 @@ class FunctionMoved(ImportError):
 
 
 class _Reference(NamedTuple):
-    """The name of a function; `wrapped` counts the functions in its `__wrapped__` chain."""
+    """The name of a function. `wrapped` counts the functions in its `__wrapped__` chain."""
 
     module: str
     qualname: str
@@ -105,10 +105,10 @@ def load_call(path: str) -> RankCall:
 def distributed_cell(
     body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
 ) -> object:
-    """Run the code of a notebook cell as the notebook would; return the value of the expression `last`.
+    """Run the code of a notebook cell as the notebook would. Return the value of the expression `last`.
 
-    The names of the cell, `rank` and `world_size` join the globals of `notebook`. The caller pickles `notebook`, a
-    function, with these globals.
+    The function adds the names of the cell, `rank` and `world_size` to the globals of `notebook`. The caller pickles
+    `notebook`, a function, with these globals.
     """
     namespace = notebook.__globals__
     namespace.update(rank=rank, world_size=world_size)
@@ -171,7 +171,8 @@ def _resolve(reference: _Reference) -> Callable[..., object]:
         chain = _chain(_walk(module, reference.qualname))
     except AttributeError as error:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__"))) from error
-    # Count from the innermost function, because a decorator may wrap the function in only one of the two processes.
+    # Count from the innermost function, because a decorator may wrap the function in only the writing or only the
+    # reading process.
     if len(chain) <= reference.wrapped:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__")))
     return cast("Callable[..., object]", chain[-1 - reference.wrapped])

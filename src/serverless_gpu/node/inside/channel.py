@@ -1,6 +1,6 @@
 """Messages with descriptors over a Unix seqpacket socket: the transport between a node's processes.
 
-One message is one packet, so a reader never sees half a message. Several writers can share a socket without
+Each message is one packet, so a reader never receives half a message. Several writers can share a socket without
 interleaving their messages, as the ranks of a gang do. A body too large for a packet travels in a memfd. `receive`
 returns None when the peer has closed. The module uses only the standard library, because stem and ranks run it in the
 user's environment.
@@ -20,7 +20,7 @@ INLINE, MEMFD = b"I", b"M"
 
 
 class Channel:
-    """One end of a seqpacket pair; owns its connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket."""
+    """An end of a seqpacket pair, which owns its connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -35,7 +35,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one message; raise OSError when the peer is gone or the body is over the limit.
+        """Send one message. Raises OSError when the peer is gone or the body is over the limit.
 
         BlockingIOError means that the buffer of a non-blocking socket is full and the kernel sent nothing.
         """
@@ -98,7 +98,7 @@ class Channel:
 
 
 def pair() -> tuple[Channel, Channel]:
-    """Return the two connected channels of a new socket pair."""
+    """Return the connected channels of a new socket pair."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(left), Channel(right)
 

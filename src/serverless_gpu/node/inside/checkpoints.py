@@ -1,4 +1,4 @@
-"""Chooses the checkpoints to continue from: those of the newest earlier attempt that saved one.
+"""Chooses the checkpoints of the newest earlier attempt that saved a checkpoint, to continue from.
 
 <checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. The directory is empty or missing if attempt n stopped
 before it saved a checkpoint. Earlier attempts have certainly ended, so every rank finds the same directory. Several

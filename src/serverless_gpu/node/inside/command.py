@@ -3,7 +3,7 @@
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
       ◀── end of the program: same exit code, same signal ──┘
 
-The rank does not replace itself with the program by exec, because the shell of a script dies of SIGTERM at once. The
+The rank does not replace itself with the program by exec, because SIGTERM would kill the shell of a script at once. The
 program below the shell also gets the signal. The rank waits until that program has saved its state and has ended, for
 at most the run's grace period.
 
@@ -25,12 +25,12 @@ import types
 
 from . import checkpoints, protocol
 
-_LOOK_S = 0.02  # Seconds between two checks whether the signalled group has ended.
+_LOOK_S = 0.02  # Seconds between two checks for the end of the signalled process group.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
 def run(argv: list[str], report: protocol.Report) -> int:
-    """Run a program to its end; return its exit code, or end by the same signal."""
+    """Run a program to its end. Return its exit code, or end by the same signal."""
     earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
@@ -46,7 +46,7 @@ def run(argv: list[str], report: protocol.Report) -> int:
     relay.begin(child.pid)
     code = child.wait()
     if relay.asked:
-        # Wait until the process group is empty. The supervisor ends this wait after the run's grace period.
+        # Waits until the process group is empty. The supervisor ends the wait after the run's grace period.
         with contextlib.suppress(OSError):
             while True:
                 os.killpg(child.pid, 0)

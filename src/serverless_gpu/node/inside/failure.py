@@ -1,8 +1,8 @@
 """Describes a rank's exception, and pickles the exception if the caller can load the pickle.
 
 Failure cases: User code may fail while this module examines its exception (`__str__`, `__reduce__`, `__init__`,
-`__notes__`), even with `SystemExit`. The failure of such a method must not replace or hide the user's own error. This
-module then writes a shorter description and no pickle.
+`__notes__`), even with `SystemExit`. The failure of a user's method must not replace or hide the user's own error.
+After a failure of a user's method, this module writes a shorter description and no pickle.
 """
 
 from __future__ import annotations
@@ -172,14 +172,14 @@ def _traceback(error: BaseException) -> str:
 
 
 def leave_out_own_frames(error: traceback.TracebackException) -> None:
-    """Remove the package's frames before the first frame of user code; keep them if no frame follows."""
+    """Remove the package's frames before the first frame of user code. Keep them if no frame follows."""
     pending: list[traceback.TracebackException | None] = [error]
     while pending:
         told = pending.pop()
         if told is None:
             continue
         first = _first_foreign(told.stack)
-        if first < len(told.stack):  # An error without user frames keeps its frames.
+        if first < len(told.stack):  # An error without frames of user code keeps its frames.
             del told.stack[:first]
         pending += [told.__cause__, told.__context__, *(told.exceptions or [])]
 
@@ -198,7 +198,7 @@ def _first_foreign(stack: traceback.StackSummary) -> int:
 
 
 def _cut(text: str, size_max: int) -> str:
-    """Cut text to `size_max` bytes of UTF-8; leave out the middle and replace lone surrogates."""
+    """Cut text to `size_max` bytes of UTF-8. Leave out the middle and replace lone surrogates."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size_max:
         return data.decode("utf-8")
@@ -252,7 +252,7 @@ def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
-    """Return whether a missing module is `databricks.air`; Python may report only `databricks`."""
+    """Return whether a missing module is `databricks.air`. Python may report only `databricks`."""
     if "'databricks.air" in text:
         return True
     if "'databricks'" not in text:
@@ -298,9 +298,9 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
 def pickle_exception(error: BaseException) -> bytes | None:
     """Return `error` pickled, or None if the pickle does not load as the same exception.
 
-    This function loads the pickle once as a test. If Python cannot create the type from its `args`, the pickler omits
-    the constructors of the exception and of exceptions inside it. The result for a `BaseException` outside `Exception`
-    is None, because loading it would end the caller's process.
+    `pickle_exception` loads the pickle once as a test. If Python cannot create the type from its `args`, the pickler
+    omits the constructors of the exception and of exceptions inside it. The result for a `BaseException` outside
+    `Exception` is None, because loading it would end the caller's process.
     """
     if not isinstance(error, Exception):
         return None
@@ -316,7 +316,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(path: str) -> BaseException:
-    """Load an exception that `pickle_exception` wrote; raise any error of its classes."""
+    """Load an exception that `pickle_exception` wrote. Raises any error of its classes."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
@@ -359,7 +359,7 @@ def _set_bare_state(error: BaseException, state: dict[str, object]) -> None:
 
 
 def _is_same(one: object, other: object, depth: int = 0) -> bool:
-    """Return True if `other` can replace `one`; values compared by identity need only the same type."""
+    """Return True if `other` can replace `one`. Values compared by identity need only the same type."""
     if type(one) is not type(other) or depth > _COMPARE_DEPTH_MAX:
         return False
     if isinstance(one, BaseException) and isinstance(other, BaseException):

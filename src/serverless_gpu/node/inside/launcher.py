@@ -2,16 +2,16 @@
 
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
 
-An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the first line of the zygote. A process that
-has run no user code therefore sets up the containment. Orphans of the user's start-up code become children of the
-zygote. The launcher reads its plan from a memory file, because other processes can read its arguments and environment
-variables.
+An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the first line of the zygote. The launcher,
+which has run no user code, therefore sets up the containment. Orphans of the user's start-up code become children of
+the zygote. The launcher reads its plan from a memory file, because other processes can read its arguments and
+environment variables.
 
 Failure cases:
 
-* The kernel refuses a cgroup. The agent then kills the descendants of the zygote instead.
-* A zygote for several runs gets no user namespace. The agent then starts runs cold.
-* A mount fails or the interpreter is missing. The launcher ends with a traceback in the agent's log.
+* If the kernel refuses a cgroup, the agent later kills the descendants of the zygote instead.
+* If a zygote for several runs gets no user namespace, the agent starts runs cold.
+* If a mount fails or the interpreter is missing, the launcher ends with a traceback in the agent's log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .channel import Channel
 
 
 def main(plan_fd: int, channel_fd: int) -> None:
-    """Enter the containment of a zygote and execute the zygote; return only if it must not start.
+    """Enter the containment of a zygote and execute the zygote. Return only if it must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
     ``argv`` (the program first) and ``environ``. Raises OSError when a mount or the program fails.
@@ -48,7 +48,7 @@ def main(plan_fd: int, channel_fd: int) -> None:
 
 
 def enter_cgroups(cgroups: list[str]) -> list[str]:
-    """Move this process into cgroups; return the cgroups that the kernel accepted."""
+    """Move this process into cgroups. Return the cgroups that the kernel accepted."""
     entered: list[str] = []
     for path in cgroups:
         with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", "w", encoding="ascii") as file:

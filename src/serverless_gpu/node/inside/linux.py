@@ -3,9 +3,9 @@
 This module works on Linux only.
 
 Landlock (`keep_signals_in`) lets a rank signal only its own descendants. Without Landlock, `ray stop` in a rank would
-end every Ray process of the same user. Ray pools of several machines run as that user too. From Linux 6.12 on, Landlock
-confines signals and debuggers to a domain. SIGTERM from the supervisor, outside the domain, still arrives. Landlock
-does not restrict files, sockets or mounts here.
+end every Ray process of the same user. A Ray pool of several machines also runs as this user. From Linux 6.12 on,
+Landlock confines signals and debuggers to a domain. SIGTERM from the supervisor, outside the domain, still arrives.
+Landlock does not restrict files, sockets or mounts here.
 
     root                        enters the domain
     in a user namespace         enters the domain and gives up setuid programs, which have no effect there
@@ -48,14 +48,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent dies; exit if the parent has already died."""
+    """Make the kernel kill this process when its parent dies. Exit if the parent has already died."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies; exit if the parent has already died.
+    """Make the kernel kill this process when its parent dies. Exit if the parent has already died.
 
     `parent` is a pidfd, so the parent may be in another pid namespace.
     """
@@ -65,7 +65,7 @@ def die_with(parent: int) -> None:
 
 
 def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Wait until descriptors are readable or their peers have closed; return the ready descriptors.
+    """Wait until descriptors are readable or their peers have closed. Return the ready descriptors.
 
     `select` does not support descriptors above 1023, which a caller's process may have. A pidfd is readable once its
     process has ended. A `timeout_s` of None waits without a limit.
@@ -82,7 +82,7 @@ def become_subreaper() -> None:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread; raise OSError on failure.
+    """Send a signal to a process's main thread. Raises OSError on failure.
 
     A signal to the process could reach any of its threads.
     """
@@ -122,14 +122,14 @@ def set_name(name: str) -> None:
 
 
 def limit_harm() -> None:
-    """Disable core dumps and make this process the first OOM victim; children inherit both."""
+    """Disable core dumps and make this process the first OOM victim. Children inherit the settings."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     _change_oom_score(lambda score: min(1000, max(0, score) + _OOM_SCORE))
 
 
 def outlive_ranks() -> None:
-    """Make this process the last OOM victim where permitted; children inherit the score."""
+    """Make this process the last OOM victim where permitted. Children inherit the score."""
     _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
 
 
@@ -158,7 +158,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int) -> int:
-    """Send SIGKILL to every descendant of a process; return the number of descendants.
+    """Send SIGKILL to every descendant of a process. Return the number of descendants.
 
     A process may fork between the listing and the kill, so the caller repeats this call until it returns 0.
     """
@@ -193,7 +193,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def keep_signals_in() -> str:
-    """Confine signals of this process and its descendants; return "" or the reason of a failure."""
+    """Confine signals of this process and its descendants. Return "" or the reason of a failure."""
     why = landlock_refusal()
     if why:
         return why

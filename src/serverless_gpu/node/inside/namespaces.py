@@ -13,20 +13,20 @@ files, signals or mounts. Root maps all its ids and stays root inside the namesp
 gid. For these users, files of other owners show the overflow uid 65534, and setuid programs have no effect.
 
 Mounts: Only processes that are forked or executed after `enter_mounts` see the mounts. The mounts end with the last of
-these processes. A later `enter_mounts`, also in a child, can mount over the same place. A mount is a mapping decoded
-from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the names). The
-kernel accepts at most 4 KB of layer names for one overlay. Layer names are therefore short, and most layers are
+these processes. A later `enter_mounts`, also in a child, can mount over the same directory. A mount is a mapping
+decoded from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the names).
+The kernel accepts at most 4 KB of layer names for one overlay. Layer names are therefore short, and most layers are
 symbolic links.
 
 Failure cases: Functions raise an OSError that names the step and the path, or return the reason of a failure.
 
-* User namespaces are switched off (EPERM) or used up (ENOSPC).
+* User namespaces are disabled (EPERM) or their number is at the limit (ENOSPC).
 * The process has more than one thread (EINVAL).
-* A layer is gone (ENOENT).
+* A layer does not exist (ENOENT).
 * An overlay has too many layers (ENAMETOOLONG, raised before the system call).
 
-A failure can leave the process partly inside its namespaces. The process must then end, or use no file of the
-environment.
+A failure can leave the process partly inside its namespaces. After a partial failure, the process must end, or use no
+file of the environment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REASON_BYTES_MAX = 4096
 
 
 def become_member(parent: socket.socket) -> None:
-    """Move this process into its own user namespace; its parent must call `admit`.
+    """Move this process into its own user namespace. The parent process must call `admit`.
 
     Raises OSError when the kernel refuses, or when the parent refuses or ends.
     """
@@ -67,7 +67,7 @@ def become_member(parent: socket.socket) -> None:
 
 
 def admit(child: socket.socket, pid: int) -> str:
-    """Wait for a child in `become_member` and write its id maps; return "" or the reason of a failure."""
+    """Wait for a child in `become_member` and write its id maps. Return "" or the reason of a failure."""
     asked = child.recv(_REASON_BYTES_MAX)
     if asked != _DONE:
         return asked.decode("utf-8", "replace") or "the process ended while it created a user namespace"
@@ -80,7 +80,7 @@ def admit(child: socket.socket, pid: int) -> str:
 
 
 def enter_user_namespace() -> None:
-    """Move this process into its own user namespace; raise OSError on failure.
+    """Move this process into its own user namespace. Raises OSError on failure.
 
     A short-lived child writes the id maps.
     """
@@ -122,7 +122,7 @@ def probe_user_namespace() -> str:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability of this process in its user namespace; raise OSError on failure."""
+    """Drop every capability of this process in its user namespace. Raises OSError on failure."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
@@ -168,7 +168,7 @@ Mount = Mapping[str, object]
 
 
 def enter_mounts(mounts: Sequence[Mount]) -> None:
-    """Mount overlays, outer overlays first, for this process and its descendants; raise OSError.
+    """Mount overlays, outer overlays first, for this process and its descendants. Raises OSError.
 
     Root needs no user namespace and keeps its rights. Root of a container without CAP_SYS_ADMIN gets a user namespace
     that keeps every id. Other users keep their ids and gain no rights. The current directory does not change.
@@ -206,7 +206,7 @@ def unshare_namespaces(flags: int) -> None:
 
 
 def mount_proc() -> None:
-    """Mount the /proc of this pid namespace for this process and its descendants; drop capabilities.
+    """Mount the /proc of this pid namespace for this process and its descendants. Drop capabilities.
 
     Raises OSError when the kernel refuses. The kernel refuses the mount where parts of the existing /proc are hidden,
     as in most containers.
@@ -221,7 +221,7 @@ def mount_proc() -> None:
 
 
 def probe_mounts(directory: str = "") -> str:
-    """Return "", or the reason why this process cannot mount overlays; leave no files behind.
+    """Return "", or the reason why this process cannot mount overlays. Leave no files behind.
 
     `directory` is on the file system to test; "" selects the file system of temporary files.
     """

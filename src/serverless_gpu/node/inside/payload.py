@@ -1,4 +1,4 @@
-"""Reads and writes files of pickled Python values; no other module unpickles.
+"""Reads and writes files of pickled Python values. No other module unpickles.
 
 A file holds a magic string, one JSON line, the pickle stream and the out-of-band buffers. The JSON line is `{python,
 cloudpickle, stream, buffers}`, where `stream` and `buffers` are sizes in bytes. Each buffer starts at the next multiple
@@ -6,14 +6,14 @@ of 64. Arrays and CPU tensors are buffers. `dump` writes buffers from their own 
 pages, so neither side copies the buffers.
 
 The writer and the reader of a pickle may import this package under different names. Each process therefore has one
-vendored cloudpickle module, `_sgpu_cloudpickle`, and pickle streams use this name. Functions of this package that a
-stream refers to are `portable`. These functions belong to the module `_sgpu_portable`, independent of the import name
-of this package.
+vendored cloudpickle module, `_sgpu_cloudpickle`. Pickle streams refer to cloudpickle by this name. Functions of this
+package that a stream refers to are `portable`. Portable functions belong to the module `_sgpu_portable`, independent of
+the import name of this package.
 
 Failure cases:
 
 * Another Python or cloudpickle wrote the file (`PayloadMismatch`).
-* The value is over the limit (`PayloadTooLarge`), and nothing was written.
+* The value is over the limit (`PayloadTooLarge`), and `dump` wrote nothing.
 * The file is cut short or not a payload (`PayloadDamaged`).
 * The disk is full (`PayloadNotWritten`), and no file remains.
 
@@ -61,8 +61,8 @@ _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
 # `_setup_devices` is a cached property that creates the entries of `_OF_ONE_PROCESS`.
 _set_up = operator.attrgetter("_setup_devices")
 _late: list[weakref.ref[object]] = []
-# Attributes of `TrainingArguments` that identify the process that created them. Other processes must not
-# use these attributes.
+# Attributes of `TrainingArguments` that identify the process that created them. Other processes must not use these
+# attributes.
 _OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
 
 
@@ -83,7 +83,10 @@ class PayloadTooLarge(PayloadError):
 
 
 class PayloadNotWritten(PayloadError, OSError):
-    """The file could not be written and no part of it remains; has the operating system's errno."""
+    """The file could not be written and no part of the file remains.
+
+    The exception has the operating system's errno.
+    """
 
 
 class PayloadMismatch(PayloadError):
@@ -171,7 +174,7 @@ class _Device(Protocol):
 
 
 class _UntypedStorage(Protocol):
-    """The part of `torch.UntypedStorage` that this module uses; torch may not be installed."""
+    """The part of `torch.UntypedStorage` that this module uses. torch may not be installed."""
 
     device: _Device
 
@@ -198,7 +201,7 @@ def portable(function: _F) -> _F:
 
 
 def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer | None = None) -> int:
-    """Write `value` to `path`, whole or not at all; return the size of the file in bytes.
+    """Write `value` to `path`, whole or not at all. Return the size of the file in bytes.
 
     Raises PayloadTooLarge before writing anything, or PayloadNotWritten, an `OSError`.
     """
@@ -208,7 +211,7 @@ def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer
 
 
 def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = None) -> bytes:
-    """Return `value` as bytes in the file format; meant for small values, because it copies them.
+    """Return `value` as bytes in the file format. Suitable only for small values, because it copies them.
 
     The pickler asks `reducer` first for each object, as it asks `reducer_override` of the standard pickler.
     """
@@ -223,7 +226,7 @@ def measure(value: object, reducer: Reducer | None = None) -> int:
 
 
 class _Sink:
-    """Collects the pickler's output as references, not copies; beyond the limit, only counts bytes."""
+    """Collects the pickler's output as references, not copies. Beyond the limit, only counts bytes."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -238,7 +241,7 @@ class _Sink:
         return view.nbytes
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Store a buffer out of band; return True if the pickler must store the buffer in the stream."""
+        """Store a buffer out of band. Return True if the pickler must store the buffer in the stream."""
         view = buffer.raw()  # The pickler itself refuses a buffer with gaps.
         if view.nbytes < _BUFFER_SIZE_MIN:
             return True
@@ -298,9 +301,10 @@ class _Pickler(_CloudPickler):
 
 
 def _with_slots(kind: type, reduced: Reduced) -> Reduced:
-    """Keep the slots of a class that is pickled by value; cloudpickle adds them only as an attribute.
+    """Keep the slots of a class that is pickled by value. cloudpickle adds them only as an attribute.
 
-    Without this, instances in the rank would also have a dictionary, and the caller could not load returned instances.
+    Without the slots, instances in the rank would also have a dictionary. The caller could then not load returned
+    instances.
     """
     slots = kind.__dict__.get("__slots__")
     if not isinstance(slots, (str, tuple, list, dict)):  # The class has no slots, or an exhausted iterator of slots.
@@ -412,7 +416,7 @@ def _serialise(value: object, limit: int | None, reducer: Reducer | None = None)
 
 
 def write_whole(path: str, parts: Sequence[memoryview]) -> None:
-    """Create or replace the file at `path`, whole or not at all; raise `PayloadNotWritten`."""
+    """Create or replace the file at `path`, whole or not at all. Raises `PayloadNotWritten`."""
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -475,9 +479,9 @@ def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -
 
 
 def join_late() -> bool:
-    """Make the call's `TrainingArguments` join the process group; return whether there are any.
+    """Make the call's `TrainingArguments` join the process group. Return True if there are any.
 
-    transformers joins the process group when it creates the arguments, and a Trainer relies on that.
+    transformers joins the process group when it creates the arguments. A Trainer relies on the process group.
     """
     made = [value for value in (reference() for reference in _late) if value is not None]
     _late.clear()
@@ -489,8 +493,8 @@ def join_late() -> bool:
 class _LateState:
     """Stands in for `TrainingArguments.distributed_state` until transformers sets it on the instance.
 
-    transformers sets this attribute together with the device, on the first read of the device. This descriptor
-    therefore reads the device.
+    transformers sets this attribute together with the device, on the first read of the device. The descriptor of
+    `_LateState` therefore reads the device.
     """
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
@@ -505,7 +509,7 @@ class _LateState:
 
 
 def load(path: str) -> object:
-    """Return the value in the file at `path`; raise PayloadMismatch, PayloadDamaged or OSError.
+    """Return the value in the file at `path`. Raises PayloadMismatch, PayloadDamaged or OSError.
 
     Arrays and tensors of the value are pages of a private mapping of the file. The pages are writable, and the kernel
     copies a page on its first write. The pages remain valid while they are in use, even after the file is removed.
@@ -584,7 +588,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         if module_name == _CLOUDPICKLE_NAME and global_name == "_class_setstate":
-            # Do not return a bound method: the memo would keep this unpickler and all loaded values.
+            # Does not return a bound method, because the memo would keep this unpickler and all loaded values alive.
             return partial(_set_class_state, self._known)
         if module_name == "torch._utils" and global_name == "_rebuild_tensor_v3":
             return _rebuild_tensor_v3

@@ -1,18 +1,19 @@
-"""Joins and leaves torch's process group around a rank's function; detects ranks that train alone.
+"""Joins and leaves torch's process group around a rank's function. Detects ranks that train alone.
 
-    pass_gate() ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ others have returned ──▶ leave()
+    pass_gate() ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ peers have returned ──▶ leave()
                     init="nccl" or "gloo" only     trained_alone()
 
-The gate prevents a retry in torch. In `init_process_group`, rank 0 listens on MASTER_PORT and the other ranks connect
-to it. torch retries a refused connection only after about half a second. Without the gate, one launch in fifty took 500
-ms instead of 30 ms. The node's other ranks therefore wait at a pipe until rank 0 has entered. They then wait until the
-port listens, at most 20 ms. Ranks on other nodes cannot check the port and wait only at the pipe.
+The gate prevents a retry in torch. In `init_process_group`, rank 0 listens on MASTER_PORT. The other ranks connect to
+rank 0. torch retries a refused connection only after about half a second. Without the gate, 2 % of the launches took
+500 ms instead of 30 ms. The node's other ranks therefore wait at a pipe until rank 0 has entered the function. The
+other ranks then wait until rank 0 listens on the port, at most 20 ms. Ranks on other nodes cannot check the port and
+wait only at the pipe.
 
 Failure cases:
 
-* torch is not installed. The ImportError gets a note.
-* The function destroys the group itself. `leave` then does nothing.
-* The function fails. The group stays, because peers may be in a collective and the process ends anyway.
+* If torch is not installed, the ImportError gets a note.
+* If the function destroys the process group itself, `leave` does nothing.
+* If the function fails, the process group stays, because peers may be in a collective and the process ends anyway.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "h
 
 
 def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
-    """Wait until this rank may enter the function; `has_store` means that rank 0 is on this node.
+    """Wait until this rank may enter the function.
 
-    `gate` is a pipe. The node's first rank has the writing end, and the other ranks have the reading end. A `gate` of
-    None means no wait.
+    `has_store` means that rank 0 is on this node. `gate` is a pipe. The node's first rank has the writing end, and the
+    other ranks have the reading end. A `gate` of None means no wait.
     """
     if gate is None:
         return
@@ -58,7 +59,7 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
 
 
 def _listening(port: int) -> bool:
-    """Return True if a process listens on a port; a test connection would disturb torch's store.
+    """Return True if a process listens on a port. A test connection would disturb torch's store.
 
     The supervisor keeps the port bound. With SO_REUSEADDR, a process can bind the port again while no process listens
     on it.
@@ -74,7 +75,7 @@ def _listening(port: int) -> bool:
 
 
 def join() -> bool:
-    """Join the process group that the call requests; return True if this function created the group."""
+    """Join the process group that the call requests. Return True if this function created the group."""
     backend = os.environ.get(PROCESS_GROUP_VARIABLE)
     if not backend:
         return False
@@ -97,7 +98,7 @@ def leave() -> None:
     """Destroy the process group, unless the user's function has already destroyed the group."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        with contextlib.suppress(Exception):  # The result is stored, so a lost peer changes nothing.
+        with contextlib.suppress(Exception):  # The result is stored, so a lost peer does not change the outcome.
             dist.destroy_process_group()
 
 

@@ -29,8 +29,9 @@
                        {"event": "say", "rank": n, "at": ns, "text": …, "note": bool}
                                                                        for attached clients and the receipt
 
-`at` is CLOCK_BOOTTIME in nanoseconds; all processes of a node share that clock. Each side sends its protocol version
-first. A side refuses a peer with an unknown version, because agent and runtime may come from different installations.
+`at` is CLOCK_BOOTTIME in nanoseconds. All processes of a node share this clock. Each peer sends its protocol version
+first. Each peer refuses an unknown protocol version of the other peer, because agent and runtime may come from
+different installations.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ UNSTORED = ("pkl", "json")
 UNSTORED_BYTES_MAX = 48 << 10
 
 UNSHARED = "this node cannot give each run its own user namespace, so runs do not share an interpreter"
-"""Reason for cold starts of a server's runs on a node; the kernel's error follows in parentheses."""
+"""Reason for cold starts of a server's runs on a node.
+
+The kernel's error follows in parentheses.
+"""
 
 _INTEGER_MAX = 2**63 - 1
 _SHOWN_MAX = 100
@@ -79,7 +83,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Decode a message; raise ValueError unless the bytes hold a JSON object."""
+    """Decode a message. Raises ValueError unless the bytes hold a JSON object."""
     try:
         message = json.loads(body)
     except RecursionError:

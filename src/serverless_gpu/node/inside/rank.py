@@ -9,12 +9,12 @@ A rank with a program runs the program instead (`command.py`). A rank with a Ray
 which is the cluster's driver (`raycluster/task.py`).
 
 The rank stores an outcome durably in the run directory before it reports the outcome. A supervisor that receives
-`returned` therefore finds the whole file. The rank then ends as a Python process does (threads joined, `atexit` run),
-but does not tear down the interpreter. SIGTERM keeps its default action until user code registers for the checkpoint
-contract (`serverless_gpu/runtime.py`). A Python-level handler would not run inside a blocked collective.
+`returned` therefore finds the whole result file. The rank then ends as a Python process does (threads joined, `atexit`
+run), but does not tear down the interpreter. SIGTERM keeps its default action until user code registers for the
+checkpoint contract (`serverless_gpu/runtime.py`). A Python-level handler would not run inside a blocked collective.
 
-Failure cases: A result that cannot be pickled, is over the limit or does not fit on the disk has its own failure kind.
-The failure record then says that the user's function finished.
+Failure cases: A result that cannot be pickled, is over the size limit or does not fit on the disk has its own failure
+kind. The failure record then states that the user's function finished.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from .raycluster import task
 from .raycluster.share import read_share
 
 _STAY_S = 5.0  # Seconds that a rank other than 0 waits for its peers after its function has returned.
-# Seconds for the last metric points of a failed rank; the supervisor learns of the failure only afterwards.
+# Seconds for the last metric points of a failed rank. The supervisor receives the failure only afterwards.
 _SETTLE_FAILED_S = 1.0
 _SPARE = 4  # Descriptors that the rank reserves for the files of its outcome.
 _spare: list[int] = []
@@ -96,7 +96,7 @@ class RankOutput(NamedTuple):
 
 
 def main(channel: Channel, events: Channel) -> int:
-    """Run one rank in a process forked from the stem; return the exit code.
+    """Run one rank in a process forked from the stem. Return the exit code.
 
     The rank stands by until the stem sends a message on `channel`. The stem closes `channel` if it does not need this
     rank. `events` leads to the supervisor.
@@ -132,7 +132,7 @@ def main(channel: Channel, events: Channel) -> int:
         linux.keep_signals_in()  # `sgpu doctor` reports nodes that cannot confine signals.
 
     def report(event: protocol.Message) -> None:
-        with contextlib.suppress(OSError):  # The supervisor is gone, and the stem ends this rank.
+        with contextlib.suppress(OSError):  # The supervisor has ended, and the stem ends this rank.
             events.send(protocol.encode({"at": protocol.now_ns(), **event, "rank": place.rank}))
 
     with _stack_on_signal(place):
@@ -162,8 +162,8 @@ def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], in
 def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callable[[protocol.Report], int]:
     """Return the call for a driver, a fork of the rank, where libraries may start threads.
 
-    The kernel gives no user namespace to a process with threads. A fork of such a process would wait for threads that
-    it does not have.
+    The kernel gives no user namespace to a process with threads. A fork of a process with threads would wait for
+    threads that the fork does not have.
     """
 
     def drive(report: protocol.Report) -> int:
@@ -188,7 +188,7 @@ def _node_task(
 
 
 def execute(place: RankOutput, report: protocol.Report) -> int:
-    """Load the call, run it, store the outcome; return the exit code for that outcome."""
+    """Load the call, run it, store the outcome. Return the exit code for that outcome."""
     report({"event": "exec", "stack": place.stack})
     process, joined, made_group = os.getpid(), False, False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
@@ -230,7 +230,7 @@ def _free_spare() -> None:
 
 
 def _leave_if_forked(process: int, code: int) -> None:
-    """End a child that user code forked; only its parent reports the outcome."""
+    """End a child that user code forked. Only its parent reports the outcome."""
     if os.getpid() != process:
         os._exit(code)
 
@@ -256,8 +256,8 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         if place.release is not None:
             # Peers may still communicate with this rank or wait for its end, so the wait is bounded. All ranks depend
-            # on rank 0 and its store. Rank 0 therefore waits until the last rank has returned, also on several nodes.
-            # A user's signal handler may raise here, after the rank has stored the outcome.
+            # on rank 0 and its store. Rank 0 therefore waits until the last rank has returned, also on several nodes. A
+            # user's signal handler may raise an exception here, after the rank has stored the outcome.
             with contextlib.suppress(BaseException):
                 select.select([place.release], [], [], _STAY_S if place.rank else None)
         return 0
@@ -265,7 +265,7 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
 
 
 def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **extra: object) -> int:
-    """Store and report a failure; return the exit code."""
+    """Store and report a failure. Return the exit code."""
     tell_of_copies(error, place.copies)
     record = describe(error)
     record.update({f"value_{key}" if key in ("type", "repr") else key: value for key, value in extra.items()})
@@ -275,7 +275,7 @@ def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **ex
 def _store_failure(
     place: RankOutput, record: protocol.Message, error: BaseException | None, report: protocol.Report
 ) -> int:
-    """Store and report a failure in place of an earlier one; return the exit code."""
+    """Store and report a failure in place of an earlier failure. Return the exit code."""
     record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))
     with contextlib.suppress(OSError):
@@ -295,7 +295,7 @@ def _store_failure(
 
 
 def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
-    """Write a file, or put its data into `unstored` for the report; return True if either worked."""
+    """Write a file, or add its data to `unstored` for the report. Return True if the data is stored."""
     try:
         write_whole(path, [memoryview(data)])
     except PayloadNotWritten:
@@ -338,13 +338,14 @@ def _take_output(stdout: int, stderr: int) -> None:
 
 
 def _offer_stacks() -> int:
-    """Make two signals write this process's Python stack to a memfd; return the memfd, or -1.
+    """Make two signals write this process's Python stack to a memfd. Return the memfd, or -1.
 
     While the main thread runs Python, a Python handler answers. While the main thread is in a call, such as a blocked
     collective, only faulthandler (C) can answer. The supervisor uses faulthandler only if the Python handler does not
-    answer, because faulthandler may read frames while Python changes them. Such reads have crashed Python 3.11 with
-    SIGSEGV. Both handlers write only the stack of the main thread. After a handler returns, the kernel continues most
-    interrupted calls. Python itself repeats poll, select, nanosleep and similar calls, but not `signal.pause()`.
+    answer, because faulthandler may read frames while Python changes them. Reads of changing frames have crashed Python
+    3.11 with SIGSEGV. The Python handler and faulthandler write only the stack of the main thread. After a handler
+    returns, the kernel continues most interrupted calls. Python itself repeats poll, select, nanosleep and similar
+    calls, but not `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
@@ -379,7 +380,7 @@ def _written(frame: types.FrameType | None) -> bytes:
 
 @contextlib.contextmanager
 def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the stub's generator type would require an import of typing at run time
-    """Write the Python stack to a file if a signal ends this rank; otherwise remove the file."""
+    """Write the Python stack to a file if a signal ends this rank. Otherwise remove the file."""
     path = os.path.join(place.directory, "failures", f"{place.rank}.stack")
     try:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps the descriptor until the process ends
@@ -395,12 +396,12 @@ def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the 
 
 
 def _take_context(message: protocol.Message) -> None:
-    """Apply the caller's context to this process; raise OSError when the working directory is gone."""
+    """Apply the caller's context to this process. Raises OSError when the working directory is gone."""
     os.environ.clear()
     os.environ.update(_environment(message))
     time.tzset()
     before = locale.setlocale(locale.LC_CTYPE)
-    with contextlib.suppress(locale.Error):  # This machine lacks the caller's locale.
+    with contextlib.suppress(locale.Error):  # The node lacks the caller's locale.
         if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python itself replaces these locales with UTF-8.
             locale.setlocale(locale.LC_CTYPE, before)
     os.umask(protocol.integer(message, "umask"))

@@ -12,10 +12,10 @@ from .rank import RankOutput, execute
 
 
 def main(directory: str, *, world_size: int) -> int:
-    """Run the call of a run directory as the rank that the environment names; return its exit code.
+    """Run the call of a run directory as the rank that the environment names. Return its exit code.
 
     The rank writes nothing to the directory. `world_size` is the number of ranks of the original run. If WORLD_SIZE
-    differs, rank 0 reports this on stderr, and the ranks use WORLD_SIZE.
+    differs, rank 0 reports the difference on stderr and the ranks use WORLD_SIZE.
     """
     rank = int(os.environ.get("RANK", "0"))
     here = int(os.environ.get("WORLD_SIZE", "1"))

@@ -6,18 +6,18 @@
 
 The stem moves into its own cgroup while it stands by, because the move takes 5-20 ms. The stem is the subreaper of its
 ranks. The kernel therefore makes every orphaned descendant a child of the stem, even after a double fork, `setsid` or
-an emptied environment. Such orphans end with the run. The stem also forks as many standby ranks as the last run had
-ranks. Without standby, the fork and its page faults would cost a rank 5-10 ms. When the work arrives, the stem forks
-the missing ranks and ends surplus ranks.
+an emptied environment. Orphaned descendants therefore end with the run. The stem also forks as many standby ranks as
+the last run had ranks. Without standby, the fork and its page faults would cost a rank 5-10 ms. When the work arrives,
+the stem forks the missing ranks and ends surplus ranks.
 
 Failure cases:
 
-* The supervisor dies (end of file). The stem ends all descendants, removes the directory of the run's Ray cluster and
-  exits.
-* A rank dies. The stem reports the wait status as soon as it reaps the rank.
-* The stem cannot mount the environment. The stem reports the problem and exits.
-* The stem dies. The kernel ends the ranks (PR_SET_PDEATHSIG), and the supervisor ends their children by emptying the
-  cgroup.
+* If the supervisor dies (end of file), the stem ends all descendants. The stem then removes the directory of the run's
+  Ray cluster and exits.
+* If a rank dies, the stem reports the wait status as soon as it reaps the rank.
+* If the stem cannot mount the environment, the stem reports the problem and exits.
+* If the stem dies, the kernel ends the ranks (PR_SET_PDEATHSIG). The supervisor ends the ranks' children by emptying
+  the cgroup.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Work(NamedTuple):
 
 
 def main(channel: Channel, request: protocol.Message, zygote: socket.socket | None = None) -> NoReturn:
-    """Stand by, run one attempt and end; never return into the zygote's code.
+    """Stand by, run one attempt and end. Never return into the zygote's code.
 
     `channel` leads first to the agent and then to a supervisor. `request` names the cgroups to enter, the number of
     ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the stem's own
@@ -90,7 +90,7 @@ class _Stem:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
-        """Mount another environment over the zygote's, for this process and its forks; report a failure."""
+        """Mount another environment over the zygote's, for this process and its forks. Report a failure."""
         if not isinstance(plan, list) or not plan:
             return True
         try:
@@ -159,9 +159,9 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Send each rank its number; the other ranks wait until the first rank has entered the function."""
+        """Send each rank its number. The other ranks wait until the first rank has entered the function."""
         while len(self.children) < len(self.work):
-            # Fork before creating the pipes, so that no rank inherits an end that another rank receives.
+            # Forks before creating the pipes, so that no rank inherits an end of a pipe that another rank receives.
             self.children.append(self._fork())
         gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
         release_read, self.release = os.pipe2(os.O_CLOEXEC)
@@ -210,7 +210,8 @@ class _Stem:
         # Ranks in this table are not reaped, so the kernel has not reused their pids.
         for pid, rank_number in self.ranks.items():
             if isinstance(ranks, list) and rank_number in ranks:
-                # Only the main thread answers with the right stack. Another thread would write its own stack or none.
+                # Only the main thread of a rank answers the signal with the right stack. Another thread would write its
+                # own stack or none.
                 send = linux.signal_main_thread if number in protocol.LOOK_SIGNALS else os.kill
                 with contextlib.suppress(ProcessLookupError):
                     send(pid, number)
@@ -232,7 +233,7 @@ class _Stem:
                     self._say(event)
 
     def _empty(self) -> bool:
-        """End and reap every descendant; return True when the kernel reports no remaining child."""
+        """End and reap every descendant. Return True when the kernel reports no remaining child."""
         pause = select.poll()
         for _ in range(_EMPTYING_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -245,6 +246,6 @@ class _Stem:
         return False
 
     def _say(self, event: protocol.Message) -> None:
-        # The supervisor may be gone. The main loop notices the closed channel.
+        # The supervisor may have ended. The main loop detects the closed channel.
         with contextlib.suppress(OSError):
             self.channel.send(protocol.encode(event))

@@ -3,7 +3,7 @@
     agent ◀── channel ──▶ zygote (torch imported, no CUDA, one thread)
                              └─ fork ─▶ stem ─ fork ─▶ ranks
 
-A fork saves the import of torch: `import torch` takes a second, and a fork of a process with torch takes 3 ms. The
+A fork saves the import of torch. `import torch` takes a second, while a fork of a process with torch takes 3 ms. The
 zygote follows these rules, which make the fork safe:
 
 * **The zygote never runs a parallel region.** The thread pool of the OpenMP runtime does not survive a fork. A child
@@ -20,17 +20,17 @@ Where a server has several principals, each stem has its own user namespace. A r
 zygote, from which later ranks are forked.
 
 After its first run has ended, an idle zygote moves its memory into huge pages, one at a time. A fork then copies one
-page-table entry instead of 512. Cold starts do not wait for this work. Memory stays in small pages before Linux 6.1,
-where memory is fragmented, or where transparent huge pages are forbidden.
+page-table entry instead of 512. Cold starts do not wait for the move to huge pages. Memory stays in small pages before
+Linux 6.1, where memory is fragmented, or where transparent huge pages are forbidden.
 
 The zygote ends when the agent closes its end of the channel. Forked stems continue and depend only on their
 supervisors. The agent ends all other remaining descendants of the zygote (`node/agent/zygotes.py`).
 
 Failure cases:
 
-* A module cannot be imported, the trial fork leaves threads or processes, or a stem gets no user namespace. The zygote
-  reports each case, and the agent then starts runs cold.
-* The agent has another protocol version. The zygote ends with exit code 4.
+* If a module cannot be imported, or the trial fork leaves threads or processes, the zygote reports the problem. The
+  zygote also reports a stem without a user namespace. The agent then starts runs cold.
+* If the agent has another protocol version, the zygote ends with exit code 4.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     for finalizer in list(getattr(weakref.finalize, "_registry", {})):
         # The zygote owns these objects. torch's finalizers would cost each rank 25 ms at exit.
         finalizer.atexit = False
-    # Each rank clears the importer cache too. Clearing the cache here copies no page, but a rank that clears a full
+    # Each rank also clears the importer cache. Clearing the cache here copies no page, but a rank that clears a full
     # cache would copy a thousand pages.
     sys.path_importer_cache.clear()
     gc.enable()
@@ -113,7 +113,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
 
 
 def _preload(names: list[str]) -> str:
-    """Import the installed modules of `names`; return the reason of a failure, or ""."""
+    """Import the installed modules of `names`. Return the reason of a failure, or ""."""
     for name in names:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             continue
@@ -154,7 +154,8 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "hold":
-        # The agent keeps an environment while a process holds this descriptor. Stems inherit the descriptor.
+        # The agent keeps an environment on the disk while a process holds this descriptor. Stems inherit the
+        # descriptor.
         return True
     if request.get("op") == "stem":
         _fork_stem(channel, request, own_fds)
@@ -229,6 +230,6 @@ def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
 
 
 def collapse_huge_page(address: int) -> bool:
-    """Move one range into a huge page; return True if the kernel did."""
+    """Move one range into a huge page. Return True if the kernel did."""
     libc = ctypes.CDLL(None)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)

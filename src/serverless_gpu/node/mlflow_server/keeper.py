@@ -5,27 +5,27 @@
       └── pause ◀── server ended, or silent for two minutes ◀──────────────────┘ checked every 30 s
     SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and all descendants
 
-A server is in use while clients touch its `used` file. An open connection also counts as use, such as a browser that
-shows a page.
+An MLflow server is in use while clients touch its `used` file. An open connection also counts as use, such as a browser
+that shows a page.
 
 Failure cases:
 
 If MLflow is missing, incomplete, or its database has another version, the keeper records one message and exits. After a
-pause, the next request starts another keeper. A keeper with an owner, or whose server has answered before, retries by
-itself.
+pause, the next request starts another keeper. A keeper with an owner, or with a server that has answered before,
+retries by itself.
 
-If the server dies or hangs, the keeper starts it again on the same port, with exponential backoff.
+If the server dies or hangs, the keeper starts the server again on the same port, with exponential backoff.
 
 If the keeper is killed, the kernel ends the server. The next keeper ends the server's remaining children.
 
-If another process has taken the server's last port, the keeper chooses another port and reports it. Old links then
-break.
+If another process has taken the server's last port, the keeper chooses another port and reports the port. Links with
+the old port then break.
 
-If the disk is full, the record is out of date, and readers treat the keeper as one without a report.
+If the disk is full, the keeper's record is out of date. Readers then behave as if the keeper had not reported yet.
 
-The server is `mlflow server` in the caller's interpreter. MLflow's command imports everything and starts a second
-process, which imports everything again. Each process needs 260 MB. The keeper's program becomes the second process
-itself, if MLflow still starts that process in the known way. The kernel ends the server when the keeper exits.
+The server is `mlflow server` in the caller's interpreter. MLflow's command imports all of MLflow and starts a second
+process, which repeats the imports. Each process needs 260 MB. The keeper's program becomes the second process itself,
+if the MLflow version starts the second process in the known way. The kernel ends the server when the keeper exits.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _LAST_WORDS_BYTES = 16_000
 class KeeperLimits(NamedTuple):
     """Time limits of a keeper, in seconds."""
 
-    # Seconds until a server must answer; a busy machine may need a minute, an idle machine five seconds.
+    # Seconds until a server must answer. A busy machine may need a minute, an idle machine five seconds.
     start_s: float = 180.0
     watch_s: float = 30.0  # Seconds between two checks of a running server.
     answer_s: float = 5.0  # Timeout of one answer.
@@ -113,7 +113,7 @@ class MlflowChild(NamedTuple):
 
 
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
-    """Keep a server running until no client needs it; arguments as for `start_keeper`."""
+    """Keep a server running until no client needs it. The arguments are those of `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = ServerStart(python, {**os.environ, **environ}, named)
     keep(open_place(Path(directory)), starting, owner=owner)
@@ -135,7 +135,10 @@ def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: 
 
 
 class MlflowKeeper:
-    """A server and its keeper; end of file on `owner` (-1: none) ends the server."""
+    """A server and its keeper.
+
+    End of file on `owner` (-1: none) ends the server.
+    """
 
     def __init__(self, place: ServerFiles, starting: ServerStart, *, owner: int, limits: KeeperLimits) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
@@ -184,7 +187,10 @@ class MlflowKeeper:
                     return
 
     def _once(self) -> tuple[End, float | None]:
-        """Run the server once; return why it ended, and for how many seconds it answered (None: never)."""
+        """Run the server once.
+
+        Return why it ended, and for how many seconds it answered (None: never).
+        """
         self._note(stage="starting", server=0)
         child = self._start()
         if child is None:
@@ -232,7 +238,7 @@ class MlflowKeeper:
             return None
 
     def _until_ready(self, child: MlflowChild) -> End | None:
-        """Wait until the server answers; return None then, else the reason why the wait ended."""
+        """Wait until the server answers. Return None, or the reason why the wait ended early."""
         deadline_ns = self._clock.boottime_ns() + int(self._limits.start_s * 1e9)
         while self._clock.boottime_ns() < deadline_ns:
             if self._get("/health") is not None:
@@ -248,7 +254,7 @@ class MlflowKeeper:
         return End.SILENT
 
     def _watch(self, child: MlflowChild) -> End:
-        """Check the server periodically; return why the keeper no longer watches the server."""
+        """Check the server periodically. Return why the keeper no longer watches the server."""
         silent = 0
         while True:
             end = self._wait(self._limits.watch_s, child)
@@ -278,7 +284,7 @@ class MlflowKeeper:
         os.close(child.pidfd)
 
     def _wait(self, seconds: float, child: MlflowChild | None = None) -> End | None:
-        """Wait up to `seconds`; return the event that ended the wait, or None."""
+        """Wait up to `seconds`. Return the event that ended the wait, or None."""
         fds = [self._wake, *((child.pidfd,) if child else ()), *((self._owner,) if self._owner >= 0 else ())]
         deadline_ns = self._clock.boottime_ns() + int(seconds * 1e9)
         while True:
@@ -353,7 +359,7 @@ class MlflowKeeper:
             with contextlib.suppress(OSError):
                 is_its = os.getsid(pid) == before.server
                 if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
-                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # SIGKILL also releases the port.
+                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # SIGKILL also frees the port.
 
 
 def has_connection(port: int) -> bool:
@@ -397,7 +403,10 @@ _HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def server_program(parent: int, port: int) -> str:
-    """Return the program for `python -c`; `parent` is the pid of the keeper."""
+    """Return the program for `python -c`.
+
+    `parent` is the pid of the keeper.
+    """
     return _PROGRAM.format(parent=parent, host=HOST, port=port)
 
 

@@ -1,9 +1,9 @@
-"""MLflow servers of a home: starts, queries and ends them; their files, ports, stores and failures.
+"""Starts, queries and ends the MLflow servers of a home, and defines their files.
 
     ensure_server ──▶ lock held     ─▶ the record of its keeper
-                      free          ─▶ start a keeper (a few milliseconds; the lock decides between two)
+                      free          ─▶ start a keeper (a few milliseconds; the lock admits one keeper)
                       failed lately ─▶ the problem, until the pause ends: 5 s, 10 s, … 10 min
-    stop_server ────▶ SIGTERM to the keeper, which ends the server; after a timeout SIGKILL, and the kernel ends it
+    stop_server ────▶ SIGTERM to the keeper, which ends the server; after a timeout SIGKILL
 
     $SERVERLESS_GPU_HOME/mlflow/<key>/     key: "default", or the key of a caller's own store
     ├── server.json     the keeper's record of its server; 0600
@@ -15,11 +15,11 @@
 
 The monitor, `sgpu mlflow` and the server call this module. No function waits for MLflow, which takes seconds to start.
 A server keeps its port over restarts, so that links stay valid. The first port is computed from the directory's name.
-The port is therefore the same if `server.json` is lost, and it is below the kernel's ephemeral ports.
+The port is therefore the same if `server.json` is lost. The port is below the kernel's ephemeral ports.
 
-Failure cases: If the keeper cannot start, or no file can be written, the result contains a problem; no exception is
-raised. A keeper on another machine may hold the lock of a home on a network file system. The result then reports that,
-and no server starts. Two servers would write to one database.
+Failure cases: If the keeper cannot start, or no file can be written, the result contains a problem. The functions raise
+no exception then. A keeper on another machine may hold the lock of a home on a network file system. The result then
+reports the other machine, and no server starts. Otherwise, two MLflow servers would write to one database.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class MlflowServer(NamedTuple):
 def ensure_server(
     home: Home, python: str, store: str = "", *, environ: Mapping[str, str] | None = None, now: bool = False
 ) -> Serving:
-    """Start a server for a store if needed, and mark it as used; returns at once.
+    """Start a server for a store if needed, and mark the server as used. Returns at once.
 
-    `python` is the interpreter whose MLflow a new server uses. `store` is "" for the home's own store. The server gets
-    from `environ` the variables by which Python finds modules. With `now`, the call tries again after a recent failure,
-    and waits at most a second for the failed keeper to exit.
+    `python` is the interpreter whose MLflow a new server uses. `store` is "" for the home's own store. `environ`
+    contains the variables by which Python finds modules in the server. With `now`, the call tries again after a recent
+    failure, and waits at most a second for the failed keeper to exit.
     """
     place, clock = place_of(home, store), SystemClock()
     try:
@@ -107,7 +107,7 @@ def ensure_server(
     except OSError as error:
         return Serving("", False, f"cannot write to {place.directory}: {error.strerror or error}")
     holder = _ending(place) if now else _holder(place)
-    # The record is read after the lock, so that it includes the last report of a keeper that has just exited.
+    # Reads the record after the lock, so that the record includes the last report of a keeper that has just exited.
     noted = place.noted()
     if holder is not None:
         return _kept(place, noted, holder)
@@ -136,7 +136,7 @@ def look(place: ServerFiles, clock: Clock) -> MlflowServer:
     holder, noted = _holder(place), place.noted()
     stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage, problem = "stopped", ""  # The keeper was killed, and no other process starts the server again.
+        stage, problem = "stopped", ""  # The keeper was killed, and no process starts the MLflow server again.
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     memory_bytes = 0
@@ -168,7 +168,7 @@ def servers(home: Home) -> list[MlflowServer]:
 
 
 def stop_server(place: ServerFiles) -> bool:
-    """End a server and wait until it has ended; return True if it ran.
+    """End a server and wait until it has ended. Return True if the server ran.
 
     Raises AgentUnavailable if the server does not end, or runs on another machine.
     """
@@ -186,14 +186,14 @@ def stop_server(place: ServerFiles) -> bool:
 
 
 def stop_servers(home: Home) -> int:
-    """End all MLflow servers of a home and return how many ran; raises AgentUnavailable on failure."""
+    """End all MLflow servers of a home and return how many ran. Raises AgentUnavailable on failure."""
     return sum(stop_server(place) for place in places(home))
 
 
 def start_keeper(
     place: ServerFiles, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start and return a keeper for existing files; it exits if another keeper has the lock.
+    """Start and return a keeper for existing files. The keeper exits if another keeper has the lock.
 
     With the descriptor `owner` (-1: none), the keeper ends when all other copies of the descriptor are closed, and not
     for lack of use. `hosts` lists additional host names of the server, separated by commas. Raises OSError.
@@ -236,7 +236,10 @@ def _is_too_soon(noted: ServerRecord, python: str, clock: Clock) -> bool:
 
 
 def _holder(place: ServerFiles) -> int | None:
-    """Return the pid of a server's keeper: 0 before the keeper has written its pid, None without a keeper."""
+    """Return the pid of a server's keeper.
+
+    The pid is 0 before the keeper has written its pid, and None without a keeper.
+    """
     note = held_note(place.lock)
     if note is None:
         return None
@@ -280,13 +283,17 @@ class ServerStore(NamedTuple):
     """The store of a server, in the form of the server's options."""
 
     uri: str  # Address of the store in MLflow's own form.
-    artifacts: str  # Directory of files that are sent through the server, and of files that clients write themselves.
+    # Directory of the files that clients send through the server, and of the files that clients write themselves.
+    artifacts: str
     is_files: bool  # True for a directory of files, which newer MLflow versions must be configured to accept.
     is_own: bool  # True for the home's own store, whose files all go through the server.
 
 
 class ServerFiles:
-    """The files of one server; the first write creates the directory; `store` is "" for the home's own."""
+    """The files of one server. The first write creates the directory.
+
+    `store` is "" for the home's own store.
+    """
 
     def __init__(self, directory: Path, store: str = "") -> None:
         self.directory, self.store = directory, store
@@ -307,22 +314,22 @@ class ServerFiles:
         return self.directory / "used"
 
     def make(self) -> None:
-        """Create the directory and record its store; raises OSError."""
+        """Create the directory and record its store. Raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _read(self.directory / "store") != self.store.encode():
             self._write("store", self.store.encode())
 
     def touch(self) -> None:
-        """Mark the server as used now; raises OSError."""
+        """Mark the server as used now. Raises OSError."""
         os.close(os.open(self.used, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         os.utime(self.used)
 
     def note(self, noted: ServerRecord) -> None:
-        """Write the server's record; raises OSError."""
+        """Write the server's record. Raises OSError."""
         self._write("server.json", msgspec.json.encode(noted))
 
     def noted(self) -> ServerRecord:
-        """Return the server's record; a default record if no valid record exists."""
+        """Return the server's record, or a default record if no valid record exists."""
         with contextlib.suppress(msgspec.MsgspecError):
             return from_json(_read(self.directory / "server.json"), ServerRecord)
         return ServerRecord()
@@ -332,7 +339,7 @@ class ServerFiles:
         return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
 
     def ports(self, noted: ServerRecord) -> Iterator[int]:
-        """Yield the ports to try in order; the last port is 0, which means any port."""
+        """Yield the ports to try in order. The last port is 0, which means any port."""
         if noted.port:
             yield noted.port
         start = int.from_bytes(hashlib.sha256(os.fsencode(self.directory.resolve())).digest()[:4])
@@ -368,7 +375,7 @@ class ServerFiles:
 def place_of(home: Home, store: str = "") -> ServerFiles:
     """Return the files of the server of a store.
 
-    A caller's store is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own store.
+    The store of a caller is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own store.
     """
     if not store:
         return ServerFiles(home.root / "mlflow" / DEFAULT)
@@ -401,10 +408,10 @@ def local_path(store: str) -> Path | None:
 
 
 def held_port(place: ServerFiles, noted: ServerRecord) -> socket.socket:
-    """Return a bound, non-listening socket for the server's port; raises OSError if no port is free.
+    """Return a bound, non-listening socket for the server's port.
 
-    The kernel gives such a port only to a process that requests it with SO_REUSEADDR. MLflow's server does so and can
-    bind beside this socket. No other process gets the port during a restart.
+    The kernel assigns a bound port only to a process that binds it with SO_REUSEADDR. MLflow's server sets this option
+    and can bind beside the socket. No other process gets the port during a restart. Raises OSError if no port is free.
     """
     for port in place.ports(noted):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -440,7 +447,7 @@ _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 _LINE_MAX = 300
 _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     (
-        "Detected out-of-date database schema",  # MLflow prints this for newer schemas too.
+        "Detected out-of-date database schema",  # MLflow prints this message for newer database schemas too.
         lambda tried: (
             f"{tried.store} {OTHER_VERSION}; serve the store with that version, or back it up and upgrade it: "
             f"{shlex.quote(tried.python)} -m mlflow db upgrade {shlex.quote(tried.store)}"

@@ -5,11 +5,11 @@
 The monitor writes the file when an attempt begins. The supervisor writes the file if the attempt ended before any
 monitor ran. The delivering monitor locks the file, so that no two monitors deliver the same attempt. The file contains
 no secrets: the caller's credentials stay in memory. A monitor without credentials for a tracker waits for the next run
-with those credentials.
+with the tracker's credentials.
 
-Failure cases: On a full or read-only disk, the attempt is tracked while this monitor runs. The monitor skips a file
-that is incomplete or of another version, and deletes it after a week. If there are too many files, the monitor discards
-the oldest.
+Failure cases: On a full or read-only disk, the present monitor tracks the attempt, but a later monitor cannot continue.
+The monitor skips a file that is incomplete or of another version, and deletes it after a week. If there are too many
+files, the monitor discards the oldest.
 """
 
 from __future__ import annotations
@@ -77,14 +77,17 @@ class ClaimedAttempt(msgspec.Struct):
 
 
 class Backlog:
-    """The undelivered attempts of one home; the first attempt creates `directory`."""
+    """The undelivered attempts of one home. The first attempt creates `directory`."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
         self._clock = clock
 
     def keep(self, observe: Observe, origin_ns: int) -> ClaimedAttempt | None:
-        """Write and lock an attempt's file; return None if that fails or another process has locked the file."""
+        """Write and lock an attempt's file.
+
+        Return None if the write fails or another process has locked the file.
+        """
         path = self._directory / f"{key_of(observe)}.json"
         try:
             held = hold_kept(path)
@@ -96,7 +99,7 @@ class Backlog:
         return held
 
     def leave(self, observe: Observe, origin_ns: int) -> None:
-        """Write an attempt's file for the next monitor, unless it exists; raises OSError."""
+        """Write an attempt's file for the next monitor, unless it exists. Raises OSError."""
         path = self._directory / f"{key_of(observe)}.json"
         if path.exists():
             return
@@ -109,7 +112,7 @@ class Backlog:
     ) -> Iterator[tuple[BacklogAttempt, ClaimedAttempt]]:
         """Yield and lock up to `limit` unclaimed attempts that are `ready`, oldest first.
 
-        Attempts in `known` are skipped: another recorder delivers them, or they wait for credentials.
+        The backlog skips attempts in `known`, because another recorder delivers them or they wait for credentials.
         """
         names: list[str] = []  # Names begin with the run's time, so the oldest run is first.
         with contextlib.suppress(OSError):
@@ -180,7 +183,7 @@ def _public(observe: Observe) -> Observe:
 
 
 def hold_kept(path: Path) -> ClaimedAttempt | None:
-    """Lock an attempt's file; return None if it is missing or already locked. Raises OSError."""
+    """Lock an attempt's file. Return None if the file is missing or already locked. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

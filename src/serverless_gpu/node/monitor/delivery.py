@@ -1,17 +1,18 @@
-"""Delivers one attempt to MLflow: a thread, the file for its ranks, and news for the main thread.
+"""Delivers one attempt to MLflow in a thread, and reports the state to ranks and supervisor.
 
     thread: MlflowDelivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
                                                           └▶ news, and the main thread is woken
     <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
                                 "url", "sentence"}
 
-The file contains no credentials, because ranks already have the caller's `MLFLOW_TRACKING_URI`. While its state is
-"pending", the monitor touches the file every few seconds, so that ranks see a running delivery. "away" means that
-MLflow does not answer now, and ranks need not wait. While the home's own server starts, the state is "pending".
+The file contains no credentials, because ranks already have the caller's `MLFLOW_TRACKING_URI`. While the state in the
+file is "pending", the monitor touches the file every few seconds. Ranks therefore recognize a running delivery. "away"
+means that MLflow does not answer now, and ranks need not wait. While the home's own server starts, the state is
+"pending".
 
-Failure cases: If the file cannot be written, only ranks that started with the variables have them. If the thread fails
-because of a bug, the monitor logs the exception and stops tracking the attempt. All other work of the monitor
-continues.
+Failure cases: If the monitor cannot write the file, only ranks that started with the variables know the run. If the
+thread fails because of a bug, the monitor logs the exception and stops tracking the attempt. All other work of the
+monitor continues.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class AttemptDelivery:
     ) -> None:
         observe = self._observe = kept.observe
         self.status: messages.TrackedNote | messages.Untracked | None = None  # None until the tracker has answered.
-        self.held = held  # The attempt's file in the backlog, if any.
+        self.held = held  # The attempt's file in the backlog, or None.
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
         self._home = home
@@ -104,7 +105,7 @@ class AttemptDelivery:
 
     @property
     def over(self) -> str:
-        """Return why no process has data left to send, or ""."""
+        """Return why no process has more data of the attempt to send, or "" while data is left."""
         return self._delivery.over
 
     def start(self) -> None:
@@ -121,15 +122,15 @@ class AttemptDelivery:
         self._delivery.ending(state, reason, sentence)
 
     def settled(self) -> None:
-        """Inform the delivery that the receipt is on disk too, or never will be."""
+        """Inform the delivery that the receipt is on disk too, or that no receipt will follow."""
         self._delivery.settled()
 
     def stop(self) -> None:
-        """Stop the thread soon; any monitor may continue the delivery later."""
+        """Stop the thread soon. Any monitor may continue the delivery later."""
         self._delivery.stop()
 
     def take_answer(self) -> messages.TrackedNote | messages.Untracked | None:
-        """Return the tracker's latest answer or failure, and forget it."""
+        """Return the tracker's latest answer or failure, and discard it."""
         answer, self._answer = self._answer, None
         return answer
 
@@ -138,7 +139,7 @@ class AttemptDelivery:
         self._delivery.wake()
 
     def tend(self) -> None:
-        """Show ranks that the delivery is running; retry at once after the home's server has started."""
+        """Show ranks that the delivery is running. Retry at once after the home's MLflow server has started."""
         if isinstance(self.status, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
@@ -214,7 +215,7 @@ class AttemptDelivery:
 
 
 def address_of(home: Home, observe: messages.Observe, environ: Mapping[str, str]) -> str:
-    """Return the address of the home's server for an attempt's store; start the server if needed.
+    """Return the address of the home's MLflow server for an attempt's store. Start the server if needed.
 
     Raises TrackerAway while the server does not answer.
     """

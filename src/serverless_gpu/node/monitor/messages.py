@@ -4,7 +4,7 @@
     supervisor ◀──TrackedNote, Untracked, AttemptSample, UserSentence─── monitor
     agent ──────Prepare──▶ monitor                               prepares for a likely run
     top ────────WatchNode──▶ monitor ──NodeFrame──▶ top              while it runs
-    `sgpu stop` ──RetireMonitor──▶ monitor                        exits, or answers why not yet
+    `sgpu stop` ──RetireMonitor──▶ monitor                        exits, or answers why it continues
 
 Every supervisor, agent and `sgpu top` has its own connection to the socket `monitor-<PROTOCOL>-<version>.sock`. `Peer`
 queues messages, up to a bound, while the peer process does not read. Only two steps wait for the monitor: the start of
@@ -50,7 +50,10 @@ class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
-    """Request to prepare for a likely run: start the home's MLflow server if it is the tracker."""
+    """Request to prepare for a likely run.
+
+    The monitor starts the home's MLflow server if the run will use that server.
+    """
 
     tracker: Tracking
     python: str  # The caller's interpreter, whose MLflow serves the home's store.
@@ -58,7 +61,7 @@ class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
-    """Report that an attempt begins on this node; a supervisor's first message after the launch."""
+    """Report that an attempt begins on this node. The first message of a supervisor after the launch."""
 
     run_id: str
     fence: int
@@ -82,7 +85,10 @@ class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
 
 
 class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
-    """Report that all ranks have ended; `stopped.json`, logs and failures are in the attempt's directory."""
+    """Report that all ranks have ended.
+
+    `stopped.json`, logs and failures are then in the attempt's directory.
+    """
 
     state: State
     reason: Reason
@@ -90,7 +96,7 @@ class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
 
 
 class Settled(MonitorMessage, frozen=True, kw_only=True, tag="settled"):
-    """Report that `receipt.json` is written; the supervisor's last message."""
+    """Report that `receipt.json` is written. The supervisor's last message."""
 
 
 class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
@@ -102,7 +108,7 @@ class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
 
 
 class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
-    """Report why the run is not tracked; `TrackedNote` may follow unless `final` is set."""
+    """Report why the run is not tracked. `TrackedNote` may follow unless `final` is set."""
 
     sentence: str
     final: bool = False
@@ -110,14 +116,14 @@ class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
 
 
 class AttemptSample(MonitorMessage, frozen=True, kw_only=True, tag="seen"):
-    """Telemetry of the attempt so far; sent after every sample."""
+    """Telemetry of the attempt so far. The monitor sends the telemetry after every sample."""
 
-    uses: tuple[DeviceUse, ...]  # Use of the attempt's devices, from the first to the latest sample.
+    uses: tuple[DeviceUse, ...]  # Usage of the attempt's devices, from the first to the latest sample.
     busy: bool  # True if a device (or, on CPU slots, a rank) was busy since the previous sample.
 
 
 class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
-    """Message for attached clients; with `note`, the receipt contains it too."""
+    """Message for attached clients. With `note`, the receipt contains the message too."""
 
     sentence: str
     note: bool = False
@@ -126,11 +132,11 @@ class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
 class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
     """Request for the node's frames, once a second, until the sender disconnects."""
 
-    fakes: str = ""  # The sender's `SERVERLESS_GPU_FAKE`; its devices replace the node's GPUs.
+    fakes: str = ""  # The sender's `SERVERLESS_GPU_FAKE`. The declared devices replace the node's GPUs.
 
 
 class RetireMonitor(MonitorMessage, frozen=True, kw_only=True, tag="retire"):
-    """Request to exit after the last attempt; the monitor answers `UserSentence` if an attempt runs."""
+    """Request to exit after the last attempt. The monitor answers `UserSentence` if an attempt runs."""
 
 
 class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +153,10 @@ class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
-    """State of the node: `sample` has all devices and all ranks, in the order of `attempts`."""
+    """State of the node.
+
+    `sample` contains all devices and all ranks, in the order of `attempts`.
+    """
 
     devices: tuple[Device, ...]
     sample: Sample
@@ -187,7 +196,10 @@ def monitor_socket(sockets: Path) -> Path:
 
 
 def send(channel: Channel, message: MonitorMessage) -> None:
-    """Send a message; raises OSError if the peer has closed, BlockingIOError if the peer does not read."""
+    """Send a message.
+
+    Raises OSError if the peer has closed its socket, and BlockingIOError if the peer does not read.
+    """
     channel.send(_encoder.encode(message), ())
 
 
@@ -206,7 +218,7 @@ def receive(channel: Channel) -> AnyMonitorMessage | None:
 
 
 class Peer:
-    """The connection to a supervisor, an agent or `sgpu top`; it makes its channel non-blocking."""
+    """The non-blocking connection to a supervisor, an agent or `sgpu top`."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
@@ -220,7 +232,7 @@ class Peer:
         return bool(self._pending)
 
     def send(self, message: MonitorMessage, *, passing: bool = False) -> None:
-        """Send or queue a message; raises OSError if the peer has closed.
+        """Send or queue a message. Raises OSError if the peer has closed its socket.
 
         A `passing` message is dropped while another message is queued.
         """
@@ -230,7 +242,10 @@ class Peer:
         self.flush(keep=not passing)
 
     def flush(self, *, keep: bool = True) -> None:
-        """Send queued messages while the peer reads; without `keep`, drop the unsent messages. Raises OSError."""
+        """Send queued messages while the peer reads. Raises OSError.
+
+        Without `keep`, drop the unsent messages.
+        """
         while self._pending:
             try:
                 send(self.channel, self._pending[0])
@@ -241,7 +256,10 @@ class Peer:
             self._pending.popleft()
 
     def receive(self) -> AnyMonitorMessage | None:
-        """Return the next message, or None at end of file or for an invalid message; or raise BlockingIOError."""
+        """Return the next message, or None at end of file or for an invalid message.
+
+        Raises BlockingIOError without a pending message.
+        """
         try:
             return receive(self.channel)
         except BlockingIOError:

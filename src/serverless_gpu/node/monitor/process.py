@@ -5,15 +5,16 @@
                                          │ MlflowDeliveries                    │ ──▶ AttemptDelivery (a thread each)
                                          └─────────────────────────────────────┘                 ─▶ MLflow
 
-One detached process per home. The agent starts the monitor on demand and connects to it. The connection also shows the
-monitor's end. The monitor decides nothing about a run, and only the start of programs waits for it.
+The monitor is a detached process, one per home. The agent starts the monitor on demand and keeps a connection to it.
+The end of the connection shows the end of the monitor. The monitor makes no decisions about a run. Only the start of
+programs waits for the monitor.
 
     Observe ─▶ Backlog.keep ─▶ AttemptDelivery ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
     every 15 s, with free threads: Backlog.take ─▶ Recorder without a supervisor ─▶ AttemptDelivery ─▶ …
 
 The monitor runs one thread per running attempt, and at most 32 for attempts that have ended. If MLflow is unreachable
-for hours, the other attempts wait on disk (`backlog.py`). The monitor stores credentials in memory only, by tracker, as
-runs send them. An attempt waits until the monitor has the credentials for its tracker.
+for hours, further ended attempts wait on disk (`backlog.py`). The monitor stores the credentials that runs send in
+memory only, by tracker. An attempt waits until the monitor has the credentials for its tracker.
 
 Failure cases:
 
@@ -22,9 +23,9 @@ send their messages again. The backlog on disk contains the undelivered data.
 
 If MLflow refuses, hangs or fails, the delivery threads wait and samples stay on disk until MLflow answers.
 
-If two monitors start at once, only one gets the lock and the second monitor exits.
+If two monitors start at once, only one monitor acquires the lock, and the second monitor exits.
 
-If a driver hangs, its samples stop (`sampler.py`), but the monitor still reads messages.
+If a GPU driver hangs, samples of its GPUs stop (`sampler.py`), but the monitor still reads messages.
 
 If a peer does not read, the monitor drops passing messages and queues other messages, up to a bound.
 
@@ -32,7 +33,7 @@ If the home or its socket is deleted, the monitor exits.
 
 An idle monitor exits a few seconds after the last connection, once everything has been delivered to MLflow.
 
-After `sgpu stop`, undelivered writes get three seconds; the next monitor delivers the remaining data.
+After `sgpu stop`, the monitor has three seconds for undelivered writes. The next monitor delivers the remaining data.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
-    """Run the monitor until it is idle; it closes `ready_fd` once any monitor accepts connections."""
+    """Run the monitor until it is idle.
+
+    The process closes `ready_fd` once any monitor accepts connections.
+    """
     if os.fork():
         os._exit(0)  # The process is reparented, because its starter may exit first and need not reap the process.
     linux.set_name("sgpu-monitor")
@@ -94,7 +98,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     monitor = Monitor(Home(Path(home)), path, SystemClock())
     os.close(ready_fd)
-    # A thread prepares the delivery code early, because the first run may end soon.
+    # A thread imports the delivery code early, because the first run may end soon.
     threading.Thread(target=make_ready, name="make ready", daemon=True).start()
     monitor.serve()
     sys.stdout.flush()
@@ -102,7 +106,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
 
 
 class Monitor:
-    """The monitor's event loop; listens on the socket at `path`."""
+    """The monitor's event loop, which listens on the socket at `path`."""
 
     def __init__(self, home: Home, path: Path, clock: Clock) -> None:
         self._home = home
@@ -313,13 +317,13 @@ class MlflowDeliveries:
         kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
         delivery = recorder.delivery = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
-        # If the tracker's state is known, ranks need not wait for the tracker. Their file shows the state after the
-        # next try.
+        # If the tracker's state is known, ranks need not wait for the tracker. The file for ranks shows the state after
+        # the next try.
         delivery.status = self._away.get(delivery.target)
         delivery.start()
 
     def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
-        """Control deliveries of ended attempts; yield recorders of attempts that an earlier monitor left."""
+        """Control deliveries of ended attempts. Yield recorders of attempts that an earlier monitor left."""
         ended = 0
         for recorder in recorders.values():
             delivery = recorder.delivery
@@ -349,7 +353,7 @@ class MlflowDeliveries:
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return True if an attempt can be delivered; an attempt without its credentials waits."""
+        """Return True if an attempt can be delivered. An attempt without its credentials waits."""
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
         if kept.has_secrets and target not in self._secrets:
@@ -360,7 +364,7 @@ class MlflowDeliveries:
         return not is_live(Path(kept.observe.directory))
 
     def _note(self, delivery: AttemptDelivery) -> bool:
-        """Record whether a tracker answers; return True if the tracker answers again after a failure."""
+        """Record whether a tracker answers. Return True if the tracker answers again after a failure."""
         match delivery.take_answer():
             case messages.TrackedNote():
                 return self._away.pop(delivery.target, None) is not None

@@ -1,4 +1,4 @@
-"""Records one attempt in the monitor: samples go to its telemetry file, sums to its supervisor.
+"""Records one attempt: writes samples to its telemetry file and sends sums to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ end
        │                    └─ with the latest metrics of its Ray cluster, if any (`RayFile`)
@@ -13,11 +13,12 @@ Failure cases:
 If the supervisor's connection ends without `Settled`, the recorder reads the attempt's files until they show that the
 attempt has ended.
 
-On a full disk the row is lost and counted. The recorder reports the loss once and tries the next row.
+On a full disk, a row of the telemetry file is lost and counted. The recorder reports the loss once and tries the next
+row.
 
 If the run's directory is deleted, the recorder writes no more rows.
 
-If a writer was killed while it wrote a line, the next writer ends the line, and readers skip it.
+If a writer was killed while it wrote a line, the next writer ends the line, and readers skip the incomplete line.
 
 If the wall clock moves back, the recorder writes a row at once.
 """
@@ -59,7 +60,10 @@ _LOST_NS = 10 * 10**9
 
 
 class Recorder:
-    """The record of one attempt; `origin_ns` is the time of the call, in nanoseconds since 1970."""
+    """The record of one attempt.
+
+    `origin_ns` is the time of the call, in nanoseconds since 1970.
+    """
 
     def __init__(self, observe: messages.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
@@ -106,7 +110,7 @@ class Recorder:
     # --- supervisor messages -------------------------------------------------------------------------------------
 
     def join(self, peer: Peer) -> None:
-        """Use a connection as the supervisor's; after a reconnect, the supervisor sends all messages again."""
+        """Use a connection as the supervisor's. After a reconnect, the supervisor sends all messages again."""
         self.peer = peer
         if self.delivery is None:
             self.send(messages.Untracked(sentence="", final=True))
@@ -140,7 +144,7 @@ class Recorder:
     # --- delivery messages and files -----------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Forward messages of the delivery to the supervisor; without a supervisor, read the attempt's files."""
+        """Forward messages of the delivery to the supervisor. Without a supervisor, read the attempt's files."""
         if self.delivery is None:
             return
         for message in self.delivery.news():
@@ -193,7 +197,7 @@ class Recorder:
         self._recording.describe(header)
 
     def record(self, node: NodeSample) -> None:
-        """Record the attempt's part of a node sample, and send the sums to its supervisor."""
+        """Record the attempt's part of a node sample, and send the sums to the attempt's supervisor."""
         recording = self._recording
         if recording is None or not self.is_sampled:
             return
@@ -276,7 +280,8 @@ class RayFile:
             found = os.stat(self._path)
             seen = (found.st_ino, found.st_mtime_ns)
             if seen != self._seen:
-                # Opening or reading a pipe must not block. One byte above the limit shows that the file is too large.
+                # Opening or reading a pipe must not block. Reading one byte above the limit shows that the file is too
+                # large.
                 fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 try:
                     self._data = os.read(fd, RAY_BYTES_MAX + 1)

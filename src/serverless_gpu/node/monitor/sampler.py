@@ -1,28 +1,29 @@
-"""Samples the node once a second, in a thread, so that a hanging driver stops only samples.
+"""Samples the node once a second in a thread, so that a hanging driver blocks only this thread.
 
     main thread ──ask(wanted)──▶ SamplerThread ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
 
     HostSampler ─────┐
-    RankSampler ─────┼─▶ MachineSampler.sample(wanted) ─▶ NodeSample ─▶ one for each attempt, a frame for `sgpu top`
-    NvmlSampler ─────┤      └─ waits at most 50 ms for its thread's reading, else uses the previous one
+    RankSampler ─────┼─▶ MachineSampler.sample(wanted) ─▶ NodeSample ─▶ a part for each attempt, a frame for `sgpu top`
+    NvmlSampler ─────┤      └─ waits at most 50 ms for its thread's reading, else uses the previous reading
     fake_gpus.json ──┘
 
-One sample serves all attempts. Only one request is active at a time, and further requests are dropped until the thread
-has answered. A call for PCIe throughput measures for 20 ms, so each sample measures only two GPUs, in turn.
+The sampler takes one sample for all attempts. Only one request is active at a time, and the sampler drops further
+requests until the thread has answered. A call for PCIe throughput measures for 20 ms, so each sample measures only two
+GPUs, in turn.
 
 No failure raises an exception:
 
-A figure that cannot be read is None. `NodeSample.problems` has the reason, so that the receiver reports it once.
+A metric that cannot be read is None. `NodeSample.problems` has the reason, so that the receiver reports it once.
 
-A failed sample is left out, and a repeated failure is logged once.
+The sampler omits a failed sample and logs a repeated failure once.
 
 If a hanging driver blocks NVML, the reading expires after 5 s. Samples then have no GPUs until the thread returns. A
 list of GPUs (`sgpu top`) waits for the driver.
 
-If a GPU fell off the bus or the binding fails otherwise, the sample is empty, and the problem names the GPU.
+If a GPU fell off the bus or the binding fails otherwise, the sample is empty and its `problems` name the GPU.
 
-A process that ends during the sample does not count. If its parent has waited for it, the parent's CPU time includes
-it.
+A process that ends during the sample is not counted. If the parent has waited for the ended process, the parent's CPU
+time includes the process.
 
 Shared memory is counted in each process, as in any process list.
 """
@@ -93,7 +94,7 @@ class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
     host: HostSample
     gpus: Mapping[str, GpuSample]
     ranks: Mapping[str, tuple[RankSample, ...]]
-    problems: tuple[str, ...] = ()  # Messages about missing samples; the receiver reports each once.
+    problems: tuple[str, ...] = ()  # Messages about missing samples. The receiver reports each message once.
 
 
 class NodeReader(Protocol):
@@ -105,7 +106,10 @@ class NodeReader(Protocol):
 
 
 class SamplerThread:
-    """The sampling thread; calls `machine` and `wake` itself, so that no start delays an event loop."""
+    """The sampling thread.
+
+    The thread calls `machine` and `wake` itself, so that a slow start delays no event loop.
+    """
 
     def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
         self._make = machine
@@ -117,7 +121,7 @@ class SamplerThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, wanted: SampleRequest) -> bool:
-        """Request a sample; return False while the previous request is not finished."""
+        """Request a sample. Return False while the previous request is not finished."""
         if self._busy:
             return False
         if self._thread is None:
@@ -128,7 +132,7 @@ class SamplerThread:
         return True
 
     def take(self) -> NodeSample | None:
-        """Return the requested sample once; None if the request is not finished or failed."""
+        """Return the requested sample once, or None if the request is not finished or failed."""
         try:
             sample = self._samples.get_nowait()
         except queue.Empty:
@@ -170,7 +174,7 @@ class WakeupEvent:
 
 
 class MachineSampler:
-    """Samples this machine, from one thread; creates its own NVML sampler if `nvml` is None."""
+    """Samples this machine, from one thread. Creates its own NVML sampler if `nvml` is None."""
 
     def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
         self._home = home
@@ -182,7 +186,10 @@ class MachineSampler:
         self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
     def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return a sample; `at_ns` is nanoseconds since 1970. A fake device without a rank is idle."""
+        """Return a sample. A fake device without a rank is idle.
+
+        `at_ns` is the time of the sample in nanoseconds since 1970.
+        """
         boottime_ns = self._clock.boottime_ns()
         own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
         devices = {device.uuid: device for device in (*own, *wanted.devices)}
@@ -205,7 +212,10 @@ class MachineSampler:
         )
 
     def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
-        """Return this node's devices and the reason if the list is incomplete; without GPUs, return CPU slots."""
+        """Return this node's devices, and the reason if the list is incomplete.
+
+        Without GPUs, return CPU slots.
+        """
         if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
             devices: tuple[Device, ...] = ()
             problem = ""
@@ -252,10 +262,10 @@ def _ranks(
 
 
 class HostSampler:
-    """Samples CPU, memory, disk and network; CPU use needs two samples, so the first sample has None.
+    """Samples CPU, memory, disk and network.
 
-    The sampler queries the disk only every ten seconds. On a network file system, each query is a request to its
-    server.
+    CPU usage needs two samples, so the first sample has None. The sampler queries the disk only every ten seconds. On a
+    network file system, each query of the disk is a request to the file server.
     """
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
@@ -266,7 +276,7 @@ class HostSampler:
         self._disk_ns: int | None = None
 
     def sample(self, at_ns: int) -> HostSample:
-        """Return a sample of the machine; any clock can supply `at_ns`."""
+        """Return a sample of the machine. Any clock can supply `at_ns`."""
         if self._disk_ns is None or not 0 <= at_ns - self._disk_ns < _DISK_EVERY_NS:
             self._disk, self._disk_ns = _disk(self._home), at_ns
         memory = psutil.virtual_memory()
@@ -293,10 +303,10 @@ class HostSampler:
         return round(min(100.0, max(0.0, share * 100)), 1)
 
     def _network(self) -> tuple[int | None, int | None]:
-        """Return the bytes received and sent on all network interfaces that count.
+        """Return the bytes received and sent on the network interfaces that the sampler counts.
 
-        Bridges, bonds and container interfaces forward traffic of a network card. If the machine has cards, only cards
-        count. A container has no cards, so all interfaces except loopback count.
+        Bridges, bonds and container interfaces forward traffic of a network card. If the machine has network cards, the
+        sampler counts only cards. A container has no cards, so the sampler counts all interfaces except loopback.
         """
         try:
             counters = psutil.net_io_counters(pernic=True)
@@ -317,7 +327,10 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
 
 
 class RankUsage(NamedTuple):
-    """Usage of one rank and its children; CPU use since the previous sample (first sample: None)."""
+    """Usage of one rank and its children.
+
+    CPU usage is measured since the previous sample. The first sample has None.
+    """
 
     cpu_percent: float | None
     memory_bytes: int
@@ -349,7 +362,7 @@ class RankSampler:
     def sample(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
         """Return the usage of each rank.
 
-        `at_ns` is a monotonic time; `roots` maps pids to ranks.
+        `at_ns` is a monotonic time. `roots` maps pids to ranks.
         """
         if roots != self._roots:
             # Processes were assigned before these ranks were known, so their children may be assigned to other ranks.
@@ -398,7 +411,7 @@ class RankSampler:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Return the parent, CPU time and memory of a process, or None if it has ended."""
+    """Return the parent, CPU time and memory of a process, or None if the process has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()  # The name of a program may contain spaces and parentheses.
         # The CPU time includes ended children that the process has waited for.
@@ -408,7 +421,10 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 class GpuReading(NamedTuple):
-    """Readings of GPUs at one time, by uuid, and memory by process; None if that memory is hidden."""
+    """Readings of GPUs at one time, by uuid, and memory by process.
+
+    The memory by process is None if NVML hides it.
+    """
 
     gpus: dict[str, GpuSample]
     memory_by_pid: dict[int, int] | None
@@ -416,9 +432,9 @@ class GpuReading(NamedTuple):
 
 
 class NvmlSampler:
-    """Samples NVIDIA GPUs in a thread; waits at most `wait_s` for a fresh reading.
+    """Samples NVIDIA GPUs in a thread. Waits at most `wait_s` for a fresh reading.
 
-    `pids_visible` is True if NVML reports pids of this process's namespace; None detects that.
+    `pids_visible` is True if NVML reports pids of this process's namespace. With None, the sampler detects the value.
     """
 
     def __init__(
@@ -440,7 +456,10 @@ class NvmlSampler:
         self._thread: threading.Thread | None = None
 
     def sample(self, uuids: Sequence[str]) -> GpuReading:
-        """Return the latest reading of these GPUs without a long wait: one entry per uuid, never an exception."""
+        """Return the latest reading of these GPUs: one entry per uuid, never an exception.
+
+        The method waits at most `wait_s` for a fresh reading.
+        """
         now_ns = self._clock.boottime_ns()
         with self._condition:
             before = self._readings
@@ -461,7 +480,10 @@ class NvmlSampler:
         return GpuReading(gpus, latest.memory_by_pid, latest.problem)
 
     def _waits(self) -> bool:
-        """Return True while a request has no answer; a method, because another thread changes the attribute."""
+        """Return True while a request has no answer.
+
+        A method, because another thread changes the attribute.
+        """
         return self._asked is not None
 
     def _serve(self) -> None:
@@ -480,7 +502,7 @@ class NvmlSampler:
 
 
 class _NvmlReader:
-    """Calls NVML; used by one thread."""
+    """Calls NVML from one thread."""
 
     def __init__(self, given: Any, pids_visible: bool) -> None:
         self._given = given
@@ -536,7 +558,7 @@ class _NvmlReader:
         )
 
     def _link_rate(self, uuid: str, handle: object, field: int, at_ns: int) -> float | None:
-        """Return bytes per second since the previous reading; the GPU counts KiB."""
+        """Return bytes per second since the previous reading. The GPU counts KiB."""
         values = self._ask("DeviceGetFieldValues", handle, [(field, _ALL_LINKS)])
         if values is None or values[0].nvmlReturn != 0:
             return None
@@ -557,7 +579,7 @@ class _NvmlReader:
         self._turn += _PCIE_AT_ONCE
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of an NVML call; None if the call fails or its first argument is None."""
+        """Return the result of an NVML call, or None if the call fails or its first argument is None."""
         if arguments[0] is None:
             return None
         try:
@@ -569,11 +591,11 @@ class _NvmlReader:
 
 
 class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A fake GPU's entry in the state file; the rank that uses the fake supplies the other values."""
+    """The entry of a fake GPU in the state file. The rank that uses the fake supplies the other values."""
 
     memory_used_bytes: int | None = None  # Memory in use, as the GPU gate reads it.
     problem: str = ""  # Reason why the device does not answer, or "".
-    sampled: dict[str, int | float | None] = {}  # Figures, with the field names of `GpuSample`.
+    sampled: dict[str, int | float | None] = {}  # Metrics, with the field names of `GpuSample`.
 
 
 def fake_state(home: Path) -> dict[str, FakeGpu]:

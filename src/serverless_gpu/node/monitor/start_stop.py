@@ -2,7 +2,7 @@
 
     agent ──want()──▶ connected? ─▶ nothing
                       no ─▶ the socket of a running monitor answers? ─▶ connected
-                            no ─▶ start one, detached; its pipe shows when it listens ─▶ connected
+                            no ─▶ start a detached monitor; its pipe shows when it listens ─▶ connected
                       its end of file ─▶ start it again, with exponential backoff, if a run or undelivered data
                       needs it
 
@@ -63,7 +63,7 @@ class MonitorConnection:
         self._preparation = prepare if prepare is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
-        """Start a monitor that was requested and does not run; with `busy`, also restart a lost monitor."""
+        """Start a monitor that was requested and does not run. With `busy`, also restart a lost monitor."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if self._peer is not None:
@@ -72,7 +72,7 @@ class MonitorConnection:
             self._reach()
 
     def close(self) -> None:
-        """Disconnect; without an agent, the monitor exits once no client needs it."""
+        """Disconnect. Without an agent, the monitor exits once no client needs it."""
         if self._peer is not None:
             self._lose(self._peer)
 
@@ -141,7 +141,7 @@ def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare 
 
 
 def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a monitor, which detaches itself; it exits if another monitor runs. Raises OSError.
+    """Start a monitor, which detaches itself and exits if another monitor runs. Raises OSError.
 
     Returns the process to reap, and a descriptor that becomes readable once a monitor listens or has failed.
     """
@@ -171,7 +171,7 @@ def connect(sockets: Path) -> Channel | None:
 
 
 def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
-    """Return a connection to the monitor of a home; start the monitor if needed.
+    """Return a connection to the monitor of a home. Start the monitor if needed.
 
     Raises AgentUnavailable if the monitor does not start, and StorageError if the sockets' directory is not usable.
     """
@@ -200,10 +200,10 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
 
 
 def stop(home: Home) -> int:
-    """End the idle monitors of a home and return their number; busy ones exit after their last attempt.
+    """End the idle monitors of a home and return their number.
 
-    Undelivered writes to MLflow get a few seconds; the next monitor delivers the remaining data. Raises
-    AgentUnavailable.
+    Busy monitors exit after their last attempt. Undelivered writes to MLflow get a few seconds. The next monitor
+    delivers the remaining data. Raises AgentUnavailable.
     """
     count = 0
     for path in home.sockets().glob("monitor-*.lock"):
@@ -215,7 +215,7 @@ def stop(home: Home) -> int:
 
 
 def _end(path: Path, pid: int) -> bool:
-    """Make a monitor exit, with SIGKILL if necessary; return False if attempts still need the monitor."""
+    """Make a monitor exit, with SIGKILL if necessary. Return False if attempts still need the monitor."""
     with daemon.opened(pid) as process, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         if process is None:
             return False

@@ -1,12 +1,12 @@
-"""The file of samples of one attempt on one node; rows are appended without waiting.
+"""Appends the samples of one attempt on one node to a file, without waiting.
 
     sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
 
 The interval between rows grows with the duration of a run.
 
 Failure cases: If the disk is full or the directory missing, the row is lost and counted, and the writer tries the next
-row. If the writer was killed while it wrote a line, the next writer ends the line, and readers skip it. If the wall
-clock moves back, the writer appends a row at once.
+row. If the writer was killed while it wrote a line, the next writer ends the line, and readers skip the incomplete
+line. If the wall clock moves back, the writer appends a row at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EARLY_NS = SECOND_NS // 2  # Tolerance for samples that arrive early, because a
 
 
 class TelemetryFile:
-    """Writes one telemetry file; continues a file of an earlier monitor."""
+    """Writes one telemetry file, or continues a file of an earlier monitor."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.rows = 0  # Number of rows in the file.
@@ -60,7 +60,10 @@ class TelemetryFile:
             self._header, self._headed = header, False
 
     def append(self, sample: Sample) -> bool:
-        """Add a sample; return True if that wrote a row. Later in a run, each row combines several samples."""
+        """Add a sample. Return True if `append` wrote a row.
+
+        Later in a run, each row combines several samples.
+        """
         self._pending.append(self._counted(sample))
         self.uses = add(self.uses, self._header, sample)
         if self._last is not None:
@@ -70,7 +73,7 @@ class TelemetryFile:
         return self.flush()
 
     def flush(self) -> bool:
-        """Write the samples since the last row; return True if any were written."""
+        """Write the samples since the last row. Return True if any samples were written."""
         if not self._pending:
             return False
         row = merged(self._pending)

@@ -4,9 +4,10 @@
     attach ────────┼──▶ Watchers ──▶ one Watcher each ──▶ its Outbox
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A client that does not read loses output only. Messages queue up to a bound, and output is left out first. The queue
-keeps all other messages, because they are few. When a client disconnects, the supervisor removes the client and the run
-continues. The supervisor refuses a client over the limit with a message.
+A client that does not read loses output only. The queue of a client has a bound, and the supervisor omits output over
+the bound. The queue keeps all messages except output, because messages without output are few. When a client
+disconnects, the supervisor removes the client and the run continues. The supervisor refuses a client over the limit
+with a message.
 
     put  ──────────────────────────▶ ┌───────────────────────────────┐
     show ──▶ below the share?  yes ─▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
@@ -14,8 +15,9 @@ continues. The supervisor refuses a client over the limit with a message.
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
                                                                    before the next message that is not output
 
-All ranks have equal shares of an outbox, so that the flood of one rank only costs its own lines. Adjacent pieces of one
-stream become one message. This merge may reorder output of different ranks slightly, but never output of one rank.
+All ranks have equal shares of an outbox, so that a flood of output from one rank displaces only lines of that rank.
+Adjacent pieces of one stream become one message. The merge may reorder output of different ranks slightly, but never
+output of one rank.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _LAST_WORDS_S = 5.0
 class Watchers:
     """All attached clients of one attempt, and the socket on which clients connect.
 
-    `greet` returns the first message for a new client; `obey` gets each message and its client.
+    `greet` returns the first message for a new client. `obey` receives each message and its client.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Watchers:
         return sum(watcher.dropped_bytes for watcher in self._watchers)
 
     def listen(self) -> str:
-        """Accept further clients; return the reason if that is not possible, or ""."""
+        """Accept further clients. Return the reason if a socket cannot be opened, or ""."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.bind(str(self._path))
@@ -190,7 +192,10 @@ class Watcher:
             self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Send output, queue it, or leave it out; `lost` is True if the rank's file lacks the output."""
+        """Send output, queue it, or omit it.
+
+        `lost` is True if the rank's file lacks the output.
+        """
         if not self._deaf:
             self._outbox.show(message, size, lost)
             self.flush()
@@ -209,7 +214,8 @@ class Watcher:
             except BlockingIOError:
                 return
             except OSError:
-                # The client has closed its read side. Its last message, such as a cancel, may still be in the buffer.
+                # The client has closed its read side. The last message of the client, such as a cancel, may still be in
+                # the buffer.
                 self._deaf = True
                 self._outbox.clear()
                 return
@@ -221,7 +227,10 @@ class Watcher:
         self.flush()
 
     def receive(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
-        """Read one message and process it; return False at end of file or after an invalid message."""
+        """Read one message and process the message.
+
+        Return False at end of file or after an invalid message.
+        """
         try:
             received = protocol.receive(self.channel)
         except BlockingIOError:
@@ -236,7 +245,7 @@ class Watcher:
 
 
 class Outbox:
-    """The queue of one client that may read more slowly than ranks write; does no I/O."""
+    """The queue of one client that may read more slowly than ranks write. Does no I/O."""
 
     def __init__(self) -> None:
         self.dropped_bytes = 0  # Bytes of output that were dropped permanently.
@@ -267,7 +276,10 @@ class Outbox:
         self._queue.append(message)
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Queue output of `size` bytes, or leave it out; `lost` is True if the rank's file lacks the output."""
+        """Queue output of `size` bytes, or omit the output.
+
+        `lost` is True if the rank's file lacks the output.
+        """
         if self._has_room(message.rank):
             self._add(message.rank, message.stream, message.text)
         else:
@@ -350,7 +362,7 @@ class _Piece:
 
 @dataclass
 class _Gap:
-    """A gap in the output of one stream at this position, and the last lines of the missing output."""
+    """A gap in the output of one stream, and the last lines of the missing output."""
 
     size: int = 0
     lost: int = 0

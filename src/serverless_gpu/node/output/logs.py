@@ -1,24 +1,24 @@
-"""Reads output of ranks from pipes, stores it byte-exact up to a bound and shows it to clients.
+"""Reads output of ranks from pipes, stores output byte-exact up to a bound and shows it to clients.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
                                       ├▶ OutputTail                    (last bytes as they arrived, for exceptions)
                                       └▶ LiveOutput                    (text, while a client shows this rank)
 
-A flood costs only one read per chunk: the supervisor counts bytes over the bounds but does not process them. In the
-file, a line marks missing bytes, and the last bytes before the end are always present:
+A flood of output costs only one read per chunk. The supervisor counts bytes over the bounds but does not process them.
+In the log file, a line marks missing bytes. The last bytes before the end are always present:
 
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── later output, or the last 256 KiB
 
 Attached clients see all output except floods. A notice marks missing output, even if the rank stops writing during a
 flood:
 
-    chunk ─▶ no client? done ───▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
+    chunk ─▶ no client? stop ───▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
 
-The supervisor reads a pipe until it would block, up to a bound per turn. One rank's flood therefore does not starve
-other ranks. The supervisor does not wait for the end of file, because a grandchild may hold the pipe open forever. On a
-full disk, log bytes are lost but the run continues.
+The supervisor reads a pipe until it would block, up to a bound per turn. A flood of output from one rank therefore does
+not starve other ranks. The supervisor does not wait for the end of file, because a grandchild may hold the pipe open
+forever. On a full disk, log bytes are lost but the run continues.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ _LAST_LINES_BYTES = 4 << 10
 
 
 class RankLog:
-    """The output of one rank; `viewer` receives it live, unless `viewer` is None."""
+    """The output of one rank.
+
+    `viewer` receives the output live, unless `viewer` is None.
+    """
 
     def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
         self.rank = rank
@@ -91,7 +94,7 @@ class RankLog:
 
     @property
     def behind(self) -> bool:
-        """Return True if live output was left out and `tend` must report it soon."""
+        """Return True if live output was omitted and `tend` must report the gap soon."""
         return self._live is not None and self._live.behind
 
     def write_ends(self) -> tuple[int, int]:
@@ -104,7 +107,10 @@ class RankLog:
             stream.close_write_end()
 
     def readers(self) -> list[tuple[int, Callable[[], bool]]]:
-        """Return descriptors and their callbacks for readable data; a callback returns False at end of file."""
+        """Return descriptors and their callbacks for readable data.
+
+        A callback returns False at end of file.
+        """
         return [(stream.read_fd, lambda s=stream: self._drain(s)) for stream in self._streams.values()]  # type: ignore[misc]  # mypy does not type a lambda's default
 
     def tail(self, lines: int = _TAIL_LINES, characters: int = _TAIL_LINE_CHARACTERS_MAX) -> str:
@@ -185,7 +191,7 @@ def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
 
 
 class _Allowance:
-    """The remaining storage quota of a rank, for both streams together."""
+    """The remaining storage quota of a rank, for stdout and stderr together."""
 
     def __init__(self, now_ns: int) -> None:
         self.stored = 0
@@ -199,7 +205,10 @@ class _Allowance:
 
 
 class _File:
-    """One log file, created with the first byte; complete, or with lines that mark missing bytes."""
+    """One log file, created with the first byte.
+
+    The file is complete, or lines mark missing bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.missing = 0  # Number of bytes missing since the last stored byte.
@@ -213,7 +222,7 @@ class _File:
         return self._dropped + self.missing
 
     def store(self, data: bytes, allowed: int, clock: Clock) -> int:
-        """Append the allowed part of a chunk; return the number of stored bytes."""
+        """Append the allowed part of a chunk. Return the number of stored bytes."""
         kept = 0
         if allowed and (not self.missing or self._mark(self.missing, clock.wall_ns())):
             kept = self._append(memoryview(data)[:allowed])
@@ -244,7 +253,7 @@ class _File:
         return True
 
     def _append(self, data: memoryview) -> int:
-        """Write to the file; return the number of written bytes."""
+        """Write to the file. Return the number of written bytes."""
         written = 0
         try:
             if self._fd < 0:
@@ -267,7 +276,10 @@ class _Stream:
         self.file = _File(path)
 
     def expect_more(self) -> None:
-        """Enlarge the pipe and the reads; the kernel limits a user's pipe memory, so other pipes stay small."""
+        """Enlarge the pipe and the reads.
+
+        The kernel limits the pipe memory of a user, so pipes of quiet streams stay small.
+        """
         self.read_bytes = _FLOOD_BYTES
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _FLOOD_BYTES)
@@ -292,7 +304,10 @@ class Viewer(Protocol):
         ...
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Accept text of `size` bytes; `lost` is True if the rank's file lacks the text."""
+        """Accept text of `size` bytes.
+
+        `lost` is True if the rank's file lacks the text.
+        """
         ...
 
     def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
@@ -301,7 +316,10 @@ class Viewer(Protocol):
 
 
 class LiveOutput:
-    """The live view of one rank; `last(stream, size)` returns the last bytes of a stream."""
+    """The live view of one rank.
+
+    `last(stream, size)` returns the last bytes of a stream.
+    """
 
     def __init__(
         self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
@@ -321,7 +339,10 @@ class LiveOutput:
         return any(view.size for view in self._views.values())
 
     def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
-        """Show all or a part of a chunk; the rank's file contains the first `kept` bytes."""
+        """Show all or a part of a chunk.
+
+        The rank's file contains the first `kept` bytes of the chunk.
+        """
         view = self._views[stream]
         if not self._viewer.watching:
             view.forget()
@@ -387,7 +408,10 @@ class _View:
         self.lost = 0
 
     def miss(self, size: int, kept: int) -> None:
-        """Leave bytes out of the live view; the file contains `kept` of these bytes."""
+        """Omit bytes from the live view.
+
+        The file contains `kept` of the omitted bytes.
+        """
         if size:
             self.size += size
             self.lost += size - kept
@@ -433,8 +457,8 @@ class OutputTail:
     def text(self, lines: int, characters: int) -> str:
         """Return the last lines of all streams in order of completion, then unfinished lines.
 
-        The result has `lines` lines and at most one unfinished line per stream. A longer line is cut to its last
-        `characters`.
+        The result has at most `lines` complete lines and one unfinished line per stream. A longer line is cut to its
+        last `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
         unfinished = dict.fromkeys(self._pieces, "")
@@ -444,7 +468,7 @@ class OutputTail:
             *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
             whole.extend(ended[-lines:])
         found = [*whole, *(line for line in unfinished.values() if line)]
-        # Carriage returns rewrite a line, as in progress bars; only the last state of the line remains visible.
+        # Carriage returns rewrite a line, as in progress bars. Only the last state of the line remains visible.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
 
 

@@ -3,12 +3,12 @@
     start ──▶ clean interpreter ──▶ forks and exits (its starter reaps it) ──▶ the daemon holds its lock, and listens
     end   ──▶ SIGTERM ──▶ after a timeout SIGKILL ──▶ its pidfd shows that it has ended
 
-The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons. Each has a lock file with its pid.
-The environment service has no lock: it serves one caller and ends with that caller.
+The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons. Each daemon has a lock file with its
+pid. The environment service has no lock: it serves one caller and ends with that caller.
 
-Failure cases: If the interpreter cannot start, `start` raises OSError. A process that does not detach in time is
-killed. A daemon may exit while another process ends it. A pidfd identifies the daemon, so no later process with the
-same pid gets a signal. If the daemon survives SIGKILL because it waits in the kernel, `end` returns False.
+Failure cases: If the interpreter cannot start, `start` raises OSError. `reap` kills a process that does not detach in
+time. A daemon may exit while another process ends it. A pidfd identifies the daemon, so no later process with the same
+pid gets a signal. If the daemon survives SIGKILL because it waits in the kernel, `end` returns False.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serverless_gpu.node.processes.spawn import clean_process, open_log
 def start(
     module: str, arguments: Sequence[object], *, log: Path, environ: Mapping[str, str], fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `main(*arguments)` of a module, which detaches; return the child to `reap`. Raises OSError.
+    """Start `main(*arguments)` of a module as a daemon. Return the child to `reap`. Raises OSError.
 
     The process appends its output to the file `log` and inherits `fds` under the same numbers.
     """
@@ -39,7 +39,10 @@ def start(
 
 
 def reap(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait until a started process has detached. Kill a process that does not, and return False."""
+    """Wait until a started process has detached.
+
+    Kill a process that does not detach in time, and return False.
+    """
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -51,7 +54,10 @@ def reap(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def opened(pid: int) -> Iterator[int | None]:
-    """Open a pidfd, which never refers to another process; yield None if the process has ended."""
+    """Open a pidfd, or yield None if the process has ended.
+
+    A pidfd never refers to another process.
+    """
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -64,7 +70,7 @@ def opened(pid: int) -> Iterator[int | None]:
 
 
 def end(pid: int, limit_s: float, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)) -> bool:
-    """Send a list of signals to a process until it ends; return True if it has ended.
+    """Send a list of signals to a process until it ends. Return True if the process has ended.
 
     After each signal, the process has `limit_s` seconds to end.
     """

@@ -1,15 +1,16 @@
-"""Ends an attempt's process tree, proves its end, and removes the shared memory that it left.
+"""Ends an attempt's process tree, proves its end, and removes its remaining shared memory.
 
-All processes of an attempt are below its stem. If cgroup v2 is writable, the stem has its own cgroup. One write to
-`cgroup.kill` then ends everything, including detached processes, and `cgroup.events` shows when the cgroup is empty.
-Otherwise the stem is the subreaper and ends its descendants itself. This package never ends a process by name.
+All processes of an attempt are below its stem. If cgroup v2 is writable, the stem has its own cgroup. A single write to
+`cgroup.kill` then ends all processes, including detached processes. `cgroup.events` shows when the cgroup is empty.
+Without a writable cgroup v2, the stem is the subreaper and ends its descendants itself. This package never ends a
+process by name.
 
     /sys/fs/cgroup[/unified]/<own cgroup>/serverless_gpu-<home>/<number>/    one per stem
 
-If a pids controller is available, it limits the processes and threads of an attempt, so that a fork bomb only harms its
-own run. A memory limit is set if a memory controller is available: v2 first, v1 on hybrid hosts. The controller's
-counters show if the kernel killed a rank for lack of memory. Without a controller, the kernel's global counter shows
-the kill. Exit codes are not used.
+If a pids controller is available, the controller limits the processes and threads of an attempt. A fork bomb therefore
+harms only its own attempt. A memory limit is set if a memory controller is available: v2 first, v1 on hybrid hosts. The
+controller's counters show if the kernel killed a rank for lack of memory. Without a controller, the kernel's global
+counter shows the kill. This package does not use exit codes as evidence.
 
 Libraries make named segments in /dev/shm and remove them when their process exits. A killed process leaves its
 segments, which finally fill /dev/shm (`AttemptSegments`):
@@ -17,9 +18,9 @@ segments, which finally fill /dev/shm (`AttemptSegments`):
     during the run    candidates ─▶ segments that the attempt's processes have open or mapped belong to it
     after its end     its segments that no process uses ─▶ removed
 
-A candidate has the name pattern of a library, because files with other names may be the user's. This user owns the
-candidate, and its creation time is during the attempt. A segment stays if no process of the attempt was seen with it,
-if any process uses it, or if its maker still runs.
+A candidate has the name pattern of a library, because files with other names may be the user's. A candidate belongs to
+this user and was created during the attempt. A segment stays if any process uses the segment or if its maker still
+runs. A segment also stays if no process of the attempt was seen with the segment.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ _SEGMENT_NAME = re.compile(
     r"|nccl-[A-Za-z0-9]{6}"
 )
 _LOOK_NS = 1_000_000_000
-_LOOKS_MAX = 3  # Number of checks per name; a segment that no process of the attempt uses by then is not the attempt's.
+# Number of checks per segment name. Afterwards, a segment that no process of the attempt uses does not belong to the
+# attempt.
+_LOOKS_MAX = 3
 _COARSE_NS = 50_000_000  # Timestamps of file systems lag behind the clock by up to one tick.
 
 
@@ -75,7 +78,7 @@ class CgroupRoot:
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
-        """Create the cgroups of a stem (`ZYGOTE`: of a zygote), v2 first; return () if that is impossible."""
+        """Create the cgroups of a stem (`ZYGOTE`: of a zygote), v2 first. Return () if impossible."""
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
@@ -91,9 +94,10 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove empty cgroups of earlier agents' stems; call this only at start, before stems arrive.
+        """Remove empty cgroups of earlier agents' stems.
 
-        Processes in the cgroup of a zygote whose agent has ended belong to no run. The sweep kills these processes.
+        Call `sweep` only at the start of the agent, before stems arrive. Processes in the cgroup of a zygote whose
+        agent has ended belong to no run. The sweep kills these processes.
         """
         for parent in (self.path, self._pids):
             with contextlib.suppress(OSError):
@@ -109,7 +113,7 @@ class CgroupRoot:
                     remove_cgroup(entry)
 
     def close(self) -> None:
-        """Remove all cgroups once the last stems have ended, within a second; later agents retry."""
+        """Remove all cgroups once the last stems have ended, within a second. Later agents retry."""
         for _ in range(_CLOSING_LOOKS):
             self.sweep()
             if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
@@ -118,9 +122,10 @@ class CgroupRoot:
 
 
 def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
-    """Return the directories in which this process may create cgroups; `name` is unique to one home.
+    """Return the directories in which this process may create cgroups.
 
-    `SERVERLESS_GPU_CGROUPS=0` disables cgroups. `SERVERLESS_GPU_TASKS_MAX` limits an attempt's processes.
+    `name` is unique to one home. `SERVERLESS_GPU_CGROUPS=0` disables cgroups. `SERVERLESS_GPU_TASKS_MAX` limits an
+    attempt's processes.
     """
     if environ.get("SERVERLESS_GPU_CGROUPS") == "0":
         return CgroupRoot(None, problem="switched off by SERVERLESS_GPU_CGROUPS=0")
@@ -168,7 +173,7 @@ def controllers(path: Path | None) -> tuple[str, ...]:
 
 def kill_cgroup(path: Path) -> None:
     """Kill every process in a cgroup, atomically."""
-    with contextlib.suppress(OSError):  # The cgroup may have been removed; `cgroup_empty` tests that separately.
+    with contextlib.suppress(OSError):  # The cgroup may have been removed. `cgroup_empty` tests the removal separately.
         (path / "cgroup.kill").write_text("1")
 
 
@@ -202,7 +207,10 @@ def cgroup_empty(path: Path) -> bool:
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """Identity of a process that survived SIGKILL; `started` is in ticks since boot."""
+    """Identity of a process that survived SIGKILL.
+
+    `started` is in ticks since boot.
+    """
 
     pid: int
     started: int
@@ -235,7 +243,7 @@ def look_at(pid: int) -> ProcessIdentity | None:
 
 
 def remove_cgroup(path: Path) -> bool:
-    """Remove an empty cgroup and all cgroups below; return True if it no longer exists."""
+    """Remove an empty cgroup and all cgroups below. Return True if the cgroup no longer exists."""
     with contextlib.suppress(OSError):
         for entry in path.iterdir():
             if entry.is_dir():
@@ -320,7 +328,10 @@ class MemoryWatch:
 
 
 def mount_point(kind: str, controller: str) -> Path | None:
-    """Return the mount point of a file system of a kind; for cgroup v1, of the given controller."""
+    """Return the mount point of a file system of a kind.
+
+    For cgroup v1, the mount has the given controller.
+    """
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
             match = _MOUNT_LINE.match(line.strip())
@@ -362,7 +373,10 @@ class AttemptSegments:
         self._due_ns = 0
 
     def is_due(self, now_ns: int) -> bool:
-        """Return True once per second; `now_ns` must always come from the same clock."""
+        """Return True once per second.
+
+        `now_ns` must always come from the same clock.
+        """
         if now_ns < self._due_ns:
             return False
         self._due_ns = now_ns + _LOOK_NS
@@ -371,7 +385,7 @@ class AttemptSegments:
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
         """Record the attempt's segments: segments that its processes use, or whose names contain its pids.
 
-        `since_ns` is the wall time at which user code began. `pids` is called only for new segments.
+        `since_ns` is the wall time at which user code began. `look` calls `pids` only for new segments.
         """
         there = set(self._candidates(since_ns))
         self._own &= there
@@ -385,7 +399,7 @@ class AttemptSegments:
             self._own |= _used(pid, self._place, names)
 
     def remove(self, since_ns: int) -> tuple[str, ...]:
-        """Remove the attempt's segments after its last process has ended; return their names."""
+        """Remove the attempt's segments after its last process has ended. Return the names of the segments."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
         in_use: set[str] = set()  # Processes of other users are not visible, so their segments are not included.
@@ -413,7 +427,10 @@ class AttemptSegments:
 
 
 def _used(pid: int, place: Path, names: set[str]) -> set[str]:
-    """Return the segments that a process has mapped or open; empty if it has ended or is not accessible."""
+    """Return the segments that a process has mapped or open.
+
+    The result is empty if the process has ended or is not accessible.
+    """
     try:
         maps = (_PROC / str(pid) / "maps").read_bytes()
         files = os.listdir(_PROC / str(pid) / "fd")

@@ -1,8 +1,8 @@
 """Starts processes of this package: clean interpreters, and zygotes in the user's environment.
 
 Agent and supervisor run with `-I -S`: without `PYTHON*` variables, user site and `.pth` files. `.pth` files execute
-code at start even with `-I`. The search path is the standard library and the directories of this package's few
-dependencies.
+code at start even with `-I`. The search path contains only the standard library and the directories of this package's
+few dependencies.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ SET_BY_LIBRARIES = {
     "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # ray
     "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # accelerate
     "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Lightning
-    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor: any directory.
+    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor: any directory is possible.
     "TORCH_WARM_POOL": ("0",),  # Torch's inductor.
 }
 """Start-up variables that libraries set in their own process on import, with the values; () for any value.
 
-Such a value shows which libraries the caller has imported, not how an interpreter must start. A warm interpreter
-without the variable therefore serves the caller too. Ranks get the variable like all other variables of the caller.
+The value of a library's variable shows which libraries the caller has imported, not how an interpreter must start. A
+warm interpreter without the variable therefore serves the caller too. Ranks get the variable like all other variables
+of the caller.
 """
 
 
@@ -168,7 +169,7 @@ def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def one_name(python: str) -> str:
     """Return one name for all names of an interpreter in its directory, where `python` may be `python3`.
 
-    The directory stays unchanged, because an interpreter finds its environment by its directory.
+    The directory in the name stays unchanged, because an interpreter finds its environment by its directory.
     """
     for name in ("python3", "python"):
         beside = os.path.join(os.path.dirname(python), name)
@@ -183,17 +184,17 @@ class CallerInterpreter(NamedTuple):
 
     python: str
     flags: Sequence[str]
-    # The caller's variables; the zygote gets the start-up variables and a few that every program expects.
+    # The caller's variables. The zygote gets the start-up variables and a few that every program expects.
     environ: Mapping[str, str]
     mounts: Sequence[Mapping[str, object]] = ()  # Mounts of the interpreter's environment, for `inside/namespaces.py`.
     cgroups: Sequence[str] = ()  # Directories of the cgroups in which the interpreter starts.
-    namespace: Literal["", "wanted", "required"] = ""  # User namespace: none, used if possible, or required.
+    namespace: Literal["", "wanted", "required"] = ""  # User namespace: not used, used if possible, or required.
 
 
 def zygote_process(
     interpreter: CallerInterpreter, preload: Sequence[str], *, channel_fd: int, log: int
 ) -> subprocess.Popen[bytes]:
-    """Start a zygote in the user's interpreter; raises OSError.
+    """Start a zygote in the user's interpreter. Raises OSError.
 
     The launcher enters the containment before the zygote starts. The launcher gets none of the user's variables,
     because the dynamic loader would read them.
@@ -236,7 +237,10 @@ def zygote_process(
 
 
 def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
-    """Return the program for `python -c` that becomes a zygote; `inside` is the directory of the runtime."""
+    """Return the program for `python -c` that becomes a zygote.
+
+    `inside` is the directory of the runtime.
+    """
     call = f"zygote.main({channel_fd}, {protocol.VERSION}, {list(preload)!r})"
     return load_inside(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
 

@@ -199,10 +199,11 @@ class LocalGang:
             self._say({"op": "release"})
 
     def terminate(self, why: str) -> None:
-        """Send SIGTERM to every rank; a rank that returns afterwards exits without waiting for other ranks.
+        """Send SIGTERM to every rank.
 
-        The gang writes the reason `why` to a file before the signal. Commands can read the file, because a running
-        process cannot receive a new environment variable.
+        A rank that returns after SIGTERM exits without waiting for other ranks. The gang writes the reason `why` to a
+        file before the signal. Commands can read the file, because a running process cannot receive a new environment
+        variable.
         """
         try:
             write_text(self._stop_file, f"{why}\n")
@@ -261,7 +262,7 @@ class LocalGang:
         return any(log.behind for log in self.logs.values())
 
     def tend(self) -> None:
-        """Report left-out output of all logs; no descriptor signals the time for the report."""
+        """Report omitted output of all logs. No descriptor signals the time for the report."""
         for log in self.logs.values():
             log.tend()
 
@@ -303,7 +304,7 @@ class LocalGang:
         self.account.mark("stem")
 
     def _pass_on(self, text: str, *, note: bool) -> None:
-        """Send a rank's message to attached clients; with `note`, also add it to the receipt."""
+        """Send a rank's message to attached clients. With `note`, also add the message to the receipt."""
         if self._sentences_left > 0:
             self._sentences_left -= 1
             sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
@@ -320,7 +321,7 @@ class LocalGang:
                 program = original(context.python)
             argv = [program, *arguments]
         share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
-        # A Ray driver mostly waits, so its own computation may use all CPU cores of the run.
+        # A Ray driver mostly waits. The driver's own computation may therefore use all CPU cores of the run.
         threads = threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
         return {
             "op": "go",
@@ -353,7 +354,7 @@ class LocalGang:
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
     def _rank(self, message: inside.Message) -> int:
-        """Return the rank that a message names; raises ValueError if another node runs this rank."""
+        """Return the rank that a message names. Raises ValueError if another node runs the rank."""
         rank = inside.integer(message, "rank")
         if rank not in self.numbers:
             raise ValueError(f"this node has no rank {rank}")
@@ -370,7 +371,7 @@ class LocalGang:
 
     def _explained(self, failure: Failure) -> Failure:
         """Return a rank's failure, corrected by information that only the supervisor has."""
-        # User code has begun, so the start cannot have failed.
+        # User code has begun, so the failure is not a start failure.
         if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
         if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
@@ -378,7 +379,7 @@ class LocalGang:
         return failure
 
     def memory_text(self) -> str:
-        """Describe an out-of-memory kill; the text follows "was" or "were"."""
+        """Describe an out-of-memory kill. The text follows "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
         peak = self.memory.peak_bytes() if self.memory is not None else None
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []

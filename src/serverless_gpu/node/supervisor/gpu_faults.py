@@ -5,13 +5,14 @@
                                       └─ counts a hit in `<uuid>.xids` beside the GPU's lock if user code caused it;
                                          hits are counted per principal, for the whole machine
 
-`NodeFaults` runs in the agent and the uplink and reads the whole log, so it also quarantines unused GPUs. Both classes
-may read the same line. The second reader finds the quarantine note and leaves the note unchanged. A note that was
-lifted after the line was written, for example after a GPU reset, stays lifted.
+`NodeFaults` runs in the agent and the uplink and reads the whole log, so it also quarantines unused GPUs. `NodeFaults`
+and `AttemptFaults` may read the same log line. The second reader finds the quarantine note and leaves the note
+unchanged. If an operator lifted the quarantine after the log line, for example after a GPU reset, the quarantine stays
+lifted.
 
-Failure cases: If the log cannot be read, no fault is known and the doctor reports `problem`. If the lock directory
-cannot be written, the attempt still ends, and the next check refuses a GPU that does not answer. An invalid file of
-hits counts as empty.
+Failure cases: If the kernel log cannot be read, no fault is known, and `sgpu doctor` reports the `problem`. If the lock
+directory cannot be written, the attempt still ends. The next device check refuses a GPU that does not answer. An
+invalid file of hits counts as empty.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class AttemptFaults:
         return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
 
     def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Read new driver reports about the attempt's devices; return the events that end the attempt."""
+        """Read new driver reports about the attempt's devices. Return the events that end the attempt."""
         if self._log is None:
             return []
         events: list[GpuFailed] = []
@@ -182,7 +183,7 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
 
 
 def note_hit(directory: Path, uuid: str, hit: UserFault) -> None:
-    """Record that a principal's code failed on a GPU, one hit per principal; raises StorageError."""
+    """Record that a principal's code failed on a GPU, one hit per principal. Raises StorageError."""
     own = msgspec.structs.replace(hit, principal=_plain(hit.principal))
     with opened_directory(directory) as opened_at, opened(opened_at, f"{uuid}.xids") as fd:
         others = [other for other in _read(fd) if other.principal != own.principal]
@@ -192,7 +193,7 @@ def note_hit(directory: Path, uuid: str, hit: UserFault) -> None:
 
 
 def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[UserFault, ...]]:
-    """Return recent failures of user code by GPU uuid; raises StorageError."""
+    """Return recent failures of user code by GPU uuid. Raises StorageError."""
     found: dict[str, tuple[UserFault, ...]] = {}
     with opened_directory(directory) as opened_at:
         for uuid in uuids:

@@ -10,7 +10,7 @@
     event loop ──────look───▶     │ └──────────────▶ HangConfirmed, if the run has a `hang_timeout`
                                   └── an inspection of the ranks (`rank_inspection.py`), polled until it is complete
 
-For a gang on several nodes, the supervisor of each node reports its ranks and the server judges:
+For a gang on several nodes, the supervisor of each node reports its ranks and the server decides:
 
     output, events ──heard──▶ GangHangReporter ──silent since──▶ server ◀── supervisors of the other nodes
     event loop ──────look───▶    │  ▲  └─────observation───────▶   │
@@ -18,22 +18,23 @@ For a gang on several nodes, the supervisor of each node reports its ranks and t
     hang-<node>-<n>.txt, ◀───────┴──────waiting ranks──────────────┘
     HangConfirmed
 
-A single supervisor cannot distinguish a hang from ranks that correctly wait for ranks on another node. It reports only
-how long its ranks were silent. Once all nodes are silent, the server requests that every supervisor inspects its ranks
-during the same period.
+A single supervisor cannot distinguish a hang from ranks that correctly wait for ranks on another node. The supervisor
+therefore reports only how long its ranks were silent. Once all nodes are silent, the server requests that every
+supervisor inspects its ranks during the same period.
 
 `IdleWatchdog` follows the decisions of `model/hangs/idleness.py`:
 
     telemetry ───────seen──▶ IdleWatchdog ──tell──▶ attached clients    at four fifths of the limit
-    output, events ─heard──▶     └───────────────▶ StopRequested        at the limit: ranks may save first, as always
+    output, events ─heard──▶     └───────────────▶ StopRequested        at the limit: ranks may save a checkpoint first
     new client ─────heard──▶
 
-No watchdog blocks: an inspection takes several turns of the event loop, and output continues meanwhile.
+No watchdog blocks the event loop. An inspection takes several turns of the event loop, and output continues meanwhile.
 
 Failure cases: A full disk loses the file of stacks, but not the message. A sign of progress cancels a running
 inspection. Without an answer from the server, no node receives a judgement. Without a limit or telemetry, the watchdog
 stops no run, because unobserved devices do not count as idle. The first node that receives a judgement ends its ranks,
-which makes ranks on other nodes fail before their judgement arrives. Those nodes still write their inspection.
+which makes ranks on other nodes fail before their judgement arrives. The supervisors on the other nodes still write
+their inspection.
 """
 
 from __future__ import annotations
@@ -74,13 +75,16 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
-# Nanoseconds after a sign of progress in which a rank that fails has only printed its traceback.
+# Nanoseconds after a sign of progress in which a failing rank has only printed its traceback.
 _LAST_WORDS_NS = 10_000_000_000
 _UNEXPLAINED = Hang(waiting=(), elsewhere=())
 
 
 class Watchdogs:
-    """All watchdogs of one attempt; they append to the receipt's `notes`."""
+    """All watchdogs of one attempt.
+
+    The watchdogs append to the receipt's `notes`.
+    """
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
         directory = Path(launch.directory)
@@ -97,7 +101,10 @@ class Watchdogs:
         return self.hangs.said or self.idleness.said
 
     def judged_by(self, peers: Peers) -> None:
-        """Set how observations reach the other nodes and how judgements return; no effect on one node."""
+        """Set how observations reach the other nodes and how judgements return.
+
+        The method has no effect in a gang on one node.
+        """
         if isinstance(self.hangs, GangHangReporter):
             self.hangs.tell_server = self.idleness.tell_server = peers.tell
             peers.judge = self._judged
@@ -112,7 +119,7 @@ class Watchdogs:
         return self.gpus.hear(attempt, devices)
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> list[Event]:
-        """Run the watchdogs' periodic checks; return the events that end the run."""
+        """Run the watchdogs' periodic checks. Return the events that end the run."""
         found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
         return [event for event in found if event is not None]
 
@@ -133,7 +140,10 @@ class Watchdogs:
 
 
 class _HangDetector:
-    """Base of both hang detectors; writes stack files to `directory` and appends to `notes`."""
+    """Base of both hang detectors.
+
+    A detector writes stack files to `directory` and appends to `notes`.
+    """
 
     def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""  # The last message to attached clients; "" after progress.
@@ -149,7 +159,7 @@ class _HangDetector:
         self._early_said = False
 
     def _write_file(self, path: Path, text: str) -> str:
-        """Write a file of stacks; return the error message, or ""."""
+        """Write a file of stacks. Return the error message, or ""."""
         try:
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
@@ -192,7 +202,7 @@ class HangWatchdog(_HangDetector):
             self._returned_at = format_clock(self._clock.wall_ns())
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> HangConfirmed | None:
-        """Run the periodic check; return the event that ends a run after too long a hang."""
+        """Run the periodic check. Return the event that ends a run if a hang exceeds the limit."""
         self.wake_ns = None
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None:
             self._stop_inspection()
@@ -245,7 +255,7 @@ class HangWatchdog(_HangDetector):
         self._watch = hang_detection.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
-        # The file name comes first because a receipt cuts long notes. The file is in the run's directory.
+        # The file name is first in the note because a receipt cuts long notes. The file is in the run's directory.
         self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
         if self._then is HangAction.END and not at_work:
             return HangConfirmed(detail=told)
@@ -268,7 +278,7 @@ class HangWatchdog(_HangDetector):
         )
 
     def _write(self, attempt: Attempt, finding: HangFinding) -> tuple[Path, str]:
-        """Write the file of all stacks; return its path and the error message or ""."""
+        """Write the file of all stacks. Return its path and the error message or ""."""
         name = f"hang-{next(self._numbers)}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
         title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
@@ -285,7 +295,7 @@ class HangWatchdog(_HangDetector):
         self._say("")
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Report an early return; the run continues, because a long evaluation looks the same."""
+        """Report an early return. The run continues, because a long evaluation looks the same."""
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -296,7 +306,10 @@ class HangWatchdog(_HangDetector):
 
 
 class GangHangReporter(_HangDetector):
-    """Reports the ranks of one node of a gang; `hang` is the server's judgement."""
+    """Reports the ranks of one node of a gang.
+
+    `hang` is the server's judgement.
+    """
 
     def __init__(
         self, directory: Path, place: CrewPlace, clock: Clock, tell: Callable[[str], None], notes: list[str]
@@ -335,7 +348,7 @@ class GangHangReporter(_HangDetector):
         self._until_ns = now_ns + window_ns
 
     def judged(self, judgement: Judgement) -> HangConfirmed | None:
-        """Apply the server's judgement of all nodes; return the event that ends the run, if any."""
+        """Apply the server's judgement of all nodes. Return the event that ends the run, if any."""
         if judgement == self._judgement:
             return None
         self._judgement = judgement
@@ -444,7 +457,7 @@ class GangHangReporter(_HangDetector):
         )
 
     def _write(self, number: int, who: Hang, told: str) -> tuple[Path, str]:
-        """Write the file of this node's stacks; return its path and the error message or ""."""
+        """Write the file of this node's stacks. Return its path and the error message or ""."""
         path = self._directory / f"hang-{self._place.number}-{number}.txt"
         if self._attempt is None:
             return path, " could not be written (no rank has been inspected yet)"
@@ -456,7 +469,7 @@ class GangHangReporter(_HangDetector):
         )
 
     def _forget(self) -> None:
-        """Discard the state of a silence after a sign of progress."""
+        """Discard the state of a silent period after a sign of progress."""
         self._stop_inspection()
         self._until_ns = 0
         if self._moved_ns is None:
@@ -470,7 +483,10 @@ class GangHangReporter(_HangDetector):
             self.wake_ns = at_ns if self.wake_ns is None else min(self.wake_ns, at_ns)
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Report to attached clients why a node is quiet after its ranks returned; the run continues."""
+        """Report to attached clients why a node is quiet after its ranks returned.
+
+        The run continues.
+        """
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -481,11 +497,12 @@ class GangHangReporter(_HangDetector):
 
 
 class IdleWatchdog:
-    """Detects that an attempt does not use its devices; appends to the receipt's `notes`."""
+    """Detects that an attempt does not use its devices. Appends to the receipt's `notes`."""
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""  # The warning while it applies.
-        # Called with this node's `idle` state if the gang has several nodes. None on one node, which decides alone.
+        # Called with this node's `idle` state if the gang has several nodes. None on one node, which decides without
+        # the server.
         self.tell_server: Callable[..., None] | None = None
         self._level = IdleVerdict.GO_ON
         self._spec = spec
@@ -509,12 +526,12 @@ class IdleWatchdog:
                 self._take_back("the devices work again")
 
     def look(self, attempt: Attempt) -> StopRequested | None:
-        """Run the periodic check; return the event that stops a run with idle devices, if any."""
+        """Run the periodic check. Return the event that stops a run with idle devices, if any."""
         # After its ranks have returned, the run waits for other nodes.
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:
             self._idle = None
             return None
-        if not self._begun:  # This is the first check after user code has started.
+        if not self._begun:  # The first check after user code has started.
             self._begun = True
             self._idle = idleness.begin(self._spec, self._clock.boottime_ns())
         if self._idle is None:
@@ -536,7 +553,7 @@ class IdleWatchdog:
         return StopRequested(StopReason.IDLE)
 
     def judged(self, verdict: IdleVerdict) -> None:
-        """Apply the server's judgement of all nodes; a stop arrives as an ordinary cancel request."""
+        """Apply the server's judgement of all nodes. A stop arrives as an ordinary cancel request."""
         if verdict is IdleVerdict.GO_ON:
             self._take_back("devices of the run on another node work again")
         elif self._idle is not None and not self.said:

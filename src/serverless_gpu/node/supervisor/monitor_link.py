@@ -1,18 +1,18 @@
 """The supervisor's connection to the node's monitor.
 
-    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted one
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted monitor
                ◀──TrackedNote, Untracked, AttemptSample, UserSentence──
 
-The connection never blocks: with a missing, hanging or dead monitor, an attempt only loses its observations. Ranks of a
-function start without waiting for the monitor, because `mlflow` in a rank finds its run later (`inside/`). A program
-runs no code of this package, and its environment cannot change later. The start of a program therefore waits briefly
-for the tracking variables, and longer while the home's own MLflow server starts. The start of a Ray cluster waits too,
-because its workers need the variables. The receipt of a very short run waits up to `LINK_NS`, after the client has the
-outcome and the devices are free.
+The connection to the monitor never blocks. With a missing, hanging or dead monitor, an attempt loses only its
+observations. Ranks of a function start without waiting for the monitor, because `mlflow` in a rank finds its run later
+(`inside/`). A program runs no code of this package, and its environment cannot change later. The start of a program
+therefore waits briefly for the tracking variables. The start waits longer while the home's own MLflow server starts.
+The start of a Ray cluster also waits, because Ray workers need the tracking variables. The receipt of a very short run
+waits up to `LINK_NS`, after the client has the outcome and the devices are free.
 
 Failure cases: Without a monitor, the supervisor retries at most every two seconds. The supervisor writes an attempt to
 the monitor's backlog if it ends before the monitor runs, such as the first attempt of a home. If the monitor dies, its
-successor receives all messages again and continues the same files. If the monitor does not read, the supervisor keeps
+successor receives all messages again and continues the same files. If the monitor does not read, the supervisor queues
 the few messages. After an invalid message, the supervisor reconnects after at most two seconds.
 """
 
@@ -114,7 +114,7 @@ class MonitorLink:
         self._say(messages.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
 
     def linger(self) -> None:
-        """Read the last messages; wait up to `LINK_NS` for the tracking link of a short attempt."""
+        """Read the last messages. Wait up to `LINK_NS` for the tracking link of a short attempt."""
         self.hear()
         until_ns = self._began_ns + LINK_NS
         while self._is_undecided and (left_ns := until_ns - self._clock.boottime_ns()) > 0:
@@ -128,7 +128,7 @@ class MonitorLink:
         self._say(messages.EndingNote(state=state, reason=reason, sentence=sentence))
 
     def settled(self, backlog: Path) -> None:
-        """Report the written receipt and disconnect; put an unobserved attempt into the `backlog`."""
+        """Report the written receipt and disconnect. Put an unobserved attempt into the `backlog`."""
         self._say(messages.Settled())
         self.close()
         observe = self._said[0]

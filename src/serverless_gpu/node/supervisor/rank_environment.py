@@ -1,7 +1,8 @@
 """Builds the environment variables of a rank.
 
-Later sources override earlier ones: presets, the caller's variables, secrets, tracking variables, the rank's place in
-the gang. The supervisor reads secrets from their files and writes them only to the ranks' environment.
+Later sources override earlier sources in this order: presets, the caller's variables, secrets, tracking variables, the
+rank's position in the gang. The supervisor reads secrets from their files and writes them only to the ranks'
+environment.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Network(NamedTuple):
 
 
 def place_of(launch: Launch, local: int) -> RankPlace:
-    """Return the place in its gang of the node's process `local` (0 for one command per node).
+    """Return the rank placement of the node's process `local` (0 for one command per node).
 
     A Ray driver is the only member of its own gang, because no other process of the run has a rank.
     """
@@ -59,9 +60,9 @@ class RankEnvironment:
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
 
     def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
-        """Return the variables of one rank; `devices` are the node's devices in LOCAL_RANK order.
+        """Return the variables of one rank.
 
-        Raises OSError if a secret cannot be read.
+        `devices` are the node's devices in LOCAL_RANK order. Raises OSError if a secret cannot be read.
         """
         launch = self._launch
         per_node = self._command is not None and self._command.per == "node"
@@ -98,7 +99,7 @@ class RankEnvironment:
 
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
-        # If the caller is a rank itself, its value does not apply to the new run.
+        # If the caller is itself a rank, the caller's value does not apply to the new run.
         caller.pop(PROCESS_GROUP_VARIABLE, None)
         if (secrets := self._launch.secrets) is not None:
             place = Path(secrets.directory)

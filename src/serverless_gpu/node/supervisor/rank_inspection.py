@@ -1,25 +1,25 @@
 """Inspects ranks: the kernel's view of each rank and its Python stacks.
 
     supervisor ──{"op": "signal", "ranks": …}──▶ stem ──PASS──▶ rank: a handler in Python writes to its memfd
-        │                        no answer, and it is in a call ──STACK──▶ faulthandler, in C, does
+        │                        no answer, inside a call ──STACK──▶ faulthandler, in C, writes
         └── /proc/<pid>/fd/<n> ◀──────────────────────────────────────────────┘
 
 A rank that runs Python answers the first signal. A rank that is blocked in a collective cannot answer the first signal.
-It answers the second signal, which needs neither the interpreter nor the GIL. The inspector sends the second signal
-only to a rank inside a call, because faulthandler would read changing frames as garbage. A rank is inside a call if it
-received the first signal, did not answer, and sleeps or has used CPU time since. If a rank answers the first signal at
-the next inspection, its main thread has returned from that call.
+A blocked rank answers the second signal, which needs neither the interpreter nor the GIL. The inspector sends the
+second signal only to a rank inside a call, because faulthandler would read changing frames as garbage. A rank is inside
+a call if it received the first signal, did not answer, and sleeps or has used CPU time since. If a rank answers the
+first signal at the next inspection, its main thread has returned from the call.
 
 The stem sends the signals, because only the stem knows which ranks it has not reaped yet. A signal therefore never
-reaches another process. The inspector skips a rank that no longer catches the signals or has closed its memfd. Such a
-rank runs another program, or user code replaced the handlers. The signal would end that rank, or the stack would go
-into a file of the user.
+reaches another process. The inspector skips a rank that no longer catches the signals or has closed its memfd. A
+skipped rank runs another program, or user code replaced the handlers. The signal would end the rank, or the rank would
+write the stack into a file of the user.
 
-An inspection never waits: the supervisor's event loop polls it and still forwards output.
+An inspection never blocks. The supervisor's event loop polls the inspection and still forwards output.
 
 Failure cases: A rank that does not answer in time (frozen, uninterruptible or without a CPU core) has no stack. The
-inspector signals a stopped rank only if `wake` is True. Such a rank runs until its stack is written and is then stopped
-again.
+inspector signals a stopped rank only if `wake` is True. A stopped rank then runs until its stack is written, and the
+inspector stops the rank again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
 _IN_PYTHON_NS = 50_000_000  # A rank that runs Python and has a CPU core answers within this time.
 _IN_CALL_US = 20_000  # CPU time without an answer, which shows that no Python code ran.
-_STEADY_NS = 100_000_000  # An unfinished stack that has not grown for this long will not grow any more.
+_STEADY_NS = 100_000_000  # An unfinished stack that has not grown for this long will not grow further.
 _STACK_BYTES_MAX = 1 << 20
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
 _ENDED = ("Z", "X", "")
@@ -50,7 +50,7 @@ _OWN = f"{INSIDE}/"
 
 
 class RankInspector:
-    """One inspection of some ranks; with `wake`, the inspection briefly continues stopped ranks."""
+    """An inspection of some ranks. With `wake`, the inspection briefly continues stopped ranks."""
 
     def __init__(self, gang: LocalGang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:
         self.began_ns = now_ns
@@ -66,7 +66,7 @@ class RankInspector:
         gang.signal(signal.SIGCONT, self._woken)
 
     def poll(self, now_ns: int) -> list[RankInspection] | None:
-        """Return the results once all ranks have answered or the time limit has passed; return None before."""
+        """Return the results once all ranks have answered or the time limit has passed. Return None before."""
         took_ns = now_ns - self.began_ns
         late = took_ns > _ANSWER_NS
         if took_ns > _IN_PYTHON_NS:
@@ -86,7 +86,7 @@ class RankInspector:
         return [self._completed(look) for look in self._looks.values()]
 
     def close(self) -> None:
-        """Abort the inspection and stop the ranks again that the inspection had continued."""
+        """Abort the inspection. Stop the ranks again that the inspection had continued."""
         self._gang.signal(signal.SIGSTOP, [rank for rank in self._woken if rank in self._asked])
         for asked in self._asked.values():
             asked.close()
@@ -163,7 +163,7 @@ class _Asked:
 
 
 def _ask(look: RankInspection, number: int) -> _Asked | None:
-    """Open the file for a rank's stack; return None if the inspection must not signal the rank."""
+    """Open the file for a rank's stack. Return None if the inspection must not signal the rank."""
     path = f"/proc/{look.pid}/fd/{number}"
     with contextlib.suppress(OSError, ValueError):
         catches = all(_is_in_set(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)

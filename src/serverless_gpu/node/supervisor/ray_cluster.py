@@ -5,21 +5,21 @@
                └─ close, after all processes ended: keeps logs in <attempt>/ray/<node>, removes the directory
     agent ─ ClusterSweeper ─▶ a clean process that removes directories without a lock
 
-A held flock means that the run continues. Supervisor and stem hold the flock; no user process does. The flock also
-keeps systemd-tmpfiles from deleting the directory of a run that takes many days.
+A held flock means that the run continues. Only supervisor and stem hold the flock. The flock also keeps
+systemd-tmpfiles from deleting the directory of a run that takes many days.
 
-Failure cases: Without free space in /tmp, the run does not start and reports the reason. If supervisor and stem are
-killed together, an agent of the same user removes the directory later. If the sweeper removes a directory that a
-supervisor has just created, the supervisor tries another name. After a few failed tries, the sweeper leaves a directory
-that it cannot remove.
+Failure cases: Without free space in /tmp, the run does not start, and its final state contains the reason. If
+supervisor and stem are killed together, an agent of the same user removes the directory later. If the sweeper removes a
+directory that a supervisor has just created, the supervisor tries another name. After a few failed tries, the sweeper
+leaves a directory that it cannot remove.
 
 Ray writes one log file per process below its sessions' directories (/tmp/sgpu-ray-*/<start>/session_*/logs). The
-supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. These logs are
-necessary because every process that could explain a failure has ended by then. The supervisor skips pipes, links and
-files that it cannot copy, because the run's outcome does not depend on them. On a slow disk copying ends after
-`LIMIT_NS`, because the devices wait, and the receipt reports the missing logs.
+supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. The logs are
+necessary because every process that could explain a failure has already ended. The supervisor skips pipes, links and
+files that it cannot copy, because the run's outcome does not depend on them. On a slow disk, copying ends after
+`LIMIT_NS`, because the devices stay reserved meanwhile. The receipt reports the missing logs.
 
-Ray counts CPUs, GPUs and memory but isolates none of them. A node's share therefore only states the resources that Ray
+Ray counts CPUs, GPUs and memory but isolates no resource. A node's share therefore only states the resources that Ray
 may schedule for tasks of this run.
 """
 
@@ -59,14 +59,17 @@ _PIECE_BYTES = 1 << 20
 _ALONE = Network(("127.0.0.1", 0))
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
-_SWEEPS_MAX = 3  # Sweeps per agent for one directory; a task may have created files of another user in it.
+_SWEEPS_MAX = 3  # Sweeps per agent for one directory. A task may have created files of another user in the directory.
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FIGURES = Path("/proc/meminfo")
 
 
 class NoDirectory(OSError):
-    """Raised if no directory can be created for a run's Ray cluster; the text names path and reason."""
+    """Raised if no directory can be created for a run's Ray cluster.
+
+    The text contains the path and the reason.
+    """
 
 
 class AttemptCluster:
@@ -119,7 +122,10 @@ class AttemptCluster:
         )._asdict()
 
     def close(self) -> str:
-        """Keep Ray's logs and remove the directory after all processes ended; return the receipt's note or ""."""
+        """Keep Ray's logs and remove the directory after all processes ended.
+
+        Return a note for the receipt, or "".
+        """
         note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
         share.remove_directory(self.path)
         os.close(self.fd)
@@ -202,7 +208,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _make() -> tuple[str, int]:
-    """Create a directory with a free name and lock it; raises NoDirectory."""
+    """Create a directory with a free name and lock it. Raises NoDirectory."""
     for _ in range(_NAMES_TRIED):
         path = f"{share.DIRECTORY_PARENT}/{share.DIRECTORY_PREFIX}{secrets.token_hex(4)}"
         try:
@@ -223,7 +229,7 @@ def _make() -> tuple[str, int]:
 
 
 def _make_spill(path: str, files: Path) -> None:
-    """Create the directory for Ray's spilled objects: in `path`, or on the home's disk if larger."""
+    """Create the directory for Ray's spilled objects, in `path` or on the home's disk if larger."""
     spill = os.path.join(path, share.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
@@ -285,7 +291,10 @@ def free_bytes(path: str | Path) -> int:
 
 
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
-    """Copy Ray's logs to `kept`; return a message if the time limit left out some logs, else ""."""
+    """Copy Ray's logs to `kept`.
+
+    Return a message if the time limit left out some logs, else "".
+    """
     left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):
         os.makedirs(kept, 0o700, exist_ok=True)
@@ -337,7 +346,7 @@ def _entries(directory: str) -> list[str]:
 
 
 def _copy(path: str, target: str, bytes_max: int) -> int:
-    """Copy the end of a file; return the number of bytes copied."""
+    """Copy the end of a file. Return the number of copied bytes."""
     target = os.path.normpath(target)
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -350,7 +359,7 @@ def _copy(path: str, target: str, bytes_max: int) -> int:
 
 
 _OF_MEMORY = 0.3  # Ray's own default share of the memory.
-_OF_SHARED = 0.9  # Share of the run's part of /dev/shm; Ray moves a larger store to the disk.
+_OF_SHARED = 0.9  # The object store's share of the run's part of /dev/shm. Ray moves a larger store to the disk.
 
 
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:

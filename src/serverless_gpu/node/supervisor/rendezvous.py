@@ -1,15 +1,15 @@
 """Connects the nodes of a gang and tests if they can reach each other before ranks begin.
 
-`Peers` represents the gang to one node's supervisor. Everything except the rendezvous goes through the server, whose
-messages are in brackets:
+`Peers` represents the gang to one node's supervisor. Except for the rendezvous, all messages go through the server. The
+server's messages are in brackets:
 
     devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin
     all ranks returned ─▶ returned ─▶ (release) ─▶ ranks may exit
     an early end ─▶ halt, at once                           ◀─ (peer_failed): early end on another node
 
-A supervisor sends its whole state each time, to the present uplink and to a later one, so messages may arrive twice.
-This module has no deadlines: the server ends a failed rendezvous, and the lease limits how long a node runs without the
-server. A gang on one node has no other nodes and only reserves a rendezvous port.
+A supervisor sends its whole state each time, and sends it again to a restarted uplink. Messages may therefore arrive
+twice. This module has no deadlines. The server ends a failed rendezvous. The lease limits how long a node runs without
+the server. For a gang on one node, `Peers` only reserves a rendezvous port.
 
 `Rendezvous` listens, tries the addresses of the other nodes, and reports the results:
 
@@ -19,15 +19,16 @@ server. A gang on one node has no other nodes and only reserves a rendezvous por
 
 `model/lifecycle/rendezvous.py` decides. The test makes the same connections as the ranks. As with NCCL and Gloo, every
 node connects to every other node. The kernel chooses the ports, and the packets are as large as the network allows.
-Every node also connects to the rendezvous port on rank 0's node. The server can thus name a pair of nodes that cannot
-work together before user code begins.
+Every node also connects to the rendezvous port on rank 0's node. Before user code begins, the server can therefore name
+a pair of nodes that cannot communicate.
 
-Nothing blocks the supervisor's event loop. Unknown peers may connect. They receive no data before they send a secret
-that only nodes of the gang know. The supervisor closes every other connection.
+No function blocks the supervisor's event loop. Unknown peers may connect. Unknown peers receive no data before they
+send a secret that only nodes of the gang know. The supervisor closes every other connection.
 
 Failure cases: An address without an answer costs `PROBE_S`, or `SETTLE_S` if every node was reached at another address.
 A port on which another program answers counts as not reached. In a flood of connections, the supervisor closes the
-oldest unidentified connections. Without free descriptors, the supervisor does not try an address and reports it.
+oldest unidentified connections. Without free descriptors, the supervisor does not try an address and reports the
+address.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 
 FILL_BYTES = 16 << 10
-"""Larger than a packet of any network; if this fill is lost, the network drops large packets."""
+"""Larger than a packet of any network. If the test data of this size is lost, the network drops large packets."""
 SETTLE_S = 0.25
 """Seconds to wait for further addresses after every node was reached at one address."""
 CALLS_MAX = 256
@@ -90,7 +91,7 @@ class Peers:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        # Called with the server's news; returns the events that follow from its judgement of all nodes.
+        # Called with the server's news. Returns the events that follow from the server's judgement of all nodes.
         self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
         self._launch = launch
         self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
@@ -113,7 +114,7 @@ class Peers:
         return self._news.offer is not None and self._chosen is None
 
     def met(self) -> bool:
-        """Return True once the rendezvous is complete (at once on one node); the first call begins it.
+        """Return True once the rendezvous is complete (at once on one node). The first call begins it.
 
         Raises NoPort if no port can be reserved or opened for listening.
         """
@@ -133,14 +134,14 @@ class Peers:
         return self._chosen is not None
 
     def network(self) -> Network:
-        """Return the network addresses for the ranks after the rendezvous; raises NoPort."""
+        """Return the network addresses for the ranks after the rendezvous. Raises NoPort."""
         if self._chosen is None:
             return Network(master=("127.0.0.1", self._reserved()))
         crew = self._launch.crew
         return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
 
     def hear(self, heard: protocol.GangNews) -> list[Event]:
-        """Process the server's state of the gang; return the events for this node."""
+        """Process the server's state of the gang. Return the events for this node."""
         if self._meeting is None:
             return []
         # The judgement comes before the failure of a peer, because the judgement may explain that failure.
@@ -203,7 +204,7 @@ class Peers:
 
 
 def _halt(attempt: Attempt) -> Halt:
-    """Return why a node's ranks end early, as far as the supervisor knows at that time."""
+    """Return why a node's ranks end early, as far as its supervisor knows."""
     assert attempt.reason is not None
     cause = attempt.cause
     if cause is None:
@@ -231,7 +232,7 @@ class Rendezvous:
         self._look_ns = 0  # Time of the next check for enough results.
 
     def offer(self, rendezvous_port: int = 0) -> Offer:
-        """Listen, and return the addresses at which other nodes can try this node; raises OSError.
+        """Listen, and return the addresses at which other nodes can try this node. Raises OSError.
 
         `rendezvous_port` is reserved for rank 0 and is 0 on the other nodes.
         """
@@ -255,7 +256,7 @@ class Rendezvous:
         )
 
     def try_all(self, offers: Sequence[Offer]) -> None:
-        """Try every address of the other nodes once; ignore an incomplete list of offers."""
+        """Try every address of the other nodes once. Ignore an incomplete list of offers."""
         if self._offers or [offer.crew for offer in offers] != list(range(self._crews)):
             return
         self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
@@ -266,7 +267,7 @@ class Rendezvous:
             for port in (offer.port, offer.rendezvous_port)
             if port
         ]
-        # The best address of each node comes first.
+        # Sorts the best address of each node first.
         self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]
         self.tend()
 
@@ -328,7 +329,7 @@ class Rendezvous:
         for (_, address), ports in calls.items():
             tried = [call.tried for call in ports if call.tried is not None]
             if len(tried) == len(ports):
-                # The worst port counts: a port that was not reached, or the slowest port.
+                # The worst port counts as the outcome of an address: a port that was not reached, or the slowest port.
                 found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
         return found
 
@@ -355,7 +356,7 @@ class Rendezvous:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
             if not self._has_room():
-                return  # Connections of identified peers end soon; the kernel queues further connections.
+                return  # Connections of identified peers end soon. The kernel queues further connections.
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
@@ -369,7 +370,10 @@ class Rendezvous:
             self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
 
     def _has_room(self) -> bool:
-        """Return True if another connection is allowed; close the oldest unidentified connection if necessary."""
+        """Return True if another connection is allowed.
+
+        Close the oldest unidentified connection if necessary.
+        """
         if len(self._guests) >= GUESTS_MAX:
             self._guests = [guest for guest in self._guests if guest.wire.is_open]
         if len(self._guests) < GUESTS_MAX:
@@ -382,7 +386,10 @@ class Rendezvous:
 
 
 def listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on all addresses; port 0 lets the kernel choose. Raises OSError."""
+    """Return a socket that listens on all addresses. Raises OSError.
+
+    With port 0, the kernel chooses the port.
+    """
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)
@@ -410,14 +417,17 @@ class _Wire:
             self._selector.modify(self._sock, events, callback)
 
     def say(self, data: bytes) -> None:
-        """Send as much as the kernel accepts and queue other bytes; raises OSError if the peer has closed."""
+        """Send as much as the kernel accepts, and queue the remaining bytes.
+
+        Raises OSError if the peer has closed its socket.
+        """
         self._left += data
         with contextlib.suppress(BlockingIOError):
             while self._left:
                 self._left = self._left[self._sock.send(self._left) :]
 
     def hear(self) -> bool:
-        """Receive bytes, and send queued bytes; return False at end of file. Raises OSError."""
+        """Receive bytes, and send queued bytes. Return False at end of file. Raises OSError."""
         self.say(b"")
         try:
             data = self._sock.recv(_RECEIVE_BYTES)
@@ -483,7 +493,7 @@ class _Guest:
 
 
 class _Call:
-    """One attempt to connect to an address and port of another node."""
+    """An attempt to connect to an address and port of another node."""
 
     def __init__(self, crew: int, address: Address, port: int) -> None:
         self.crew = crew
@@ -497,7 +507,10 @@ class _Call:
         self._own = b""
 
     def begin(self, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
-        """Connect; `words` are the secret to send and the expected secret."""
+        """Connect to the address.
+
+        `words` are the secret to send and the expected secret.
+        """
         self._clock = clock
         self._own, self._expected = words
         self.began_ns = clock.boottime_ns()

@@ -1,22 +1,22 @@
-"""A session's process: holds devices between runs and lends them to the runs of the session.
+"""The process of a session: holds devices and lends the devices to the runs of the session.
 
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
                              ◀── SessionReady, WaitingNote, Finished ──┘   ──Lent───▶
 
-The nursery forks this process like a supervisor; it does not depend on the agent. One thread runs one event loop.
-`model/lifecycle/session.py` makes the decisions.
+The nursery forks the session's process like a supervisor. The process does not depend on the agent. One thread runs one
+event loop. `model/lifecycle/session.py` makes the decisions.
 
 Failure cases:
 
-If the owner ends (for example because its notebook kernel was killed), the session ends at once. This also holds if a
-forked child of the owner keeps a copy of the socket. The session cancels waiting runs. Runs that use its devices
-continue, because their supervisors and stems have copies of the lock descriptors.
+If the owner ends, for example a killed notebook kernel, the session ends at once. A forked child that keeps a copy of
+the socket does not delay the end. The session cancels waiting runs. Runs that use the session's devices continue,
+because their supervisors and stems have copies of the lock descriptors.
 
-If a supervisor is killed, its loan ends when its stem has ended too, which closes the pipe. The session verifies the
-devices before another run gets them.
+If a supervisor is killed, its loan ends when its stem has also ended. The end of the stem closes the pipe. The session
+verifies the devices before another run gets them.
 
-If this process is killed, idle devices are free at once, and lent devices are free when their runs end. The owner's
-next call reports that the session has ended.
+If the session's process is killed, idle devices are free at once. Lent devices are free when their runs end. The
+owner's next call reports that the session has ended.
 
 If no run uses the session, the owner gets a warning at four fifths of the idle limit. The session ends at the limit.
 """
@@ -66,7 +66,10 @@ _LEAVING_S = 1.0  # Seconds for which the stem of a run may keep devices after t
 
 
 class SessionHolder:
-    """Holds the devices of one session; end of file on the channel `agent` has no effect."""
+    """Holds the devices of one session.
+
+    End of file on the channel `agent` has no effect.
+    """
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         self._launch = assign.launch
@@ -98,7 +101,7 @@ class SessionHolder:
     def serve(self, client: Channel) -> None:
         """Serve the session until its owner disconnects."""
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # This process holds the lock for its lifetime, like a supervisor.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The session's process holds the lock for its lifetime, like a supervisor.
         self._account.prepare()
         self._owner = self._audience.add(client)
         # The pidfd reports the owner's end even if a forked child keeps a copy of the socket.
@@ -148,7 +151,7 @@ class SessionHolder:
             self._audience.tell(protocol.WaitingNote(sentence=sentence))
 
     def _bill(self) -> None:
-        """Record which devices are idle from now on; the accounts of runs cover the lent devices."""
+        """Record which devices are idle from now on. The accounts of runs cover the lent devices."""
         idle = self._book.idle if self._book is not None else ()
         if idle == self._billed:
             return
@@ -178,7 +181,7 @@ class SessionHolder:
                 pass
 
     def _lend(self, book: SessionState) -> None:
-        """Lend devices to the first runs in the queue; report to the waiting runs why they wait."""
+        """Lend devices to the first runs in the queue. Report to the waiting runs why they wait."""
         self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
         self._bill()  # No device may be in two accounts at once.
         for run_id in served:
@@ -211,7 +214,7 @@ class SessionHolder:
             self._account.runs = (self._account.runs or 0) + 1
         except OSError:
             borrower.gone = True  # The supervisor has closed its socket.
-            # The run never received the devices; end of file on the pipe reports their return.
+            # The run never received the devices. End of file on the pipe reports the return of the devices.
             self._reported[run_id] = ()
         finally:
             os.close(write)
@@ -220,12 +223,14 @@ class SessionHolder:
     def _loan_over(self, read: int, run_id: str) -> None:
         self._selector.unregister(read)
         os.close(read)
-        self._returning.append(run_id)  # Handled after this turn, because the run's last message may still be unread.
+        # Handled after this turn of the event loop, because the run's last message may still be unread.
+        self._returning.append(run_id)
 
     def _take_back(self, book: SessionState, run_id: str) -> SessionState:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
-        # The supervisor was killed. Only one check is possible, because waiting would block all runs of the session.
+        # The supervisor was killed. The session checks the devices only once, because waiting would block all runs of
+        # the session.
         if unfit is None:
             unfit = self._verified(devices, run_id, GatePolicy(pauses_s=()))[1]
         self._borrowers.pop(run_id, None)
@@ -323,7 +328,10 @@ class SessionHolder:
         self._conclude(Failure(rank=None, reason=Reason.START_FAILED, at_ns=self._clock.boottime_ns(), detail=problem))
 
     def _end(self, sentence: str) -> None:
-        """End the session after this turn, so that it still verifies devices returned in the same turn."""
+        """End the session after this turn of the event loop.
+
+        Devices that a run returned in the same turn are still verified.
+        """
         if self._ending is not None:
             return
         self._ending = sentence

@@ -5,22 +5,22 @@
     client ◀──messages────────┘  └── pipes: output of ranks
 
 The supervisor is a clean interpreter without user code, forked ahead of time (`nursery.py`). One thread runs one event
-loop: it feeds events to `model/lifecycle/attempt_lifecycle.py`, executes the instructions, and sleeps until a
-descriptor is ready. It never unpickles.
+loop. The loop feeds events to `model/lifecycle/attempt_lifecycle.py` and executes the returned instructions. The
+supervisor never unpickles data.
 
 Failure cases:
 
-If the agent or the client exits, a new agent and `sgpu attach` find this process by its socket.
+If the agent or the client exits, a new agent and `sgpu attach` find the supervisor by its socket.
 
-If this process dies, the stem reads end of file and kills every rank at once. The stem's copies of the lock descriptors
-keep the devices locked until then.
+If the supervisor dies, the stem reads end of file and kills every rank at once. The stem's copies of the lock
+descriptors keep the devices locked until the ranks have ended.
 
 If the stem dies, its ranks die too and the attempt fails as `runtime_lost`.
 
 If no stem arrives, the attempt fails as `start_failed` or with the environment's reason. The message contains the
 zygote's output.
 
-If a device fails, the attempt ends with its rank or a minute later, and the supervisor quarantines the device.
+If a device fails, the attempt ends with the device's rank or a minute later. The supervisor quarantines the device.
 
 If the client exits or cancels before it has confirmed the environment, the attempt ends without user code.
 
@@ -30,8 +30,8 @@ soon start another attempt elsewhere.
 If the agent assigns the attempt twice, only one supervisor gets the attempt's lock. An attempt that has ended does not
 begin again.
 
-If the kernel cannot end a process (D state), the supervisor ends the attempt without it after a minute
-(`ProcessDrain`). The check of the devices then includes the remaining processes.
+If the kernel cannot end a process (D state), the supervisor ends the attempt after a minute, although the process
+remains (`ProcessDrain`). The check of the devices then includes the remaining processes.
 
 For ranks on other nodes, see `rendezvous.py`.
 """
@@ -100,7 +100,10 @@ Callback = Callable[[], None]
 
 
 class Supervisor:
-    """Controls one attempt; the supervisor receives the stem's socket on the channel `agent`."""
+    """Controls one attempt.
+
+    The supervisor receives the stem's socket on the channel `agent`.
+    """
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         launch = self._launch = assign.launch
@@ -134,7 +137,10 @@ class Supervisor:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """Serve the attempt until it ends; `client` is the first attached client."""
+        """Serve the attempt until it ends.
+
+        `client` is the first attached client.
+        """
         refused: protocol.Refused | None = None
         try:
             if problem := take_attempt(self._directory):
@@ -148,7 +154,7 @@ class Supervisor:
             return
         self._account.prepare()
         problem = self._audience.listen()
-        if problem:  # If the socket cannot be opened, the run continues, but clients cannot attach.
+        if problem:  # If the socket cannot be opened, the run continues but clients cannot attach.
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
         if self._watchdogs.gpus.fd is not None:
@@ -159,7 +165,7 @@ class Supervisor:
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 callback: Callback = key.data
-                # An earlier callback of this turn may have ended the attempt and closed this descriptor.
+                # An earlier callback of this turn may have ended the attempt and closed the descriptor.
                 if not self._done:
                     callback()
             if not self._done:
@@ -329,7 +335,10 @@ class Supervisor:
                     self._conclude()
 
     def _hear_gpus(self) -> None:
-        """Read the driver's reports before the supervisor judges a rank's death, which they may explain."""
+        """Read the driver's reports before the supervisor judges a rank's death.
+
+        The driver's reports may explain the death of the rank.
+        """
         for event in self._watchdogs.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
@@ -383,8 +392,8 @@ class Supervisor:
         self._account.mark("exited")
         gang = self._gang
         proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
-        # The user does not pay for devices that failed or that a process still uses, from that time on. They are not
-        # freed.
+        # The user stops paying for devices that failed or that a process still uses. The supervisor does not free these
+        # devices.
         lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED, lost_ns or (None if proven else self._process_drain.since_ns))
@@ -459,7 +468,7 @@ class Supervisor:
             if self._lease_ns is not None:
                 self._lease_ns = message.deadline_ns
             if self._peers.are_awaited and self._attempt.state is State.STARTING:
-                self._apply(Preparing())  # The server limits the preparation time of the other nodes.
+                self._apply(Preparing())  # The server limits the time in which the other nodes prepare.
         elif isinstance(message, protocol.GangNews):
             for event in self._peers.hear(message):
                 if self._attempt.state not in TERMINAL:
@@ -575,7 +584,7 @@ def verdicts_of(
     proven: bool,
     left: Sequence[ProcessIdentity] = (),
 ) -> dict[str, Verdict]:
-    """Return a verdict for each device; the failed devices in `known` need no check.
+    """Return a verdict for each device. The failed devices in `known` need no check.
 
     `proven` is True if no process of the attempt remains. Otherwise `left` contains some of the remaining processes.
     """
@@ -617,7 +626,7 @@ class ProcessDrain:
         self._told = False
 
     def begin(self, gang: LocalGang | None) -> int:
-        """Kill all processes of the attempt; return the boottime."""
+        """Kill all processes of the attempt. Return the boottime."""
         self.since_ns = self._clock.boottime_ns()
         if gang is not None:
             gang.kill()

@@ -6,18 +6,19 @@
                 └─ PendingReport ─▶ Reporter ─▶ server       one thread reports; answers become Lease, Confirm, Cancel
 
 A restarted uplink finds the attempt's directory and `remote.json`, connects to the supervisor's socket and continues.
-Without that socket, the attempt's lock shows if a supervisor runs. If no supervisor runs, the uplink writes
-`stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore gets both files.
+Without the supervisor's socket, the attempt's lock shows if a supervisor runs. If no supervisor runs, the uplink writes
+`stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore has a `stopped.json` and a receipt at
+its end.
 
 Failure cases:
 
 If the node cannot start the attempt, the attempt ends as `refused` and no user code has run.
 
-If the agent dies before a supervisor has the launch, the uplink launches the attempt again, at most three times. This
-is safe because an attempt without facts has not run.
+If the agent dies before a supervisor has the launch, the uplink launches the attempt again, at most three times. A new
+launch is safe because an attempt without facts has not run.
 
 If the supervisor is killed, the attempt ends as `supervisor_killed`, or as `supervisor_lost` if the kernel reports a
-machine failure. The attempt ends once none of its processes holds a device. A process that cannot be ended keeps the
+machine failure. The attempt ends once none of its processes holds a device. A process that survives SIGKILL keeps the
 attempt STOPPING.
 """
 
@@ -70,7 +71,10 @@ _RESTARTED = "the node's uplink ended before it launched the run"
 
 
 class AttemptController:
-    """Controls one attempt for the uplink; `say` writes a line to the uplink's log."""
+    """Controls one attempt for the uplink.
+
+    `say` writes a line to the uplink's log.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class AttemptController:
         self._run_threads(lambda: None, fresh=False, first_s=AT_ONCE_S)
 
     def stop(self, reason: StopReason) -> None:
-        """Stop the attempt in an orderly way; a later call may give a stronger reason."""
+        """Stop the attempt in an orderly way. A later call may give a stronger reason."""
         if self.news.known.stop is not reason:
             self.news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
@@ -143,7 +147,7 @@ class AttemptController:
         return not any(thread.is_alive() for thread in self._threads)
 
     def abandon(self) -> None:
-        """Stop an attempt that the server has given up; its files stay on the node."""
+        """Stop an attempt that the server has given up. The attempt's files stay on the node."""
         if self._abandoned:
             return
         self._abandoned = True
@@ -154,7 +158,7 @@ class AttemptController:
     # --- server answers ------------------------------------------------------------------------------------------
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """Extend the lease to a boottime and forward a stop; the first call lets user code start."""
+        """Extend the lease to a boottime and forward a stop request. The first call lets user code start."""
         if not self._confirmed:
             faults.reach("after_answer_before_confirm")
         self._tell(protocol.Lease(deadline_ns=deadline_ns))
@@ -171,7 +175,7 @@ class AttemptController:
             self._tell(news)
 
     def heard(self, deadline_ns: int) -> None:
-        """Extend the lease of a confirmed attempt; this call never confirms an attempt."""
+        """Extend the lease of a confirmed attempt. Never confirm an attempt."""
         if self._confirmed:
             self._tell(protocol.Lease(deadline_ns=deadline_ns))
 
@@ -207,7 +211,7 @@ class AttemptController:
             thread.start()
 
     def _begin(self, order: Start) -> None:
-        """Launch the attempt of an order; a failure becomes the attempt's final state, not an exception."""
+        """Launch the attempt of an order. Convert a failure to the attempt's final state."""
         try:
             line = self._server.line(order.token)
             try:
@@ -219,7 +223,7 @@ class AttemptController:
             store = StoreLocation(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
                 now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
-                # Both times come from the server's clock.
+                # The submission time and the present time come from the server's clock.
                 waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0
                 launch = attempt_launch.make_launch(
                     order, self.directory, greeting, clock=self._clock, waited_ns=waited_ns, store=store
@@ -273,14 +277,14 @@ class AttemptController:
     def _write_stale(self) -> None:
         """Record that this node no longer reports an abandoned attempt.
 
-        Call this after the attempt has ended, because otherwise the next uplink would not end the attempt. The
-        attempt's facts must be reported by then.
+        Call `_write_stale` after the attempt has ended, because otherwise the next uplink would not end the attempt.
+        The attempt's facts must be reported before the call.
         """
         if self._abandoned and self.news.known.finished and self._reported.is_set():
             self._write_down(standing="stale")
 
     def _write_down(self, **changes: str) -> None:
-        """Change the record that the next uplink reads; two threads may call this at the same time."""
+        """Change the record that the next uplink reads. Two threads may call this method at the same time."""
         with self._writing, contextlib.suppress(OSError):
             self.remote = msgspec.structs.replace(self.remote, **changes)
             write_remote(self.directory, self.remote)
@@ -337,7 +341,7 @@ class AttemptController:
         return self._launch is not None and len(self._launch.crews) > 1 and self._launch.crew == 0
 
     def _look(self) -> bool:
-        """Connect to the process that controls the attempt; return False once the attempt is finished."""
+        """Connect to the process that controls the attempt. Return False once the attempt is finished."""
         pause_s = _LOOK_S
         if self._connections and not self._is_finished():
             self._pause(pause_s)  # The pause prevents a busy loop if a peer accepts and disconnects at once.
@@ -385,7 +389,10 @@ class AttemptController:
             return -1
 
     def _should_launch_again(self) -> bool:
-        """Return True if the agent died before a supervisor had the attempt; the caller holds the lock."""
+        """Return True if the agent died before a supervisor had the attempt.
+
+        The caller holds the attempt's lock.
+        """
         if self._launch is None or self._launches >= LAUNCHES_MAX or self.news.known.stop is not None:
             return False
         nothing = not first_facts(self.directory) and not (self.directory / "stopped.json").exists()
@@ -454,14 +461,14 @@ def still_held(home: Home, directory: Path) -> bool:
 def settle_orphan(
     directory: Path, remote: ServerAttempt, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
-    """Write `stopped.json` and receipt of an attempt without a supervisor; return its final state.
+    """Write `stopped.json` and receipt of an attempt without a supervisor. Return its final state.
 
-        no facts                        refused: no user code ran, and none will
+        no facts                        refused: no user code ran or will run
         facts, even damaged ones        supervisor lost; the devices' locks show when the attempt's processes have ended
         `stopped.json` but no receipt   a receipt of the known facts
 
     The caller holds the attempt's lock. `detail` is the reason why the attempt never started. `seen_ns` is the boottime
-    at which one of its processes was last seen, or None.
+    at which a process of the attempt was last seen, or None.
     """
     # A damaged record, or a file of facts without a record, does not prove that user code never began.
     begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()

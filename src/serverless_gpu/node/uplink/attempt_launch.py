@@ -2,8 +2,8 @@
 
     Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
-The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
-an hour old, and the server may have started another attempt since.
+The launch is not confirmed. User code therefore waits until the server has answered a report about this attempt. An
+order may be an hour old, and the server may have started another attempt since.
 
 A node starts the interpreter before the run's ranks exist. A client must therefore name an existing interpreter that
 other users cannot replace (`check_python`). Options may change the interpreter's behaviour. The node refuses options
@@ -45,11 +45,11 @@ _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "
 
 
 def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
-    """Create the attempt's directory; return None if an earlier call created it.
+    """Create the attempt's directory, or return None if an earlier call created the directory.
 
-    After this call the server need not send the order again. The uplink repeats an interrupted earlier call, because
-    that call cannot have launched anything. The server's run id names a directory on this node. This function accepts
-    only a valid identifier, and never the identifier of a run of this node's own user.
+    After `take_order` returns, the server need not send the order again. The uplink repeats an interrupted earlier
+    call, because an interrupted call cannot have launched anything. The server's run id names a directory on this node.
+    `take_order` accepts only a valid run identifier, and never the identifier of a run of this node's own user.
 
     Raises InvalidValue for a bad identifier or gang, and StorageError. Raises OSError if it is unknown whether the
     directory existed before.
@@ -84,9 +84,10 @@ def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAtt
 def make_launch(
     order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: StoreLocation
 ) -> protocol.Launch:
-    """Return the launch for an order; raises HardwareError or InvalidValue if this node cannot run it.
+    """Return the launch for an order. Raises HardwareError or InvalidValue if this node cannot run it.
 
-    `waited_ns` is the time since the client submitted the run, by the server's clock. `store` has the environments.
+    `waited_ns` is the time since the client submitted the run, by the server's clock. `store` is the store of
+    environments.
     """
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -123,7 +124,7 @@ def make_launch(
 
 
 def write_call(order: Start, directory: Path, connection: Connection) -> None:
-    """Write `call.pkl` from the order or from the server; a command has no `call.pkl`.
+    """Write `call.pkl` from the order or from the server, unless the run is a command.
 
     Raises StorageError for a full disk. Raises ServerProblem if the server does not have the call or does not answer.
     """
@@ -162,7 +163,7 @@ def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write_run(launch: protocol.Launch) -> None:
-    """Write the files that describe the run to users; see `write_submission`."""
+    """Write the files that describe the run to users, as in `write_submission`."""
     write_submission(launch, __version__)
 
 
@@ -195,7 +196,7 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return the context of ranks; this node itself supplies declared devices and home variables."""
+    """Return the context of ranks. The node itself supplies declared devices and home variables."""
     try:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:
@@ -298,7 +299,10 @@ def _with_parents(path: str) -> list[str]:
 
 
 def _anybody_may_change(path: str) -> bool:
-    """Return True if other users may replace a path; link targets are checked separately."""
+    """Return True if other users may replace a path.
+
+    The caller checks link targets separately.
+    """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & stat.S_IWOTH:
         return False

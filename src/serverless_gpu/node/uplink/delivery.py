@@ -7,19 +7,19 @@
                                             └─ Upload: large files as blobs first, in a separate thread
         hash in parts ─▶ query missing parts ─▶ send them ─▶ the next report names the file by its parts
 
-A restarted uplink knows no offsets. It sends an empty piece for each log, and the server answers with the offset to
-continue from. The uplink sends a piece again if the server's disk has lost the piece. The report with the final state
-queries each log once more, so that the uplink also detects a lost last piece.
+A restarted uplink knows no offsets. The uplink sends an empty piece for each log, and the server answers with the
+offset to continue from. The uplink sends a piece of a log again if the server's disk has lost the piece. The report
+with the final state queries each log once more, so that the uplink also detects a lost last piece.
 
 A run whose results cannot be delivered does not succeed. If the server answers all requests except the upload for
-`upload_s`, the attempt ends as `result_upload`. The message names the directory of the files. Until then the client
-sees the problem, and a cancel request gives up the results at once. A failed run does not wait: it keeps its outcome,
-without the file.
+`upload_s`, the attempt ends as `result_upload`. The message names the directory of the files. While the uplink retries,
+the client sees the problem. A cancel request gives up the results at once. A failed run does not wait for missing files
+and keeps its outcome.
 
 Failure cases of an upload: After an interruption, the upload continues with the missing parts. If the server's store is
 slow or returns errors, the uplink retries for `upload_s` and then reports the problem in the final state. If the file
-is missing or changes during the upload, the uplink reports that at once, because no part of the file is reliable. The
-node's copy stays until the attempt is settled.
+is missing or changes during the upload, the uplink reports the problem at once, because no part of the file is
+reliable. The node's copy stays until the attempt is settled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Delivered(NamedTuple):
 
 
 class OutputDelivery:
-    """Delivers the outputs of one attempt; `token` returns the attempt's current token."""
+    """Delivers the outputs of one attempt.
+
+    `token` returns the attempt's current token.
+    """
 
     def __init__(self, directory: Path, server: UplinkServer, token: Callable[[], str], clock: Clock) -> None:
         self._directory = directory
@@ -82,7 +85,7 @@ class OutputDelivery:
     def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
         """Return the outputs for the next report.
 
-        The uplink tries to send large outputs for `upload_s`; with `cancelled`, it stops trying.
+        The uplink tries to send large outputs for `upload_s`. With `cancelled`, the uplink stops trying.
         """
         unsent = self._outputs.unsent(ended=True)
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
@@ -98,20 +101,23 @@ class OutputDelivery:
         return Delivered(files, True, stopped, "")
 
     def taken(self, files: Sequence[File]) -> None:
-        """Record that the server has these files."""
+        """Record that the server has received these files."""
         self._outputs.taken(files)
 
     def answered(self) -> None:
-        """Record that the server answers; the time without upload progress counts from this call."""
+        """Record that the server answers. The time without upload progress counts from this call."""
         if self._upload is not None and self._tried_ns is None:
             self._tried_ns = self._clock.boottime_ns()
 
     def unanswered(self) -> None:
-        """Record that the server is unreachable, so that this time does not count against the upload."""
+        """Record that the server is unreachable, so that the outage does not count against the upload."""
         self._tried_ns = None
 
     def refused(self, error: ServerlessGpuError, *, ended: bool) -> None:
-        """Record that the server refused a report; `ended` is True if the report contained the final state."""
+        """Record that the server refused a report.
+
+        `ended` is True if the report contained the final state.
+        """
         # The server lost parts of a blob, so the upload starts again.
         if isinstance(error, NotFound) and self._upload is not None:
             self._upload.close()
@@ -146,7 +152,7 @@ class OutputDelivery:
         )
 
     def _called_off(self, missing: Sequence[OutputFile], stopped: Stopped) -> str:
-        """Return why the uplink does not send large outputs of a cancelled run, or "" while it does."""
+        """Return why the uplink does not send large outputs of a cancelled run; "" while it sends them."""
         upload = self._upload
         if upload is None or not missing or (stopped.state is not State.SUCCEEDED and not upload.problem):
             return ""
@@ -246,7 +252,7 @@ class Upload:
 
 
 def _digests(path: Path, size: int) -> tuple[str, ...]:
-    """Return the digest of each part; raises OSError if the file is unreadable or has changed."""
+    """Return the digest of each part. Raises OSError if the file is unreadable or has changed."""
     parts, read = [], 0
     with path.open("rb") as file:
         while data := file.read(BLOB_PART_BYTES):
@@ -268,10 +274,13 @@ Stream = tuple[int, str]
 
 
 class LogShipment:
-    """Ships the logs of one attempt; `known` is True if no log has been sent before."""
+    """Ships the logs of one attempt.
+
+    `known` is True if no log has been sent before.
+    """
 
     def __init__(self, directory: Path, *, known: bool) -> None:
-        # True while telemetry counts as unsent data. It grows every second, and no client waits for it.
+        # True while telemetry counts as unsent data. Telemetry grows every second, and no client waits for telemetry.
         self.samples = False
         self._directory = directory
         self._asks = not known
@@ -300,15 +309,15 @@ class LogShipment:
     def closing(self, pieces: Sequence[LogPiece]) -> tuple[LogPiece, ...]:
         """Return an empty piece for the end of each stream that has no piece in `pieces`.
 
-        The uplink sends these pieces with the final state. If the server's disk lost data, the server's answer contains
-        the offset to continue from.
+        The uplink sends the empty pieces with the final state. If the server's disk lost data, the server's answer
+        contains the offset to continue from.
         """
         named = {(piece.rank, piece.stream) for piece in pieces}
         sizes = self._sizes()
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
-        """Apply the server's `wanted` offsets to these pieces; return True if the server stored all pieces."""
+        """Apply the server's `wanted` offsets to these pieces. Return True if the server stored all pieces."""
         has_room = True
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
@@ -322,12 +331,12 @@ class LogShipment:
         return has_room
 
     def ends_missing(self, pieces: Sequence[LogPiece]) -> dict[str, int]:
-        """Return the sizes of the logs that will still be incomplete on the server after these pieces."""
+        """Return the sizes of the logs that will still be incomplete on the server after these log pieces."""
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
         return {_log_key(*stream): size for stream, size in self._sizes().items() if with_these.get(stream, 0) < size}
 
     def is_complete(self, pieces: Sequence[LogPiece]) -> bool:
-        """Return True if the server has all logs after these pieces."""
+        """Return True if the server has all logs after it has stored these log pieces."""
         if self._asks:
             return not pieces
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
@@ -414,7 +423,10 @@ class Outputs:
         self._sent: set[str] = set()
 
     def unsent(self, *, ended: bool, failed: int | None = None) -> list[OutputFile]:
-        """Return unsent outputs by name; before the end, only hang stacks and the failure of rank `failed`."""
+        """Return unsent outputs by name.
+
+        Before the end of the attempt, return only hang stacks and the failure of rank `failed`.
+        """
         found = []
         early = set() if failed is None else {f"failures/{failed}.json", f"failures/{failed}.pkl"}
         for place in (".", "results", "failures") if ended else (".", "failures") if early else (".",):
@@ -432,7 +444,7 @@ class Outputs:
         return sorted(found, key=lambda output: output.name)
 
     def inline(self, outputs: Sequence[OutputFile]) -> tuple[File, ...]:
-        """Return small outputs, up to the limit of one report; skip unreadable outputs permanently."""
+        """Return small outputs, up to the limit of one report. Skip unreadable outputs permanently."""
         files: list[File] = []
         left = INLINE_BYTES_MAX
         for output in outputs:
@@ -448,7 +460,7 @@ class Outputs:
         return tuple(files)
 
     def taken(self, files: Sequence[File]) -> None:
-        """Record that the server has these files."""
+        """Record that the server has received these files."""
         self._sent.update(file.name for file in files)
 
 

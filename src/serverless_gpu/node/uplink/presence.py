@@ -54,14 +54,14 @@ class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     own_types: tuple[GpuType, ...] = ()
     unavailable: tuple[str, ...] = ()  # UUIDs of devices that other processes use or that are in quarantine.
-    draining: str = ""  # Reason why the node accepts no new runs, or "".
+    draining: str = ""  # Reason why the node accepts no new runs, or "" if it accepts runs.
     degraded: str = ""  # Reason why the state of the devices is unknown, or "".
     findings: tuple[str, ...] = ()  # Further messages about the devices.
     problem: str = ""  # Reason why the node cannot run anything, or "".
 
 
 class NodePresence:
-    """Builds the node's messages to the server; raises StorageError if the home is not writable."""
+    """Builds the node's messages to the server. Raises StorageError if the home is not writable."""
 
     def __init__(self, home: Home) -> None:
         self.instance = instance_of(home)  # Distinguishes this home from another home with the same name.
@@ -128,7 +128,7 @@ class NodePresence:
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:
-        """Return the current offer; devices of `attempts` do not count as used by other runs."""
+        """Return the current offer. Devices of `attempts` do not count as used by other runs."""
         self._inventory.refresh()
         greeting = self._inventory.greeting(__version__)
         try:
@@ -145,7 +145,7 @@ class NodePresence:
             return NodeOffer(problem=str(error))
 
     def _pythons(self) -> tuple[str, ...]:
-        """Return the interpreters on this node, searched periodically because users may install one."""
+        """Return the interpreters on this node. Search periodically, because users may install interpreters."""
         now_ns = self._clock.boottime_ns()
         if self._looked_ns is None or now_ns - self._looked_ns > PYTHONS_S * 1e9:
             self._looked_ns, self._found = now_ns, minors(os.environ)
@@ -172,7 +172,10 @@ class NodePresence:
         return NodeOffer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
     def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
-        """Return the quarantined devices after another test; without a run, no other process tests them."""
+        """Test quarantined devices again and return the devices that stay in quarantine.
+
+        Without a run, no other process tests the devices.
+        """
         try:
             if not locks.quarantined():
                 return {}
@@ -188,15 +191,16 @@ class NodePresence:
 
 
 def instance_of(home: Home) -> str:
-    """Return the identity of a home; created on first use, or if a disk failure emptied the file.
+    """Return the identity of a home. Create the identity on first use.
 
-    Raises StorageError if the home is not writable.
+    If a disk failure has emptied the identity's file, the function creates another identity. Raises StorageError if the
+    home is not writable.
     """
     path = home.root / "instance"
     try:
         is_empty = path.exists() and not path.read_bytes().strip()
         if is_empty or not path.exists():
-            # If another uplink of this home wrote the file first, that file stays.
+            # If another uplink of this home wrote the identity first, the existing file stays.
             write_private(path, new_run_id().encode(), replace=is_empty)
         return path.read_text(encoding="ascii").strip()
     except OSError as error:

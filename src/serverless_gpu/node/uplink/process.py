@@ -1,18 +1,18 @@
-"""The uplink process: one per home and server; it opens outgoing connections only.
+"""The uplink process: one process per home and server, with outgoing connections only.
 
     main thread      hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    sends acknowledgements in batches
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-The uplink joins with an agent's token. It decides nothing about a run: the server orders and the supervisor acts. The
-uplink outlives the process that started it (`start_stop.py`). Runs need the uplink only for their reports and the
-lease.
+The uplink joins with an agent's token. The uplink makes no decisions about a run. The server sends orders, and the
+supervisor executes orders. The uplink outlives the process that started it (`start_stop.py`). A run needs the uplink
+only for its reports and its lease.
 
 Failure cases:
 
-If the uplink is killed, runs continue. The next uplink finds them by `remote.json` and their sockets, and sends the
-data that the server does not have.
+If the uplink is killed, runs continue. The next uplink finds runs by `remote.json` and by their sockets. The next
+uplink then sends the data that the server does not have.
 
 If the server does not answer, the uplink retries with exponential backoff of up to 5 s. New data stays on disk.
 
@@ -20,7 +20,7 @@ If the server restarts with another port or token, the uplink reads the profile 
 
 If an attempt's token expires while the server is unreachable, the next heartbeat returns another token (`server.py`).
 
-If two uplinks start at once, only one gets the lock and the second uplink exits.
+If two uplinks start at once, only one uplink acquires the lock, and the second uplink exits.
 
 If an administrator has not approved the node yet, or another process uses its identity, the log names the remedy. The
 uplink sends its hello again.
@@ -75,11 +75,14 @@ IDLE_S = 600.0
 _HEARTBEAT_S = 5.0
 _ACKNOWLEDGED_AT_ONCE = 500
 _ACKNOWLEDGED_AFTER_S = 0.25
-"""Delay of acknowledgements in seconds; batches save a request and a commit during a short run."""
+"""Delay of acknowledgements in seconds. Batches save a request and a database commit during a short run."""
 
 
 def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
-    """Run the uplink until it is idle; `environ` may declare the devices that the node offers."""
+    """Run the uplink until it is idle.
+
+    `environ` may declare the devices that the node offers.
+    """
     if os.fork():
         os._exit(0)  # The process is reparented, because its starter may exit before or after the uplink.
     os.setsid()
@@ -90,7 +93,8 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     place = Home(Path(home))
     if hold(lock_path(place, Path(profile)), f"{os.getpid()} {__version__}") is None:
         os._exit(0)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # The next uplink repeats interrupted work.
+    # The next uplink repeats work that this uplink leaves incomplete.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     code = 0
     try:
         Uplink(place, Path(profile)).serve()
@@ -102,7 +106,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
 
 
 class Uplink:
-    """The uplink's threads and their shared state; raises InvalidValue for an unreadable profile."""
+    """The uplink's threads and their shared state. Raises InvalidValue for an unreadable profile."""
 
     def __init__(self, home: Home, profile: Path) -> None:
         self._home = home
@@ -202,7 +206,10 @@ class Uplink:
     # --- orders --------------------------------------------------------------------------------------------------
 
     def _follow_orders(self) -> None:
-        """Follow the stream of orders without end; the server repeats unacknowledged orders after a break."""
+        """Follow the stream of orders without end.
+
+        After a break of the stream, the server repeats unacknowledged orders.
+        """
         backoff = Backoff()
         line = self._server.line()
         query = {"instance": self._presence.instance, "process": self._presence.process}
@@ -229,7 +236,7 @@ class Uplink:
         match order:
             case Stop(reason=reason):
                 if controller is not None and order.released:
-                    # The supervisor gets the release before the stop, because the ranks' work is complete.
+                    # The supervisor gets the release before the stop request, because the ranks' work is complete.
                     controller.pass_on(GangNews(release=True))
                 if controller is not None:
                     controller.stop(reason)
@@ -301,7 +308,7 @@ class Uplink:
                 self._refusing.discard(gang)
 
     def _acknowledge(self) -> None:
-        """Acknowledge orders to the server; it repeats an order whose acknowledgement is lost."""
+        """Acknowledge orders to the server. The server repeats an order whose acknowledgement is lost."""
         line = self._server.line()
         while True:
             taken = [self._taken.get()]
@@ -315,6 +322,6 @@ class Uplink:
 
 
 def say(line: str) -> None:
-    """Write a line to the log. On a full disk the line is lost, but the process continues."""
+    """Write a line to the log. On a full disk, the line is lost but the process continues."""
     with contextlib.suppress(OSError):
         print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)

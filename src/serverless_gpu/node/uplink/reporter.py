@@ -5,25 +5,26 @@
       final state ◀── once all logs and outputs are on the server, in the same report if they fit
           receipt ◀─ with the final state or after it; then the attempt is settled
 
-The reporter repeats an unanswered report with later news. Repetition is harmless because the server identifies all data
-by name or offset. The data stays on this node's disk, which is the buffer. The server's answer extends the lease by
-`partition_grace_s` from the *start* of the request. The server's own count starts later, when it receives the request.
+The reporter repeats an unanswered report with later news. A repeated report is harmless, because the server identifies
+all data by name or offset. Unsent data stays on this node's disk. The server's answer extends the lease by
+`partition_grace_s` from the *start* of the request. The server starts its own timer later, when it receives the
+request.
 
 Failure cases:
 
 If the server does not answer or returns errors, the reporter retries with exponential backoff of up to 5 s. The
 supervisor ends the run when the lease expires.
 
-If the server has given the attempt up, the uplink stops the attempt. It still reports facts, output and the final
-state, but no results.
+If the server has given the attempt up, the uplink stops the attempt. The uplink still reports facts, output and the
+final state, but no results.
 
 If the attempt's token has expired, the node's next heartbeat returns another token.
 
-If the server's database is full, a failed request still proves that the attempt runs, so the attempt continues. The
-attempt stops once the server may have given it up without disk space to report that.
+If the server's database is full, a failed report still proves to the server that the attempt runs. The attempt then
+continues. The attempt stops once the server may have given it up without disk space to report that.
 
-If results cannot be sent for an hour in which the server answers, the run ends as `result_upload`. Its files stay on
-the node.
+If the uplink cannot send results for an hour in which the server answers, the run ends as `result_upload`. The run's
+files stay on the node.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ RECEIPT_S = 0.005
 """
 SOON_S = 0.02
 BEGUN_S = 0.1
-"""Longest wait of a start report for the final state, in seconds. A short run then needs one report less."""
+"""Longest wait of a start report for the final state, in seconds. A short run then needs only one report."""
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
-"""Longest wait of a gang's first report for the offer, in seconds. With a warm stem, one report has both."""
+"""Longest wait of a gang's first report for the node's offer, in seconds. With a warm stem, one report contains both.
+"""
 
 
 _HEARTBEAT_S = 5.0
@@ -89,7 +91,7 @@ class ReportListener(Protocol):
         ...
 
     def heard(self, deadline_ns: int) -> None:
-        """Called when the server received a report but had no space to store it."""
+        """Called when the server received a report but had no disk space to store the report."""
         ...
 
     def settled(self) -> None:
@@ -102,7 +104,7 @@ class ReportListener(Protocol):
 
 
 class _Shown(NamedTuple):
-    """Parts of a report that the reporter repeats only after a change."""
+    """The report's parts that the reporter repeats only after a change."""
 
     state: State
     sentence: str
@@ -153,7 +155,10 @@ class Reporter:
         self._saved, self._looks = 0, set[str]()
 
     def run(self, listener: ReportListener, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
-        """Report until the attempt is settled or given up; `fresh` is True for a new attempt without reports."""
+        """Report until the attempt is settled or given up.
+
+        `fresh` is True for a new attempt without reports.
+        """
         self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
         self._news.learn(first_s)  # User code waits for the server's first answer.
@@ -181,7 +186,8 @@ class Reporter:
                         return
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
-                # The supervisor gets the state before a stop: a stop must not end ranks that may already exit.
+                # The supervisor gets the gang's state before a stop request. A stop must not end ranks that may already
+                # exit.
                 listener.pass_on(_of_the_gang(answer))
                 listener.renew(self._until_ns, answer.stop)
                 if is_settled:
@@ -192,7 +198,7 @@ class Reporter:
             self._line.close()
 
     def _ask(self, report: Report, backoff: Backoff) -> ReportAnswer | None:
-        """Send a report; return None, after a pause, if the server has not accepted the report."""
+        """Send a report. Return None, after a pause, if the server has not accepted the report."""
         try:
             answer = self._line.get().ask("POST", self._route, report, answer=ReportAnswer)
         except StaleAttempt:
@@ -224,12 +230,12 @@ class Reporter:
     # --- report contents -----------------------------------------------------------------------------------------
 
     def _next(self) -> Report | None:
-        """Wait until a report is due; return None if no report is necessary."""
+        """Wait until a report is due, or return None if no report is necessary."""
         heartbeat_s = (self._said_ns - self._clock.boottime_ns()) / 1e9 + self._heartbeat_s
         look_s = _UPLOAD_LOOK_S if self._delivery.is_uploading else _LOOK_S
         woken = self._news.wait(max(0.0, min(heartbeat_s, look_s)))
         known = self._news.known
-        # Samples arrive every second and need no report of their own. Periodic reports include them.
+        # Samples arrive every second and cause no report. Periodic reports include the samples.
         self._logs.samples = known.ending is not None or heartbeat_s <= look_s
         if self._over:
             report = self._late(known)
@@ -277,12 +283,12 @@ class Reporter:
         )
 
     def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
-        """Return the report of an attempt whose ranks have ended; the last report carries the final state."""
+        """Return the report of an attempt whose ranks have ended. The last report carries the final state."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         cancelled = known.stop is StopReason.CANCEL
         delivered = self._delivery.deliver(stopped, self._server.profile.upload_s, cancelled=cancelled)
-        # A final state does not wait for a full server disk. It names the incomplete logs.
+        # A final state does not wait for a full server disk. The final state names the incomplete logs.
         are_told = self._logs.is_complete(logs) or self._has_no_room()
         is_last = self._ending_sent or (delivered.is_last and are_told)
         if not is_last and (logs or delivered.files):
@@ -375,7 +381,7 @@ class Reporter:
         if receipt is None:
             return msgspec.UNSET
         self._tracked = receipt.tracked
-        # The supervisor did not know that the uplink could not send the results.
+        # The supervisor did not know that the uplink had failed to send the results.
         if receipt.state != stopped.state.value:
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
@@ -445,7 +451,7 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
 class PendingReport:
     """The newest unreported state and the time by which it is due.
 
-    The attempt's listening thread writes the state and its reporter reads it. Each change has its own urgency; one
+    The attempt's listening thread writes the state and its reporter reads it. Each change has its own deadline. A
     report combines all pending changes. A run of ten milliseconds needs one report, and a rank that prints line by line
     does not cause one request per line.
     """
@@ -462,7 +468,7 @@ class PendingReport:
         return self._known
 
     def learn(self, within_s: float, **changes: object) -> None:
-        """Change fields of `AttemptState`; the changes are due for a report within `within_s` seconds."""
+        """Change fields of `AttemptState`. The changes are due for a report within `within_s` seconds."""
         with self._condition:
             if changes:
                 self._known = msgspec.structs.replace(self._known, **changes)
@@ -472,7 +478,10 @@ class PendingReport:
                 self._condition.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait up to `limit_s` for a due change. Return True, and mark the change as reported, if one is due."""
+        """Wait up to `limit_s` for a due change.
+
+        If a change is due, mark the change as reported and return True.
+        """
         limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
         with self._condition:
             while True:
@@ -496,7 +505,7 @@ class CheckpointProbe:
 
     A short-lived process lists the directory, because a call into a hanging shared file system blocks its thread
     permanently. The result is 0 (unknown) without an answer in a few seconds, for an unreadable directory, or after too
-    many hanging probes. The server then counts the attempt as one that saved nothing.
+    many hanging probes. The server then counts the attempt as an attempt without a checkpoint.
 
     `directory` is in a home whose configuration names the checkpoint directory. `program` lists the directory and
     prints the result.

@@ -1,9 +1,9 @@
-"""The uplink's view of the server: its profile, connections, tokens of attempts, and its time.
+"""Manages the server's profile, connections, attempt tokens and clock for the uplink.
 
     UplinkProfile       address and token of the server: one small file, 0600, written by the uplink's starter
     UplinkServer        connections with the node's own token and with those of attempts; all follow the profile
     Credentials         tokens of attempts: short-lived, replaced while the server answers
-    ServerTime          the server's clock; this node's own wall clock decides nothing
+    ServerTime          the server's clock; the node's own wall clock is not used
 
 The uplink reads the profile again whenever the server does not answer. A server that restarts with another port or
 token writes the same file, and every connection uses the new profile.
@@ -43,7 +43,7 @@ class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile(path: Path) -> UplinkProfile:
-    """Return the profile in a file; raises InvalidValue."""
+    """Return the profile in a file. Raises InvalidValue."""
     try:
         return from_json(path.read_bytes(), UplinkProfile)
     except (OSError, msgspec.MsgspecError) as error:
@@ -51,7 +51,7 @@ def read_profile(path: Path) -> UplinkProfile:
 
 
 def write_profile(path: Path, profile: UplinkProfile) -> None:
-    """Write the profile, readable by this user alone; raises OSError."""
+    """Write the profile, readable by this user alone. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
@@ -64,7 +64,7 @@ PAUSE_S_MAX = 5.0
 
 
 class UplinkServer:
-    """Connections to one server; raises InvalidValue if the server's profile cannot be read."""
+    """Connections to one server. Raises InvalidValue if the server's profile cannot be read."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path = path  # Path of the profile.
@@ -80,11 +80,11 @@ class UplinkServer:
         return self._profile
 
     def line(self, token: str | Callable[[], str] = "") -> ServerConnection:
-        """Return a connection that uses `token`; with "", it uses the node's own token."""
+        """Return a connection that uses `token`, or the node's own token if `token` is ""."""
         return ServerConnection(self, token)
 
     def look_again(self) -> None:
-        """Read the profile again; all connections use the new profile."""
+        """Read the profile again. All connections then use the new profile."""
         # If the file is missing or incomplete, the uplink keeps the known profile.
         with contextlib.suppress(InvalidValue):
             self._profile = read_profile(self.path)
@@ -111,7 +111,7 @@ class ServerConnection:
         self._connection = self._made()
 
     def get(self) -> Connection:
-        """Return the connection, reopened if the profile has changed; for use by one thread."""
+        """Return the connection, reopened if the profile has changed. Only one thread may use a connection."""
         if self._server.profile != self._profile:
             self._connection.close()
             self._profile = self._server.profile
@@ -148,7 +148,10 @@ _RENEWED_AT_ONCE = 1_000
 
 
 class Credential:
-    """The current token of one attempt; `keep` stores each new token for a restarted uplink."""
+    """The current token of one attempt.
+
+    `keep` stores each new token for a restarted uplink.
+    """
 
     def __init__(self, token: str, keep: Callable[[str], None]) -> None:
         self._token = token
@@ -160,7 +163,7 @@ class Credential:
         return self._token
 
     def take(self, token: str) -> None:
-        """Replace the token; ignore "", which the server sends after the attempt's last token."""
+        """Replace the token. Ignore "", which the server sends after the attempt's last token."""
         if token and token != self._token:
             self._token = token
             faults.reach("before_token_is_written")
@@ -220,7 +223,7 @@ class Credentials:
 
 
 _MEASUREMENT_KEPT_S = 600.0
-"""Maximum age of an estimate; within this time, a quartz clock drifts by less than 0.1 s."""
+"""Maximum age of a clock estimate. Within this time, a quartz clock drifts by less than 0.1 s."""
 
 
 class ServerTime:
@@ -231,7 +234,7 @@ class ServerTime:
 
     The estimate uses the fastest answer, because that answer is the most precise. An answer that contradicts the
     estimate replaces it, because the server's clock has changed. Any answer replaces an old estimate, because clocks
-    drift. This node's wall clock may jump, so the estimate does not use it.
+    drift. The estimate does not use this node's wall clock, which may jump.
     """
 
     def __init__(self) -> None:
@@ -242,8 +245,8 @@ class ServerTime:
     def heard(self, at_ns: int, *, asked_ns: int, answered_ns: int) -> None:
         """Process an answer with the server's time.
 
-        `at_ns` is the time since 1970, or 0 if the answer has no time. The other arguments are boottimes before and
-        after the request.
+        `at_ns` is the time since 1970, or 0 if the answer has no time. `asked_ns` and `answered_ns` are boottimes
+        before and after the request.
         """
         if not at_ns:
             return
@@ -260,7 +263,7 @@ class ServerTime:
             return boottime_ns + (self._low_ns + self._high_ns) // 2 if self._known else None
 
     def reading(self, clock: Clock) -> ClockReading | None:
-        """Return the difference of this node's wall clock from the server's clock; None if unknown."""
+        """Return the difference between this node's wall clock and the server's clock; None if unknown."""
         with self._lock:
             if not self._known:
                 return None

@@ -1,10 +1,10 @@
 """Starts and ends the uplink of a home, and tests if it runs.
 
     engine ──ensure──▶ lock held, same version? ─▶ nothing
-                       lock held, other version ─▶ end it and start another one: attempts continue
-                       free                     ─▶ start one, detached
+                       lock held, other version ─▶ end it and start a new uplink: attempts continue
+                       free                     ─▶ start an uplink, detached
 
-One uplink runs per home and profile. A lock ensures that a second uplink exits. The uplink outlives its starter.
+Each home and profile has one uplink. A lock ensures that a second uplink exits. The uplink outlives its starter.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from serverless_gpu.version import __version__
 _START_S = 30.0
 END_S = 10.0
 _TRIES = 100
-_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds the lock briefly.
+_PAUSE_S = 0.01  # Seconds between tries. A lock test by another process holds the lock briefly.
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
-"""Variables that declare the node's devices, and variables of tests."""
+"""Variables that declare the node's devices, and variables that only tests use."""
 
 
 class RunningUplink(NamedTuple):
@@ -52,10 +52,11 @@ def running(home: Home, profile: Path) -> RunningUplink | None:
 
 
 def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
-    """Ensure that an uplink of this version runs; return True if this call started the uplink.
+    """Ensure that an uplink of this version runs. Return True if this call started the uplink.
 
-    From `environ`, the uplink receives the variables that declare devices and a few that every process needs. Raises
-    AgentUnavailable, HardwareError or StorageError.
+    `environ` contains the variables for the uplink: declarations of devices, and a few variables that every process
+    needs.
+    Raises AgentUnavailable, HardwareError or StorageError.
     """
     found = running(home, profile)
     if found is not None and found.version == __version__:
@@ -67,7 +68,7 @@ def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
 
 
 def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
-    """Start an uplink, which detaches itself; raises the errors of `ensure`."""
+    """Start an uplink, which detaches itself. Raises the errors of `ensure`."""
     require_for_runs(home)
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     arguments = (str(home.root), str(profile.absolute()), passed)
@@ -81,7 +82,10 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
 
 
 def stop(home: Home, profile: Path) -> bool:
-    """End the uplink of a home and profile; return True if it ran. The uplink's attempts continue."""
+    """End the uplink of a home and profile. Return True if the uplink ran.
+
+    The uplink's attempts continue.
+    """
     found = running(home, profile)
     if found is not None:
         _end(found.pid)
@@ -103,7 +107,7 @@ def stop_all(home: Home) -> int:
 
 
 def _noted(path: Path) -> RunningUplink | None:
-    """Return the holder of a lock; wait briefly if the holder has not written its note yet."""
+    """Return the holder of a lock. Wait briefly if the holder has not written its note yet."""
     for _ in range(_TRIES):
         note = held_note(path)
         if note is None:

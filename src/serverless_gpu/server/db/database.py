@@ -5,20 +5,20 @@
     PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, retried
 
 A transaction function receives a connection and runs as one transaction. `write` makes either all changes of the
-function durable, or none. The function reads a snapshot of the database. If another transaction changes the same row
-meanwhile, `write` runs the function again. A transaction function must therefore use only the database: no clock, no
-file, no network and no engine.
+function durable, or none. The function reads a snapshot of the database. If another transaction changes the same row at
+the same time, `write` runs the function again. A transaction function must therefore use only the database: no clock,
+no file, no network and no engine.
 
 Failure cases:
 
 * The database is unreachable or too busy: callers get `ServerUnavailable`. Usually the database has written nothing. If
-  the connection broke during the commit, all changes may be durable. Callers repeat their request, which is safe.
+the connection broke during the commit, all changes may be durable. Callers can safely repeat their request.
 
 * The disk is full: the server releases the disk reserve and runs the function again (`disk_reserve`). Without a
   reserve, callers get `ServerStorageFull`, and reads continue.
 
-* A value does not fit into its column: callers get `InvalidValue`. This check follows the validation of the request
-  body.
+* A value does not fit into its column: callers get `InvalidValue`. The database checks values after the server has
+validated the request body.
 
 * The database file is damaged or not a database: callers get `ServerProblem`, and the operator restores a backup.
 
@@ -81,12 +81,13 @@ _FULL = "53100"
 _SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _FAILING = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
-_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: read-only transaction, disk error
+_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL error codes: read-only transaction, disk error
 UNWRITABLE = "the database cannot be written: its disk is read-only or failing"
 
 
 _KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
-# A failed machine does not close its connections. A connection therefore counts as broken after half a minute of
+# A failed machine does not close its connections. The server therefore treats a connection as broken after half a
+# minute of
 # silence.
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
@@ -95,11 +96,11 @@ class Transactions(Protocol):
     """Interface for reads and writes of the database. `Database` implements it."""
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` on one snapshot of the database and return its result; called in a thread."""
+        """Run `work` on one snapshot of the database, and return its result. Callers use a thread."""
         ...
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `work` once its changes are durable; called in a thread. `work` may run twice."""
+        """Return the result of `work` once its changes are durable. Callers use a thread. `work` may run twice."""
         ...
 
 
@@ -126,7 +127,7 @@ class Database:
         self._working = threading.local()
         self._closed = False
         self._clock = clock
-        self._served = False  # True after the start; errors then reach remote callers instead of the operator.
+        self._served = False  # True after the start. Errors then reach remote callers instead of the operator.
         self._told_ns = -TOLD_EVERY_NS
         self._is_numbered = False
         self._write_problem = ""
@@ -182,12 +183,12 @@ class Database:
         return found
 
     def on_commit(self, told: Callable[[int], None]) -> None:
-        """Call a function with each commit's number before its writer returns. PostgreSQL counts no commits."""
+        """Call a function with each commit's number before its `write` returns. PostgreSQL counts no commits."""
         if self._writer is not None:
             self._writer.on_commit = told
 
     def checkpoint(self) -> None:
-        """Copy SQLite's log into the database file without waiting for a lock, so that a lost log loses less."""
+        """Copy SQLite's log into the database file without waiting for a lock. A lost log then loses less data."""
         if self._file is None:
             return
         try:
@@ -199,9 +200,9 @@ class Database:
             )
 
     def migrate(self) -> None:
-        """Migrate the tables to this version; takes a few milliseconds if they are current."""
+        """Migrate the tables to this version. If the tables are current, the call takes a few milliseconds."""
         is_current = self.read(migrations.is_current)
-        # The driver knows the version since the first connection.
+        # The driver knows the server version after the first connection.
         version = tuple(self._readers.dialect.server_version_info or ())
         if version < OLDEST[self.kind]:
             there, least = (".".join(map(str, numbers)) for numbers in (version, OLDEST[self.kind]))
@@ -242,7 +243,7 @@ class Database:
         Raises:
             ServerUnavailable: the database is unreachable or closed.
             ServerStorageFull: its disk is full.
-            Exception: any exception of `work`; then none of its changes is written.
+            Exception: any exception of `work`, after which the database contains none of its changes.
         """
         self.leader_lock.require()
         with self._noted(), self._measured("write"), self._told(), self._one_at_a_time():
@@ -301,7 +302,7 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    # The pool may open a new connection after another server has ended the previous one.
+                    # The pool may open a new connection after another server has terminated the previous connection.
                     self.leader_lock.require()
                     if self._is_numbered:
                         leader_lock.require_postgres(connection, self.leader_lock.name)
@@ -311,7 +312,8 @@ class Database:
                 return done
             except sa.exc.DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
-                # Another transaction wrote this row after `work` had searched for it. The second run will find the row.
+                # Another transaction wrote this row after `work` had searched for the row. The second run will find the
+                # row.
                 again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
                 if not again or tried == TRIES:
                     raise
@@ -469,7 +471,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     def _begin(connection: sa.Connection) -> None:
         driver = connection.connection.dbapi_connection
         if readers and isinstance(driver, sqlite3.Connection):
-            driver.execute(begin)  # BEGIN takes no lock and thus cannot fail, so no error needs a translation.
+            driver.execute(begin)  # BEGIN acquires no lock and thus cannot fail, so no error needs a translation.
         else:
             connection.exec_driver_sql(begin)
 
@@ -525,7 +527,7 @@ def _is_full(error: sa.exc.DBAPIError) -> bool:
 
 
 def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
-    """Translate a driver's error for the caller. Return None for a mistake in the server's own SQL."""
+    """Translate a driver's error for the caller, or return None for a mistake in the server's own SQL."""
     state = getattr(error.orig, "sqlstate", None) or ""
     if _is_full(error):
         return ServerStorageFull("the database's disk is full", hint="free disk space, then send the request again")
@@ -536,9 +538,10 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
         return ServerUnavailable(UNWRITABLE, hint=hint)
     if state in _CHANGED_MEANWHILE:
         return ServerUnavailable("the database is busy: other requests change the same rows", hint="try again later")
-    if isinstance(error, sa.exc.DataError):  # The text is too long or has a zero byte; only PostgreSQL checks this.
+    # The text is too long or has a zero byte. Only PostgreSQL refuses such text.
+    if isinstance(error, sa.exc.DataError):
         return InvalidValue(f"a value does not fit into the database: {said}")
-    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # for example a missing table
+    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # Example: a missing table.
         return None
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
         return ServerUnavailable("the database does not answer", hint="try again later; the server's log has details")

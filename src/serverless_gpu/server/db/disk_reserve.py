@@ -8,13 +8,13 @@
 
     low ──── space is free again, checked every ten seconds ─▶ reserved again, submissions are accepted
 
-Each stop, heartbeat or end of a run needs a few kilobytes. The reserve has sixteen megabytes.
+Each stop, heartbeat or end of a run needs a few kilobytes of disk space. The size of the reserve is sixteen megabytes.
 
 Failure cases:
 
-* The reserve is used up too: requests fail. Nodes store their reports and send them again later.
+* The database has also used up the reserve: requests fail. Nodes store their reports and send them again later.
 
-* The server cannot create the reserve: the server logs this, and writes fail as soon as the disk is full.
+* The server cannot create the reserve: the server logs the problem. Writes fail as soon as the disk is full.
 
 * PostgreSQL has no space for its log: PostgreSQL stops, and does not answer until an operator frees disk space. At its
   next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
@@ -74,10 +74,10 @@ class DiskReserve(abc.ABC):
         return is_gone
 
     def tend(self) -> None:
-        """Reserve space if none is reserved and enough is free."""
+        """Reserve disk space if the reserve is released and enough space is free."""
         with self._lock:
             if self._given and not self._gone():
-                return  # The reserve still exists, which does not mean that space is free.
+                return  # The reserve still exists, which does not prove that the disk has free space.
             try:
                 kept = self._keep()
             except (OSError, sa.exc.SQLAlchemyError) as error:
@@ -97,15 +97,15 @@ class DiskReserve(abc.ABC):
 
     @abc.abstractmethod
     def _short(self) -> str:
-        """Return a message if the disk is known to have little free space, or ""."""
+        """Return a message if the disk's known free space is too small, or ""."""
 
     @abc.abstractmethod
     def _release(self) -> bool:
-        """Release the reserved space, and return True once nothing is reserved."""
+        """Release the reserved disk space, and return True once no space is reserved."""
 
     @abc.abstractmethod
     def _keep(self) -> bool:
-        """Reserve the space unless it is reserved already, and return True if it is reserved."""
+        """Reserve disk space unless it is already reserved, and return True if it is reserved."""
 
 
 class FileReserve(DiskReserve):
@@ -159,7 +159,7 @@ class TableReserve(DiskReserve):
         return ""  # PostgreSQL reports free space only to its administrator.
 
     def _release(self) -> bool:
-        # TRUNCATE would create new files first, and a full disk has no space for them.
+        # TRUNCATE would create new files first, and a full disk has no space for new files.
         with contextlib.suppress(sa.exc.SQLAlchemyError), self._connect() as connection:
             connection.execute(sa.text(f"DROP TABLE IF EXISTS {_TABLE}"))
             return True
@@ -173,7 +173,7 @@ class TableReserve(DiskReserve):
             try:
                 self._make(connection)
             except sa.exc.SQLAlchemyError:
-                self._release()  # A partly created table uses space and is useless.
+                self._release()  # A partly created table occupies disk space and is useless.
                 raise
         return True
 

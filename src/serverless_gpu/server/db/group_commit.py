@@ -5,19 +5,19 @@
     thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get their results
 
 SQLite lets one connection write at a time, and a durable commit costs one fsync. Therefore callers do not compete for
-the lock. Callers queue transaction functions. Functions that arrive during one fsync share the next fsync.
+the lock. Callers queue transaction functions. Transaction functions that arrive during one fsync share the next fsync.
 
 Failure cases:
 
-* A transaction function raises: the writer rolls its savepoint back, and its caller gets the exception. Other functions
-  are not affected.
+* A transaction function raises: the writer rolls back to the function's savepoint, and the caller gets the exception.
+The failure does not affect other functions.
 
 * The whole transaction fails (disk full, I/O error, lock held by another process): SQLite writes no change of the
   transaction. The writer then runs each function in a separate transaction, so that only callers of failing functions
   get an error.
 
-* The process dies: committed changes remain, and all others are lost. No caller has received a result for a lost
-  change.
+* The process dies: committed changes remain, and uncommitted changes are lost. No caller has received a result for a
+lost change.
 
 * Another server has claimed the database: the writer commits nothing, and each caller gets `Superseded`.
 """
@@ -52,11 +52,11 @@ class WriterClosed(Exception):
 
 
 class _TransactionLost(Exception):
-    """SQLite has rolled the whole transaction back by itself."""
+    """SQLite has rolled back the whole transaction."""
 
 
 class _Waiting:
-    """A transaction function, with the future that its caller waits for."""
+    """A transaction function, and the future on which its caller waits."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -79,9 +79,8 @@ class GroupCommit:
         clock: limits how long a commit accepts more transaction functions.
         measures: metrics that count commits.
 
-    Attributes:
-        holder: `LeaderLock.name`, once this server has a generation; the writer then counts commits in the database.
-        on_commit: called with the number of each commit, before the commit's callers get their results.
+    Attributes: holder: `LeaderLock.name`, once this server has a generation. The writer then counts commits in the
+    database. on_commit: called with the number of each commit, before the commit's callers get their results.
     """
 
     def __init__(self, engine: sa.Engine, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -136,7 +135,7 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Run a function and all functions that arrive meanwhile in one commit, and return True when the writer closes."""
+        """Run a function and all functions that arrive meanwhile in one commit. Return True when the writer closes."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
@@ -156,7 +155,7 @@ class GroupCommit:
                         waiting.error = error
                     return over
             except BaseException:
-                connection.invalidate()  # The state is unknown; closing the connection rolls back.
+                connection.invalidate()  # The transaction's state is unknown. Closing the connection rolls it back.
                 raise
             faults.reach("before_commit")
             with transaction:  # The end of this block commits, or rolls back after a failed commit.
@@ -189,7 +188,7 @@ class GroupCommit:
             waiting.error = error
 
     def _count(self, connection: sa.Connection, before: int) -> int:
-        """Count a transaction that changed rows, and return its number, or 0."""
+        """Count a transaction that changed rows, and return the transaction's number, or 0."""
         if not self.holder or _changes(connection) == before:
             return 0
         return leader_lock.count_commit(_driver(connection), self.holder)

@@ -9,21 +9,23 @@
 A database behind its mark was rolled back, and lacks changes that the server had acknowledged. Possible causes are a
 lost log, an old copy of the database, or a standby without the last transactions.
 
-The mark may lag behind the database, but is never ahead of the database. A starting server compares the mark with the
-database (`operations/backup.py`).
+The mark may lag behind the database, but is never ahead. A starting server compares the mark with the database
+(`operations/backup.py`).
 
 * SQLite: the server writes the mark before a write returns. The mark survives the end of the process. A power failure
 may undo its last second (`SYNC_S`).
 
 * PostgreSQL: the mark lags by a second, and records only the audit.
 
-The server writes two slots in turn, each with a checksum. One slot is therefore always intact after a power failure.
+The server writes two slots in turn, each with a checksum. Therefore one of the slots is always intact after a power
+failure.
 
 Failure cases:
 
-* The mark cannot be written: the server logs this once, and the mark lags until a write succeeds.
+* The server cannot write the mark: the server logs this failure once. The mark lags until a write succeeds.
 
-* The mark is missing, after a server of an older version or in a copied home: the start skips the comparison.
+* The mark is missing, for example in a copied home or after an older server version: the starting server skips the
+comparison.
 
 * Neither slot is intact: the server refuses to start, as after a rollback, because the disk lost synced data.
 """
@@ -55,7 +57,7 @@ class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
 
     position: DatabasePosition  # Minimum position of the database.
     at_ns: int  # Time of this mark, nanoseconds since 1970.
-    place: str = ""  # Location of a database that is not beside its mark; without a password.
+    place: str = ""  # Location, without a password, of a database that is not beside its mark.
 
 
 def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
@@ -107,7 +109,7 @@ class MarkFile:
         path: path of the file; None for a database in memory, which has no mark.
         position: current position of the database.
         now_ns: nanoseconds since 1970.
-        place: as in `HighWaterMark.place`.
+        place: location of the database, as in `HighWaterMark.place`.
     """
 
     def __init__(self, path: Path | None, position: DatabasePosition, *, now_ns: int, place: str = "") -> None:
@@ -129,13 +131,13 @@ class MarkFile:
         return self._mark.position
 
     def commit(self, number: int) -> None:
-        """Move the mark to a durable commit."""
+        """Advance the mark to a durable commit."""
         with self._lock:
             if number > self._mark.position.commits:
                 self._move(msgspec.structs.replace(self._mark.position, commits=number), self._mark.at_ns)
 
     def sync(self, *, audit: int, now_ns: int) -> None:
-        """Move the mark to a durable row of the audit, and sync the mark."""
+        """Advance the mark to a durable row of the audit, and sync the mark."""
         with self._lock:
             position = msgspec.structs.replace(self._mark.position, audit=max(audit, self._mark.position.audit))
             if self._fd < 0 or position == self._synced:
@@ -143,7 +145,7 @@ class MarkFile:
             self._move(position, now_ns)
             fd = os.dup(self._fd)
         try:
-            os.fsync(fd)  # This sync holds no lock, so that commits do not wait.
+            os.fsync(fd)  # The sync runs without a lock, so that commits do not wait.
             self._synced = position
         except OSError as error:
             self._tell(error)
@@ -151,7 +153,7 @@ class MarkFile:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the mark's file."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -177,7 +179,8 @@ class MarkFile:
 class Checkpoints:
     """Checkpoints a database with new commits, soon after the start and then every ten seconds.
 
-    SQLite's own checkpoint waits for a thousand pages. Until then all data of a new server is only in SQLite's log.
+    SQLite's automatic checkpoint waits for a thousand pages. Before the first checkpoint, all data of a new server is
+    only in SQLite's log.
     """
 
     def __init__(self, database: Database, mark: MarkFile) -> None:

@@ -1,6 +1,6 @@
 """Ensures that one server owns a database: a lock, and a generation that fences off older servers.
 
-A server keeps leases and deliveries in memory, so two servers of one database would contradict each other.
+A server keeps leases and deliveries in memory. Two servers of one database would therefore contradict each other.
 
     SQLite        a lock on a file beside the database, held until the process ends
     PostgreSQL    an advisory lock in a separate session, checked every second. PostgreSQL ends that session after
@@ -11,15 +11,15 @@ A server keeps leases and deliveries in memory, so two servers of one database w
 
 A session breaks when PostgreSQL restarts. The session's lock is then free, and the server acquires the lock again
 immediately. After a network failure or a pause of the machine, the old session keeps the lock. PostgreSQL ends that
-session within half a minute. A minute of refusals therefore proves that another server has the lock. A server that lost
-the lock to another server never writes again:
+session within half a minute. If PostgreSQL refuses the lock for a minute, another server therefore has the lock. A
+server that lost the lock to another server never writes again:
 
-* The next owner first ends all sessions of other servers, and with them their open transactions.
+* The next owner first terminates all sessions of other servers. PostgreSQL then rolls back their open transactions.
 
 * A new session checks the lock before it writes (`doubt`).
 
-* Each owner increments the generation in the database and records itself as the holder. A server that finds another
-  holder ends, even if the lock is free again, because its leases and deliveries are outdated.
+* Each owner increments the generation in the database and records its name as the holder. A server that finds another
+holder ends, even if the lock is free again, because its leases and deliveries are outdated.
 
 The generation fences writes:
 
@@ -28,8 +28,9 @@ The generation fences writes:
     SQLite        each commit that changed rows also increments a counter in the row. The commit fails if the row has
                   another holder. `high_water_mark_file.py` detects a rollback by that count
 
-A server may pause during a transaction and continue an hour later. The database then rolls the transaction back. After
-`STALE_S` seconds without a check, the server checks the lock before it reads, because its memory may be outdated.
+A server may pause during a transaction and continue an hour later. The database then rolls back the paused transaction.
+After `STALE_S` seconds without a check, the server checks the lock before it reads, because its state in memory may be
+outdated.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ _log = logging.getLogger(__name__)
 class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a database. The numbers in a position only increase."""
 
-    database_id: str  # Random identifier, assigned once.
+    database_id: str  # Random identifier, assigned once to a database.
     generation: int  # Number of servers that have claimed the database.
-    commits: int  # Transactions that changed rows (SQLite); 0 for PostgreSQL, which does not count them.
+    commits: int  # Number of transactions that changed rows in SQLite; 0 for PostgreSQL, where the server counts none.
     audit: int  # Number of the last row of the audit.
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ class LeaderLock:
         self._looks = 0
         self._file = -1
         self._session: sa.Connection | None = None
-        self._held = True  # Before `take`, no operation needs the lock.
+        self._held = True  # Before `take`, no operation requires the lock.
         self._refused_ns: int | None = None
         self._taken = False
         self._is_numbered = False
@@ -141,7 +142,7 @@ class LeaderLock:
             self._looked_ns = self._clock.boottime_ns()
 
     def numbered(self) -> None:
-        """Record that the database has this server's generation. A different holder now ends this server."""
+        """Record that the database has this server's generation. A different holder then ends this server."""
         self._is_numbered = True
 
     def lose(self) -> None:
@@ -154,7 +155,7 @@ class LeaderLock:
 
     @property
     def is_held(self) -> bool:
-        """Return True if the last check found this server to be the owner."""
+        """Return True if this server was the owner at the last check."""
         return self._held and not self.is_gone
 
     def require(self) -> None:
@@ -174,7 +175,7 @@ class LeaderLock:
 
     @property
     def is_stale(self) -> bool:
-        """Return True if another server may have taken the database since the last check."""
+        """Return True if another server may have claimed the database since the last check."""
         if not self._taken or not self._is_postgres:
             return False
         return self._clock.boottime_ns() - self._looked_ns > STALE_S * 1e9
@@ -185,7 +186,7 @@ class LeaderLock:
             self._held = False
 
     def look(self) -> bool:
-        """Check the lock and return True if this server owns the database. Runs every `LOOK_S` seconds."""
+        """Check the lock, and return True if this server owns the database. Runs every `LOOK_S` seconds."""
         with self._lock:
             self._look()
         return self._held
@@ -206,9 +207,9 @@ class LeaderLock:
         self._looked_ns = self._clock.boottime_ns()
         try:
             lives = self._session_lives()
-            self._held = self._held and lives  # No write may start while this server tries to take the lock again.
+            self._held = self._held and lives  # No write may start while this server tries to acquire the lock again.
             self._held = (lives or self._try_session()) and not self.is_gone
-        # The database is unreachable, which the loops log. The next check would find another server.
+        # The database is unreachable, which the loops log. The next check detects another server.
         except sa.exc.DBAPIError:
             self._held = False
             return
@@ -266,7 +267,7 @@ class LeaderLock:
         return is_mine
 
     def _is_mine(self, session: sa.Connection) -> bool:
-        """Return True if no other server has claimed the database since this server did."""
+        """Return True if no other server has claimed the database after this server."""
         if not self._is_numbered:
             session.scalar(sa.text("SELECT 1"))
             return True
@@ -277,7 +278,7 @@ class LeaderLock:
         session = self._open()
         try:
             is_locked = session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY})
-            # Check the holder after taking the lock, because a successor takes its generation under the lock.
+            # Check the holder after acquiring the lock, because a successor stores its generation under the lock.
             if not self._is_mine(session):
                 self.lose()
             elif is_locked:
@@ -290,7 +291,7 @@ class LeaderLock:
         return False
 
     def end_others(self, session: sa.Connection) -> None:
-        """End open sessions of other servers, which cannot open new sessions without the lock."""
+        """Terminate open sessions of other servers, which cannot open new sessions without the lock."""
         values = {"mine": self.name, "all": f"{APPLICATION} %"}
         try:
             for _ in range(round(_ENDED_S / _PAUSE_S)):
@@ -335,7 +336,7 @@ class Superseded(Exception):
 
 
 def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
-    """Give this server the next generation, and return the position of the database.
+    """Assign the next generation to this server, and return the position of the database.
 
     Args:
         connection: connection of a transaction that has read nothing yet.
@@ -358,7 +359,7 @@ def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePos
 
 
 def position(connection: sa.Connection) -> DatabasePosition | None:
-    """Return the position of a database, or None if no server with generations has claimed it."""
+    """Return the position of a database, or None if no server with generations has claimed the database."""
     if not sa.inspect(connection).has_table(server_identity.name):
         return None
     row = connection.execute(sa.select(server_identity).where(server_identity.c.name == ROW)).first()
@@ -373,7 +374,7 @@ def position(connection: sa.Connection) -> DatabasePosition | None:
 
 
 def newest_audit_seq(connection: sa.Connection) -> int:
-    """Return the number of the last row of the audit, 0 without rows."""
+    """Return the number of the last row of the audit, or 0 without rows."""
     return connection.scalar(sa.select(sa.func.max(audit.c.seq))) or 0
 
 
@@ -381,13 +382,14 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
     """Begin a write transaction. No other server can claim the database until the transaction ends.
 
     Args:
-        connection: connection of a transaction that has read nothing yet, so that its snapshot is made under the lock.
+        connection: connection of a transaction that has read nothing yet, so that PostgreSQL creates its snapshot under
+            the lock.
         holder: `LeaderLock.name` of this server.
     """
     statement = f"{_LOCK_SHARED}; {HOLDER}"
     errors = connection.dialect.loaded_dbapi.Error
     try:
-        # The driver sends both statements in one round trip; SQLAlchemy would return the first one's rows.
+        # The driver sends both statements in one round trip. SQLAlchemy would return the rows of the first statement.
         cursor: Any = connection.connection.cursor()
         with contextlib.closing(cursor):
             cursor.execute(statement)

@@ -1,8 +1,8 @@
 """Defines the tables of the database. `migrations/` creates the tables.
 
-Times are nanoseconds since 1970 (`*_ns`). Values without SQL conditions are JSON (`*_json`), in formats of `wire` or
-`model`. A foreign key exists where a row without its parent would be wrong. Data that grows with use, such as log bytes
-and large outputs, is in files and the store.
+Times are nanoseconds since 1970 (`*_ns`). Columns without SQL conditions contain JSON (`*_json`), in formats of `wire`
+or `model`. A column has a foreign key where a row without its parent row would be wrong. Data that grows with use, such
+as log bytes and large outputs, is in files and the store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ tokens = sa.Table(
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("expires_ns", sa.BigInteger),
     sa.Column("revoked_ns", sa.BigInteger),
-    sa.Column("used_ns", sa.BigInteger),  # last use of the token, written at most once a minute
+    sa.Column("used_ns", sa.BigInteger),  # last use of the token, written at most once per minute
     sa.Column("renews", sa.Boolean),  # True for a node's token: each use extends the token's validity.
 )
 
@@ -72,10 +72,11 @@ pools = sa.Table(
     # seconds within which borrowing runs must return lent devices
     sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
-    sa.Column("isolation", sa.String(16)),  # none: principals may share a uid; unset: they may not; NULL: undecided
+    # isolation of the pool; none: principals may share a uid; unset: no sharing; NULL: undecided
+    sa.Column("isolation", sa.String(16)),
 )
 
-shares = sa.Table(  # weights of the fair share; 1 without a row
+shares = sa.Table(  # weights of the fair share; a principal without a row has weight 1
     "shares",
     metadata,
     sa.Column("kind", sa.String(8), primary_key=True),  # kind of holder: team or user
@@ -92,7 +93,7 @@ policies = sa.Table(
     sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
-policy_holders = sa.Table(  # principals and teams with attached usage policies
+policy_holders = sa.Table(  # assignments of usage policies to principals and teams
     "policy_holders",
     metadata,
     sa.Column("policy", sa.ForeignKey("policies.name"), primary_key=True),
@@ -105,7 +106,7 @@ prices = sa.Table(  # price book; the server only adds rows and sets their end t
     "prices",
     metadata,
     sa.Column("resource", sa.String(256), primary_key=True),  # a GPU type, "core" or "memory"
-    sa.Column("pool", sa.String(64), primary_key=True, default=""),  # "" for every pool
+    sa.Column("pool", sa.String(64), primary_key=True, default=""),  # pool of the price; "" for every pool
     sa.Column("from_ns", sa.BigInteger, primary_key=True),
     sa.Column("until_ns", sa.BigInteger),
     sa.Column("micros_per_hour", sa.BigInteger, nullable=False),
@@ -125,7 +126,7 @@ budget_warnings = sa.Table(  # thresholds already announced for a budget in a pe
     "budget_warnings",
     metadata,
     sa.Column("budget", sa.String(64), primary_key=True),
-    sa.Column("start_ns", sa.BigInteger, primary_key=True),  # start of the period
+    sa.Column("start_ns", sa.BigInteger, primary_key=True),  # start of the budget period
     sa.Column("percent", sa.Integer, primary_key=True),
     sa.Column("at_ns", sa.BigInteger, nullable=False),
 )
@@ -142,7 +143,7 @@ notices = sa.Table(  # outbox of notices for the webhook
     sa.Index("ix_notices_open", "sent_ns", "seq"),
 )
 
-drains = sa.Table(  # While a row exists, the server starts no new runs.
+drains = sa.Table(  # existence of this row means that the server starts no new runs
     "drains",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
@@ -164,10 +165,10 @@ nodes = sa.Table(
     sa.Column("hello_json", sa.Text, nullable=False),  # last wire.agents.AgentHello of the node, without its attempts
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # coalesced
     sa.Column("forgotten_ns", sa.BigInteger),
-    sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # a document of type wire.nodes.NodeRules
+    sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # JSON of wire.nodes.NodeRules
 )
 
-node_bindings = sa.Table(  # node that may use a token, once an administrator has approved the node
+node_bindings = sa.Table(  # bindings of agent tokens to nodes that an administrator has approved
     "node_bindings",
     metadata,
     sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
@@ -179,15 +180,15 @@ node_bindings = sa.Table(  # node that may use a token, once an administrator ha
     sa.Column("approved_ns", sa.BigInteger),
     sa.Column(
         "approved_by", sa.String(64), nullable=False, default=""
-    ),  # approved by: a principal, a join token, "server" or "upgrade"
+    ),  # origin of the approval: a principal, a join token, "server" or "upgrade"
     sa.Index("ix_node_bindings_node", "node"),
 )
 
-invitations = sa.Table(  # join tokens
+invitations = sa.Table(  # join tokens, with which new machines register
     "invitations",
     metadata,
     sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
-    # the only node name that may join with this token, or ""
+    # only node name that may join with this token, or ""
     sa.Column("node", sa.String(256), nullable=False, default=""),
     sa.Column("uses_left", sa.Integer, nullable=False),
 )
@@ -204,7 +205,8 @@ runs = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("reason", sa.String(32)),
     sa.Column("detail", sa.Text, nullable=False, default=""),
-    sa.Column("fence", sa.Integer, nullable=False, default=0),  # number of the current attempt; 0 before the first
+    # number of the current attempt; 0 before the first attempt
+    sa.Column("fence", sa.Integer, nullable=False, default=0),
     sa.Column("stop", sa.String(16)),  # reason for a requested stop
     sa.Column("retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("infra_retries_used", sa.Integer, nullable=False, default=0),
@@ -216,13 +218,13 @@ runs = sa.Table(
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
     sa.Column("events", sa.Integer, nullable=False, default=0),  # sequence number of the last event
-    # keyed hash of the canonical request; detects a repeated id with another body
+    # keyed hash of the canonical request, to detect a repeated id with another body
     sa.Column("request_sha256", sa.String(64), nullable=False),
     sa.Column("spec_json", sa.Text, nullable=False),
     sa.Column("target_json", sa.Text, nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False, default="{}"),
     sa.Column("snapshot", sa.String(64), nullable=False, default=""),
-    # encrypted, because it contains the caller's variables
+    # encrypted request, because the request contains the caller's variables
     sa.Column("context_sealed", sa.LargeBinary, nullable=False),
     sa.Column("call", sa.LargeBinary),
     sa.Column("client_version", sa.String(32), nullable=False, default=""),
@@ -239,7 +241,7 @@ runs = sa.Table(
     sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
-    sa.Index(  # used by `duration_history.durations_s`
+    sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
         "owner",
         "name",
@@ -258,7 +260,7 @@ attempts = sa.Table(  # data shared by all supervisors of an attempt
     sa.Column("world_size", sa.Integer, nullable=False),
     sa.Column("num_nodes", sa.Integer, nullable=False, default=1),
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("before", sa.String(16)),  # state before UNREACHABLE
+    sa.Column("before", sa.String(16)),  # state of the attempt before UNREACHABLE
     sa.Column("reason", sa.String(32)),
     sa.Column("began", sa.Boolean, nullable=False, default=False),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
@@ -270,7 +272,7 @@ attempts = sa.Table(  # data shared by all supervisors of an attempt
     # prices at placement, as model.billing.pricing.Tariff
     sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),
     sa.Column("account_id", sa.ForeignKey("accounts.id")),  # account of all charges, chosen at placement
-    # version of the attempt and its supervisors; each change increments it
+    # version of the attempt and its supervisors, incremented by each change
     sa.Column("version", sa.Integer, nullable=False, default=0),
     # shared nonce with which the gang's supervisors identify each other
     sa.Column("nonce", sa.String(64), nullable=False, default=""),
@@ -285,27 +287,28 @@ crews = sa.Table(  # the part of an attempt on one node: a supervisor and its ra
     metadata,
     sa.Column("run_id", sa.String(26), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
-    sa.Column("crew", sa.Integer, primary_key=True),  # number within the attempt: 0, 1, 2 …
+    sa.Column("crew", sa.Integer, primary_key=True),  # number of the supervisor within the attempt: 0, 1, 2 …
     sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False, index=True),
     sa.Column("boot_id", sa.String(64), nullable=False),  # boot id of the node at placement
     sa.Column("first_rank", sa.Integer, nullable=False, default=0),
     sa.Column("gpus", sa.Integer, nullable=False),
     sa.Column("token_sha256", sa.String(64), nullable=False, unique=True),
-    # last lease renewal that the server wrote to the database; it does not write every renewal
+    # last lease renewal in the database; the server does not store every renewal
     sa.Column("lease_ns", sa.BigInteger, nullable=False),
-    sa.Column("grace_s", sa.Float, nullable=False),  # maximum seconds without an answer of the server
+    # maximum seconds that the supervisor continues without an answer of the server
+    sa.Column("grace_s", sa.Float, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("before", sa.String(16)),  # state before UNREACHABLE
+    sa.Column("before", sa.String(16)),  # state of the supervisor before UNREACHABLE
     sa.Column("began", sa.Boolean, nullable=False, default=False),
     sa.Column("reason", sa.String(32)),
     # true if no process of the ended attempt remains on the node
     sa.Column("proven", sa.Boolean, nullable=False, default=True),
     sa.Column("sentence", sa.Text, nullable=False, default=""),
-    sa.Column("leave_ns", sa.BigInteger),  # announced deadline for leaving the node
+    sa.Column("leave_ns", sa.BigInteger),  # announced deadline for stopping on the node
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
-    # end reason that the node reported after the server had given the attempt up
+    # end reason that the node reported after the server had abandoned the attempt
     sa.Column("late_reason", sa.String(32)),
     sa.Column("stopped_json", sa.Text),  # record of the stop, as model.lifecycle.attempt.Stopped
     sa.Column("receipt_json", sa.Text),
@@ -315,7 +318,7 @@ crews = sa.Table(  # the part of an attempt on one node: a supervisor and its ra
     sa.Column("uncharged", sa.Boolean, nullable=False, default=False),
     sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
     sa.UniqueConstraint("run_id", "fence", "node_id"),
-    sa.Index(  # index for the search in `charging.py`
+    sa.Index(  # index for the search of uncharged attempts in `charging.py`
         "ix_crews_uncharged",
         "uncharged",
         sqlite_where=sa.text("uncharged"),
@@ -326,11 +329,12 @@ crews = sa.Table(  # the part of an attempt on one node: a supervisor and its ra
 secrets = sa.Table(
     "secrets",
     metadata,
-    sa.Column("kind", sa.String(8), primary_key=True),  # user, team
+    sa.Column("kind", sa.String(8), primary_key=True),  # kind of owner: user or team
     sa.Column("owner", sa.String(64), primary_key=True),
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True),  # number per secret, from 1; deletions are numbered too
-    # encrypted value; NULL after deletion, or after replacement once no attempt uses it
+    # version number of a secret, from 1; a deletion also has a number
+    sa.Column("version", sa.Integer, primary_key=True),
+    # encrypted value; NULL after a deletion, or after a replacement once no attempt uses the value
     sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("by", sa.String(64), nullable=False),
@@ -388,15 +392,15 @@ facts = sa.Table(
     sa.ForeignKeyConstraint(["run_id", "fence", "crew"], ["crews.run_id", "crews.fence", "crews.crew"]),
 )
 
-accounts = sa.Table(  # dimensions of usage: the owner, pool, tags and other values that charges share
+accounts = sa.Table(  # dimensions of usage: owner, pool, tags and other values that charges share
     "accounts",
     metadata,
     sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # hash of all following columns
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # hash of all following columns of the account
     sa.Column("owner", sa.String(64), nullable=False),
     sa.Column("team", sa.String(64), nullable=False),
     sa.Column("pool", sa.String(64), nullable=False),
-    sa.Column("reserved", sa.Boolean, nullable=False),  # true if the pool was reserved
+    sa.Column("reserved", sa.Boolean, nullable=False),  # true if the attempt used a reserved pool
     sa.Column("policy", sa.String(64), nullable=False),
     sa.Column("gpu_type", sa.String(256), nullable=False),
     sa.Column("name", sa.String(256), nullable=False),  # name of the run
@@ -404,12 +408,13 @@ accounts = sa.Table(  # dimensions of usage: the owner, pool, tags and other val
     sa.Column("environment", sa.String(64), nullable=False),  # address of the snapshot, or ""
     sa.Column("currency", sa.String(8), nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False),
-    sa.Column("member_of_json", sa.Text),  # For a run without a team: the teams that it counts for.
-    # The account with the same values but without tags and environment; an account without both refers to itself.
+    sa.Column("member_of_json", sa.Text),  # For a run without a team: the teams to which its usage counts.
+    # Account with the same values but without tags and environment. An account without tags and environment refers to
+    # itself.
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),
 )
 
-charges = sa.Table(  # the ledger of `LedgerEntry` rows; append-only, and kept when the run is removed
+charges = sa.Table(  # append-only ledger of `LedgerEntry` rows; retention does not remove these rows
     "charges",
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
@@ -425,7 +430,7 @@ charges = sa.Table(  # the ledger of `LedgerEntry` rows; append-only, and kept w
     sa.Column("start_ns", sa.BigInteger, nullable=False),
     sa.Column("end_ns", sa.BigInteger, nullable=False),
     sa.Column("gpus", sa.Integer, nullable=False),
-    # wall time in the queue; only in the first entry of supervisor 0
+    # wall time of the run in the queue, only in the first entry of supervisor 0
     sa.Column("queued_ms", sa.BigInteger, nullable=False),
     sa.Column("environment_ms", sa.BigInteger, nullable=False),
     sa.Column("start_ms", sa.BigInteger, nullable=False),
@@ -455,7 +460,7 @@ account_tags = (
     )
 )
 
-utilisations = sa.Table(  # device utilisation from telemetry, one row per receipt; kept like charges
+utilisations = sa.Table(  # device utilisation from telemetry, one row per receipt; retention does not remove these rows
     "utilisations",
     metadata,
     sa.Column("run_id", sa.String(26), primary_key=True),
@@ -467,9 +472,9 @@ utilisations = sa.Table(  # device utilisation from telemetry, one row per recei
     sa.Column("gpu_ms", sa.BigInteger, nullable=False),
     sa.Column("observed_ms", sa.BigInteger, nullable=False),  # Device-milliseconds that telemetry observed.
     sa.Column("busy_ms", sa.BigInteger, nullable=False),  # Observed device-milliseconds in which a device was busy.
-    sa.Column("peak_memory_bytes", sa.BigInteger),  # Maximum of any single device.
+    sa.Column("peak_memory_bytes", sa.BigInteger),  # Maximum memory use of any single device.
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),  # `plain_id` of the account.
-    # covers all columns that a report reads.
+    # Index that covers all columns of a report.
     sa.Index("ix_utilisations_day", "day", "account_id", "observed_ms", "busy_ms"),
     sa.Index("ix_utilisations_plain", "day", "plain_id", "observed_ms", "busy_ms"),  # alike
 )
@@ -498,7 +503,7 @@ def _sums() -> list[sa.Column[int]]:
     return [sa.Column(name, sa.BigInteger, nullable=name == "micros") for name in names]
 
 
-# sums of `charges` up to an entry, for reports (`usage_rollup.py`); can be rebuilt from `charges`
+# sums of `charges` up to an entry, for reports (`usage_rollup.py`); the server can rebuild the sums from `charges`
 used_days = sa.Table(
     "used_days",
     metadata,
@@ -507,7 +512,8 @@ used_days = sa.Table(
     *_sums(),
 )
 
-used_plain_days = sa.Table(  # sums of `used_days` by `accounts.plain_id`; the number of rows does not grow with tags
+# sums of `used_days` by `accounts.plain_id`; the number of rows does not grow with the number of tags
+used_plain_days = sa.Table(
     "used_plain_days",
     metadata,
     sa.Column("day", sa.Integer, primary_key=True),
@@ -515,7 +521,7 @@ used_plain_days = sa.Table(  # sums of `used_days` by `accounts.plain_id`; the n
     *_sums(),
 )
 
-folded = sa.Table(  # a row with the last entry of `charges` that the sums include
+folded = sa.Table(  # one row with the number of the last entry of `charges` that the sums include
     "folded",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
@@ -528,14 +534,14 @@ audit = sa.Table(  # append-only record of actions by principals
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
     sa.Column("at_ns", sa.BigInteger, nullable=False),
     sa.Column("principal", sa.String(64), nullable=False),
-    sa.Column("action", sa.String(64), nullable=False),  # "run.create", "token.revoke" …
+    sa.Column("action", sa.String(64), nullable=False),  # kind of action: "run.create", "token.revoke" …
     sa.Column("subject", sa.String(256), nullable=False),
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
     sa.Index("ix_audit_subject", "subject"),
 )
 
-audit_links = sa.Table(  # chain of the audit: order and digest of each entry; append-only
+audit_links = sa.Table(  # append-only hash chain of the audit: order and digest of each entry
     "audit_links",
     metadata,
     sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=False),
@@ -547,11 +553,12 @@ server_identity = sa.Table(  # one row: identity of the database, and the server
     "server_identity",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
-    sa.Column("database_id", sa.String(32), nullable=False),  # random, assigned once
-    sa.Column("generation", sa.BigInteger, nullable=False),  # incremented by each server that claims the database
+    sa.Column("database_id", sa.String(32), nullable=False),  # random identifier, assigned once
+    # generation, incremented by each server that claims the database
+    sa.Column("generation", sa.BigInteger, nullable=False),
     sa.Column("holder", sa.String(64), nullable=False),  # `LeaderLock.name` of the owner, different for each process
     sa.Column("claimed_ns", sa.BigInteger, nullable=False),
-    # number of commits in SQLite; the writers of PostgreSQL must not share a row
+    # number of commits in SQLite; in PostgreSQL, concurrent writers must not share a row
     sa.Column("commits", sa.BigInteger, nullable=False, default=0),
     sa.Column("probed_ns", sa.BigInteger, nullable=False, default=0),  # time of the last probe write by `/health`
 )

@@ -3,10 +3,10 @@
     request ─▶ an identifier, bound for every log line of the request ─▶ proxy ─▶ authentication ─▶ route
                 └─ response: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
-A line contains the declared route, never the path, and no data of the request. Every node sends frequent requests such
-as heartbeats. The log has a line for one in a hundred of these requests, and for each that failed or was slow. Requests
-that are refused before authentication could fill the log. The middleware therefore limits their lines per second. The
-next line reports the number of dropped lines.
+A log line contains the declared route, never the path, and no data of the request. Every node sends frequent requests
+such as heartbeats. The log contains a line for every hundredth of these requests, and for each failed or slow request.
+Requests that the server refuses before authentication could fill the log. The middleware therefore limits the log lines
+for refused requests per second. The next log line reports the number of dropped lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUIET = frozenset(
         ("POST", "/attempts/{run}/{fence}/report"),
     }
 )
-"""Frequent requests. The access log contains a line for every `QUIET_EVERY`-th of these requests."""
+"""Frequent requests. The access log contains a line for every `QUIET_EVERY`-th frequent request."""
 QUIET_EVERY = 100
 SLOW_S = 1.0
 REFUSED_PER_S = 20
@@ -131,7 +131,7 @@ class _Budget:
         self._left_out = 0
 
     def spend(self) -> int | None:
-        """Return the number of lines dropped before this line, or None to drop this line too."""
+        """Return the number of log lines dropped before this line, or None to drop this line too."""
         second = self._clock.boottime_ns() // 1_000_000_000
         if second != self._second:
             self._second, self._spent = second, 0

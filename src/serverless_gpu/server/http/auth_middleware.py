@@ -5,8 +5,8 @@
                                   refused             401      404/405   403          413, 415
 
 The order of the checks matters. The Host check refuses requests from web pages in a user's browser, even with a valid
-token. A caller without a token cannot learn which paths exist. The server reads a body only after its sender is
-authorized, up to a limit and only in the declared type.
+token. A caller without a token cannot learn which paths exist. The server reads a body only after it has authorized the
+sender. The body must have the declared type and must not exceed a limit.
 
 `PUBLIC_ROUTES` is the complete list of routes without a token. The server does not start if this list differs from the
 routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts. The middleware refuses WebSocket
@@ -14,7 +14,8 @@ connections and mounts.
 
 The middleware finds the route in the table from which `composition.py` builds the application. The middleware stores
 the route and the caller in the request's scope. A route serves only requests that the middleware admitted for exactly
-this route. If two parsers disagree about a path, the result is therefore a refusal and not a security hole.
+this route. If the parsers of middleware and application disagree about a path, the server therefore refuses the
+request.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
 
 Authenticate = Callable[[str], Caller]
-"""Returns the caller of a token, or raises `NotAuthenticated`; called in a thread."""
+"""Returns the caller of a token, or raises `NotAuthenticated`. The function blocks."""
 Reach = Callable[[Caller, Need], str]
 """Returns the reach of a caller: "none", "own", "team" or "all"."""
 
@@ -166,7 +167,7 @@ class AuthMiddleware:
             raise NotFound(f"no route has the path {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:
             raise WrongMethod(scope["method"], routes)
-        scope[ROUTE] = route  # for the log, even if the route refuses this caller
+        scope[ROUTE] = route  # used in the access log, even if the route refuses this caller
         call = self._call(route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:
@@ -210,7 +211,7 @@ class AuthMiddleware:
 
 
 class _Table:
-    """Routes by path, matched in the same way as by the application."""
+    """Table of routes by path, which matches a path in the same way as the application."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._fixed: dict[str, dict[str, Route]] = {}
@@ -328,7 +329,7 @@ class Authenticator:
         self._noted: dict[str, int] = {}
 
     def authenticate(self, secret: str) -> Caller:
-        """Return the caller of a token; called in a thread."""
+        """Return the caller of a token. The method blocks."""
         now_ns = self._clock.wall_ns()
         who = self._database.read(
             lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
@@ -337,7 +338,7 @@ class Authenticator:
             try:
                 self._database.write(lambda connection: principals.note_use(connection, [who.token_id], now_ns=now_ns))
             except ServerProblem as error:
-                # Reads must work even when the disk is full.
+                # Requests that only read must work even when the disk is full.
                 _log.warning("the server could not record the use of token %s: %s", who.token_id, error.message)
         return who
 

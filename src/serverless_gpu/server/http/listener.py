@@ -1,17 +1,14 @@
 """Opens the server's listening sockets, bounds its connections, and locks its home.
 
-    lock     server.lock and server/lock, held until the process ends. They prevent a second server of the home.
-
-             Servers of one PostgreSQL may share server/. The database then decides which of them works
+    lock     server.lock and server/lock, held until the process ends. The locks prevent a second server of the home.
+             Servers of one PostgreSQL may share server/. The database then decides which server works
              (`leader_lock.py`).
     port     The configured port, else the last port (server/port), else 7878, else any free port. The server stores
-
              the port for the next start.
-    beside   A second socket on loopback, without TLS, if the first is not plain HTTP on loopback. This machine's
+    beside   A second socket on loopback, without TLS, if the main socket is not plain HTTP on loopback. This machine's
              own node and clients use this socket, so that they need no host name and no certificate.
     protocol uvicorn's protocol with three more bounds: on the length and duration of headers, on silent
              connections, and on the number of connections. The last bound keeps the server from running out of
-
              descriptors. Over the limit, the server closes the connection with the longest idle time.
 
 The server stores its port, so that earlier clients find the server after a restart. The port can change only if the
@@ -47,7 +44,7 @@ HEAD_S = 20.0
 """Seconds in which a new connection must start a request, and in which a request's headers must be complete."""
 CONNECTIONS_MAX = 10_000
 OTHER_FILES = 256
-"""Descriptors reserved for other uses than connections: the database, logs, bodies in transfer."""
+"""Descriptors reserved for the database, logs and bodies in transfer, not for connections."""
 _turns = itertools.count()
 
 _HINT = "`sgpu status` shows the running server; for a second server, use another SERVERLESS_GPU_HOME"
@@ -173,18 +170,18 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with bounds on the head of a request and on silent connections."""
 
     _head_bytes = 0
-    _in_head = True  # also true between two requests
+    _in_head = True  # True also between two requests.
     _one_is_over = False
     _waiting: TimerHandle | None = None
     _quiet_since = 0
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override] # uvicorn's signature
-        """Start the timer for the first request, and close another connection if there are too many."""
+        """Start the timer for the first request, and close another connection if the limit is exceeded."""
         super().connection_made(transport)
         self._quiet_since = next(_turns)
         self._wait_for_head()
         if len(self.connections) > connections_max():
-            # Close the connection with the longest idle time, or the new connection if all others are busy.
+            # Close the connection with the longest idle time, or the new connection if every connection is busy.
             there = (one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
             min(there, key=lambda one: (one.quiet_since, one is self)).transport.close()
 
@@ -209,14 +206,14 @@ class BoundedProtocol(HttpToolsProtocol):
         """Process received bytes, and close the connection if the head of a request is too long."""
         was_in_head, self._one_is_over = self._in_head, False
         super().data_received(data)
-        # If the head began within these bytes, they do not count.
+        # Bytes do not count if the head of the request began within them.
         if was_in_head and self._in_head and not self._one_is_over:
             self._head_bytes += len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.transport.close()
 
     def on_message_complete(self) -> None:
-        """Count bytes between two requests as well."""
+        """Also count the bytes between two requests."""
         self._head_bytes, self._in_head, self._one_is_over = 0, True, True
         super().on_message_complete()
 
@@ -227,7 +224,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def quiet_since(self) -> float:
-        """Return the order of the last request's end; infinity while a request is running."""
+        """Return the sequence number of the last request's end; infinity while a request is running."""
         cycle: RequestResponseCycle | None = self.cycle
         return self._quiet_since if cycle is None or cycle.response_complete else float("inf")
 

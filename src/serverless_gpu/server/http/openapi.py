@@ -1,6 +1,6 @@
 """Generates the OpenAPI document of the API from the structs that the routes use.
 
-`make docs` writes `docs/openapi.json` from this document, and a test compares both.
+`make docs` writes this document to `docs/openapi.json`. A test compares the file with the document.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     the declared proxy ─ names the client ┴─▶ stopping? ── no ─▶ auth; the request is counted
     another peer, if a proxy is declared ─▶ 403   └─ yes ─▶ 503, "again in a second"
 
-Between a proxy and this server, tokens cross the network unencrypted. A client that bypasses the proxy would also send
+Tokens cross the network between a proxy and this server unencrypted. A client that bypasses the proxy would also send
 its token unencrypted, and could forge the proxy's headers. Therefore the server answers no other peers beyond loopback,
 and trusts headers only from the proxy's own address.
 
-The proxy must report that its client used TLS. A proxy on this machine has the same address as other local processes. A
-loopback request without forwarding headers therefore counts as local.
+The proxy must report that its client used TLS. A proxy on this machine has the same address as other local processes.
+The middleware therefore treats a loopback request without forwarding headers as local.
 
 A stopping server accepts no new requests and finishes running requests (`Running.shutdown`). `/health` and `/version`
 still answer, and report the stop.

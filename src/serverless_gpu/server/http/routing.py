@@ -99,7 +99,7 @@ EVENTS = "text/event-stream"
 _PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 Reader = Callable[[int, int], Iterator[bytes]]
-"""Yields the given number of bytes from an offset. Both steps run in a thread."""
+"""Yields the given number of bytes from an offset. The function and its iterator block."""
 
 
 def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Response:
@@ -166,14 +166,10 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Call:
     """An admitted request.
 
-    Attributes:
-        who: the caller that the token belongs to.
-        reach: reach of `who` on the route's resource: "none", "own", "team", "all".
-        clock: clock for streams.
-        measures: metrics that count streams.
-        again: authorizes the caller again and updates `who` and `reach`; raises `NotAuthenticated` or `NotAllowed`;
-            called in a thread.
-        look: check that the server repeats during a stream; raises `NotFound` once the caller may not see the object.
+    Attributes: who: the caller that the token belongs to. reach: reach of `who` on the route's resource: "none", "own",
+    "team", "all". clock: clock for streams. measures: metrics that count streams. again: authorizes the caller again
+    and updates `who` and `reach`; can raise `NotAuthenticated` or `NotAllowed`; called in a thread. look: check that
+    the server repeats during a stream; raises `NotFound` once the caller may not see the object.
     """
 
     def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: ServerMetrics) -> None:
@@ -187,7 +183,7 @@ class Call:
         self.look: Callable[[], object] = lambda: None
 
     def check(self) -> None:
-        """Raise the error that the same request would get now. Blocks."""
+        """Raise the error that the same request would receive now. Blocks."""
         self.again()
         self.look()
 
@@ -210,7 +206,7 @@ class Incoming:
         self.size = size
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the arriving bytes. More bytes than the route's limit raise `TooLarge`."""
+        """Yield the arriving bytes. If the body exceeds the route's limit, the iterator raises `TooLarge`."""
         async for piece in self._request.stream():
             if piece:
                 yield piece
@@ -291,14 +287,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, arguments=arguments)
 
     async def serve(self, request: HttpRequest) -> Response:
-        """Answer a request that `AuthMiddleware` admitted for exactly this route. Errors become responses."""
+        """Answer a request that `AuthMiddleware` admitted for this route. Errors become HTTP responses."""
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:
             return problem_response(error)
         except ClientDisconnect:
             return Response(status_code=499)  # The client has disconnected.
-        except Exception:  # A bug in a route must not end the server, and clients must not see its details.
+        except Exception:  # A bug in a route must not end the server. Clients must not see details of the bug.
             _logger.exception("%s %s failed", self.method, self.path)
             found = server_log.current().get("request_id", "")
             hint = (
@@ -326,7 +322,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         data = b"" if self.body in (None, Incoming) else await request.body()
 
         def answer() -> Response:
-            # The thread also encodes and decodes the JSON, which may be megabytes, to keep the event loop free.
+            # The thread also encodes and decodes the JSON, which can be several megabytes, to keep the event loop free.
             return make_response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
@@ -363,21 +359,19 @@ class Routes:
     def post(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that creates an object or starts an action. `limit` is the maximum body size in bytes."""
+        """Declare a route that creates an object or starts an action. `limit` is the maximum body in bytes."""
         return self._declare("POST", path, needs, limit)
 
     def put(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that creates or replaces an object with a given name. `limit` is the maximum number of body
-        bytes.
-        """
+        """Declare a route that creates or replaces a named object. `limit` is the maximum body in bytes."""
         return self._declare("PUT", path, needs, limit)
 
     def patch(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that changes an object. `limit` is the maximum body size in bytes."""
+        """Declare a route that changes an object. `limit` is the maximum body in bytes."""
         return self._declare("PATCH", path, needs, limit)
 
     def delete(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -413,7 +407,7 @@ class Routes:
 
 
 def _newer(protocol: str, error: InvalidValue) -> InvalidValue:
-    """Return the error for an invalid body. A client with a newer protocol gets a different hint."""
+    """Return the error for an invalid body. Clients with a newer protocol get a different hint."""
     if not (protocol.isascii() and protocol.isdigit() and len(protocol) < 6) or int(protocol) <= PROTOCOL:
         return error
     return InvalidValue(
@@ -473,7 +467,7 @@ def range_response(read: Reader, size: int, asked: str) -> Response:
     Args:
         read: source of the bytes.
         size: total number of bytes.
-        asked: the request's `Range` header; a value that is not a single simple range means everything, as in HTTP.
+        asked: the request's `Range` header; any value except a single simple range selects all bytes, as in HTTP.
     """
     headers = {"Accept-Ranges": "bytes", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
     match = _RANGE.fullmatch(asked.strip())
@@ -490,7 +484,7 @@ def range_response(read: Reader, size: int, asked: str) -> Response:
 def _answer(read: Reader, start: int, length: int, status: int, headers: dict[str, str]) -> Response:
     headers["Content-Length"] = str(length)
     pieces = read(start, length)
-    # The first read happens before the status is sent, so that a missing object can still get an error.
+    # Read the first bytes before sending the status, so that a missing object can still cause an error response.
     first = next(pieces, b"")
     following = itertools.chain((first,), pieces)
     return StreamingResponse(following, status_code=status, headers=headers, media_type=BYTES)

@@ -10,11 +10,11 @@ Open connections keep their certificate, so a renewal does not interrupt them.
 Failure cases:
 
 * A file is missing or invalid, the key belongs to another certificate, or other users may read the key. A starting
-  server refuses all of these. A renewal logs the reason and keeps the certificate in use.
+server refuses in all of these cases. A renewal logs the reason and keeps the current certificate.
 
 * The certificate has expired or is not yet valid. A start logs an ERROR and continues, because local calls and runs use
-  loopback without a certificate. Without a server these runs would end after the partition grace. A renewal refuses
-  such a certificate and keeps the certificate in use.
+loopback without a certificate. Without a server, these runs would end after the partition grace. A renewal refuses an
+expired certificate and keeps the current certificate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Certificate:
         return self.in_use.sentence(self._clock.wall_ns())
 
     def renew(self) -> None:
-        """Read the files again. On an error, log the reason and keep the certificate in use."""
+        """Read the files again. On an error, log the reason and keep the current certificate."""
         try:
             self.in_use = self._take(ended_too=False)
         except InvalidValue as error:
@@ -101,7 +101,7 @@ class Certificate:
         return found
 
     def _write_down(self, found: CertificateInUse) -> None:
-        """Record the certificate in use for `sgpu doctor`. On a full disk the old record stays."""
+        """Record the certificate in use for `sgpu doctor`. On a full disk, the old record stays."""
         beside = self._directory / f".{FILE}"
         try:
             beside.write_bytes(msgspec.json.encode(found))
@@ -160,7 +160,7 @@ def _read(path: Path) -> tuple[CertificateInUse, int]:
 
 
 def _check_private(key: Path) -> None:
-    """Refuse a key that other users may read. A group may read a key that root owns, as in Debian."""
+    """Refuse a key that other users may read. As in Debian, a group may read a key that root owns."""
     try:
         status = key.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
 """Manages principals, teams and tokens, the first start, and pools whose runs share a uid.
 
-Start with `principal_service.py`.
+Start reading with `principal_service.py`.
 """

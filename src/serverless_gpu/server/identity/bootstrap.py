@@ -7,14 +7,14 @@
                          when it is used up or has expired
 
 Each start checks that the database knows the tokens in the files. The server replaces a token that the database does
-not know. Possible reasons are a first start, a lost file, a change of the database, or a crash between file and
-database. The server writes the file first, then the row, and revokes the file's earlier token. An operator can
-therefore change a token by deleting its file and restarting. The server does not replace a known token, even after its
-revocation.
+not know. Possible reasons are a first start, a lost file, a different database, or a crash between the writes to file
+and database. The server first writes the file and then the database row. The server also revokes the file's earlier
+token. An operator can therefore change a token by deleting its file and restarting. The server does not replace a known
+token, even after its revocation.
 
-The first two tokens expire 90 days after their creation. Each use extends the node's token. The server replaces the
-administrator's token in its last 30 days, at a start or through `FileTokens` while the server runs. The old token stays
-valid until its expiry, so waiting clients can still use the old token.
+The administrator's token and the node's token expire 90 days after their creation. Each use extends the validity of the
+node's token. The server replaces the administrator's token in its last 30 days, at a start or through `FileTokens`
+while the server runs. The old token stays valid until its expiry, so waiting clients can still use the old token.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def first_tokens(
 ) -> FirstTokens:
     """Return the tokens in the server's files, and create missing tokens.
 
-    The administrator gets the name `login`, the operating system's login name of the user who starts the server. The
-    node's token is bound to `node`.
+    The administrator receives the name `login`, the operating system's login name of the user who starts the server.
+    The node's token is bound to `node`.
     """
     database.write(lambda connection: principals.bound_lifetimes(connection, now_ns=now_ns))
     token = _admin_token(database, directory, login=login, now_ns=now_ns)
@@ -157,7 +157,7 @@ def _held(
     secret = principals.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    # Another machine or home that uses the same database has its own tokens.
+    # Another machine or home that uses the same database has different tokens.
     label = f"made by the server: {path.name} ({sha256(f'{machine()}:{path.absolute()}')[:12]})"
     new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns)
     database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
@@ -185,7 +185,7 @@ def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_
 
 
 def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *, now_ns: int) -> None:
-    """Bind the node's token to this home, which may have moved, or to the first node that registers."""
+    """Bind the node's token to this server's node, or to the first node that registers."""
     found = nodes.find(connection, token_id)
     if node is None and found is None:
         nodes.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
@@ -198,7 +198,7 @@ def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *
 
 
 def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
-    """Return True if a token is used up or expired. The server keeps a revoked token in its file."""
+    """Return True if a token is used up or expired. A revoked token stays in its file."""
     with contextlib.suppress(NotFound):
         token = principals.token(connection, token_id)
         invitation = nodes.invitation(connection, token_id)

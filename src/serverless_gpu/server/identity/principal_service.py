@@ -1,8 +1,8 @@
 """Creates and changes users, services, teams and tokens, and serves their routes.
 
-The service writes each change and its audit entry in one transaction. A token with scopes must not give access to more
-rights. Callers with such a token cannot create or change principals. They can create only tokens that have some or all
-of these scopes.
+The service writes each change and its audit entry in one transaction. A caller with a scoped token must not gain
+further rights. The caller therefore cannot create or change principals. The caller can create only tokens with a subset
+of the same scopes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class PrincipalService:
             return after
 
         changed = self._database.write(work)
-        self._hub.touch(SCHEDULER)  # Runs of this principal may have waited for the change, or must not be placed now.
+        # Runs of this principal may have waited for the change, or may now be forbidden to start.
+        self._hub.touch(SCHEDULER)
         return changed
 
     def delete(self, who: Caller, name: str) -> PrincipalView:
@@ -152,7 +153,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change_team(self, who: Caller, name: str, asked: TeamChange) -> TeamView:
-        """Change the time zone of a team, which defines the periods of budgets without their own time zone."""
+        """Change the time zone of a team. Budgets of the team without a time zone use this time zone."""
         _check_unscoped(who)
         check_time_zone(asked.time_zone)
         now_ns = self._clock.wall_ns()
@@ -172,7 +173,7 @@ class PrincipalService:
         return changed
 
     def set_member(self, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
-        """Add a principal to a team, or remove the principal from it."""
+        """Add a principal to a team, or remove a principal from a team."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
         action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
@@ -188,14 +189,15 @@ class PrincipalService:
         return self._database.write(work)
 
     def make_token(self, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
-        """Create a token for the caller, or for a principal within the caller's reach."""
+        """Create a token for the caller, or for another principal within the caller's reach."""
         owner = request.principal or who.name
         if not covers(reach, name=who.name, teams=(), owner=owner):
             raise NotFound(f"there is no user or service {owner[:64]!r}")
         if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
             hint = f"a token that you create with this token can have these scopes: {', '.join(who.scopes)}"
             raise NotAllowed("a token with scopes cannot create a token with more rights", hint=hint)
-        if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # also refuses NaN
+        # The check also refuses NaN.
+        if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:
             raise InvalidValue("the lifetime of a token must be more than 0 s and at most 10 years")
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
@@ -246,7 +248,7 @@ def whoami(call: Call, database: Transactions) -> PrincipalView:
 
 @routes.get("/users", needs=reading("users"))
 def list_users(call: Call, database: Transactions) -> PrincipalList:
-    """List users and services: all of them, or only the caller."""
+    """List all users and services, or only the caller."""
     if call.reach != AccessReach.ALL:
         return PrincipalList(principals=(whoami(call, database),))
     return PrincipalList(principals=database.read(principals.all_principals))
@@ -254,7 +256,7 @@ def list_users(call: Call, database: Transactions) -> PrincipalList:
 
 @routes.post("/users", needs=writing("users"))
 def make_user(call: Call, principals: PrincipalService, body: PrincipalRequest) -> TokenMade:
-    """Create a user or service. The response contains the first token."""
+    """Create a user or service. The response contains the first token of the principal."""
     return principals.make(call.who, body)
 
 
@@ -272,7 +274,7 @@ def delete_user(call: Call, principals: PrincipalService, name: str) -> Principa
 
 @routes.get("/teams", needs=reading("teams"))
 def list_teams(call: Call, database: Transactions) -> TeamList:
-    """List teams: all of them, or only the caller's."""
+    """List all teams, or only the teams of the caller."""
     teams = database.read(principals.all_teams)
     return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
 
@@ -309,7 +311,7 @@ def remove_member(call: Call, principals: PrincipalService, team: str, user: str
 
 @routes.get("/tokens", needs=reading("tokens"))
 def list_tokens(call: Call, database: Transactions) -> TokenList:
-    """List tokens without their secrets: all of them, or only the caller's."""
+    """List all tokens, or only the tokens of the caller, without secrets."""
     whose = None if call.reach == AccessReach.ALL else call.who.name
     return TokenList(tokens=database.read(lambda connection: principals.tokens_of(connection, whose)))
 

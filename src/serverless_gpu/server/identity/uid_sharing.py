@@ -1,14 +1,14 @@
 """Decides which principals a pool serves, because runs on a node share a uid.
 
 Every run of a node shares the uid of its agent. The code of one run can read files that another run leaves on the node.
-On the server's machine it can also read the server's key and tokens. A pool therefore serves only one principal, the
-server's first administrator. An administrator can accept the risk and lift this restriction with `sgpu pool set
+On the server's machine, the code can also read the server's key and tokens. A pool therefore serves only one principal,
+the server's first administrator. An administrator can accept the risk and lift this restriction with `sgpu pool set
 --isolation none`.
 
 The first administrator is the oldest user in the database, normally the user who started the server. A personal server
 therefore needs no decision, and a team member who submits first cannot become the first administrator. The server
-derives the first administrator from database rows, so a restart does not change the result. If that user is demoted or
-disabled, every principal waits for the decision.
+derives the first administrator from database rows, so a restart does not change the result. If an administrator demotes
+or disables the first administrator, the runs of every principal wait for the decision.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         return cls(first=first, closed=frozenset(names) - opened, opened=opened)
 
     def is_second(self, owner: str) -> bool:
-        """Return True if any pool is closed to the runs of a principal."""
+        """Return True if any pool refuses the runs of a principal."""
         return bool(self.closed) and owner != self.first
 
     def is_closed(self, wanted: QueuedRun) -> bool:
-        """Return True if every pool that a run may use is closed to the run."""
+        """Return True if every pool that a run may use refuses the run."""
         return wanted.second_principal and (wanted.pool in self.closed if wanted.pool else not self.opened)
 
 
@@ -55,13 +55,13 @@ EVERYBODY = Isolation(first="", closed=frozenset(), opened=frozenset())
 
 
 class Exposure(msgspec.Struct, frozen=True, kw_only=True):
-    """Principals that share, or would share, a uid with the first administrator."""
+    """Principals that share a uid with the first administrator, or would share the uid."""
 
     principals: tuple[str, ...]  # Other principals that may start runs or own runs, by name.
-    had_runs: tuple[str, ...]  # Other principals that own runs; their code may have run on this machine.
+    had_runs: tuple[str, ...]  # Other principals that own runs. Code of these runs may have run on this machine.
     undecided: tuple[str, ...]  # Pools whose isolation no administrator has decided.
-    closed: tuple[str, ...]  # Pools where runs of other principals wait, including the undecided pools.
-    shared: tuple[str, ...]  # Pools where all runs share a uid.
+    closed: tuple[str, ...]  # Pools in which runs of other principals wait, including the undecided pools.
+    shared: tuple[str, ...]  # Pools in which all runs share a uid.
 
 
 def first_administrator(connection: sa.Connection) -> str:
@@ -77,7 +77,7 @@ def admits(connection: sa.Connection, owner: str, pool: str) -> bool:
 
 
 def exposure(connection: sa.Connection) -> Exposure:
-    """Return the principals that share a uid, and the decisions about their pools."""
+    """Return the principals that share a uid, and the isolation decisions about their pools."""
     first, there = first_administrator(connection), pools.every(connection)
     has_runs = sa.exists().where(runs.c.owner == principals.c.name)
     query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
@@ -95,8 +95,8 @@ def exposure(connection: sa.Connection) -> Exposure:
 def settle(database: Transactions, ask: Callable[[Exposure], bool | None], *, now_ns: int) -> None:
     """Report the principals that share a uid to the operator, who decides once about undecided pools.
 
-    `ask` returns True if several principals may share a uid in undecided pools, or None to leave that open. The server
-    calls `ask` outside of any transaction.
+    `ask` returns True if several principals may share a uid in undecided pools, or None to postpone the decision. The
+    server calls `ask` outside of any transaction.
     """
     found = database.read(exposure)
     if not found.principals:

@@ -1,11 +1,11 @@
 """Loads the rows of runs as values for the invariants, and defines violations.
 
     load(connection, after=…)     a page of runs in the order of their identifiers, with all their rows
-    of_runs(connection, ids)      the same for named runs
+    of_runs(connection, ids)      runs with the given identifiers
 
-This module only reads. A page costs a handful of queries by key and is one snapshot of the database. `load` omits very
-large data, such as a run with many thousand events or an attempt with many thousand facts, and lists them in
-`RecordedRuns.skipped`. A `Crew` is the part of a gang on one node.
+This module only reads. Loading a page needs a handful of queries by key on one snapshot of the database. `load` omits
+very large data, such as a run with many thousand events or an attempt with many thousand facts. `RecordedRuns.skipped`
+lists the omitted data. A `Crew` is the part of a gang on one node.
 """
 
 from __future__ import annotations
@@ -67,33 +67,33 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int = 0  # Number of results.
     cut: int = 0  # Number of results whose size differs from the recorded size.
-    parts: tuple[str, ...] = ()  # Digests of the parts in the store; only some of them if there are very many.
+    parts: tuple[str, ...] = ()  # Digests of the parts in the store; incomplete if the number of parts is very large.
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run with all of its rows."""
 
     run: StoredRun
-    attempts: tuple[StoredAttempt, ...] = ()  # attempts, sorted by fence
-    events: tuple[StoredEvent, ...] = ()  # events, sorted by number; empty if the run has too many
+    attempts: tuple[StoredAttempt, ...] = ()  # attempts of the run, sorted by fence
+    events: tuple[StoredEvent, ...] = ()  # events, sorted by number; empty if the run has too many events to load
     orders: tuple[RecordedOrder, ...] = ()
     facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # facts by node's part, sorted by number
-    unread: frozenset[OfCrew] = frozenset()  # keys with too many facts to load
+    unread: frozenset[OfCrew] = frozenset()  # keys of node parts with too many facts to load
     receipts: Mapping[OfCrew, SeenReceipt] = {}  # receipts by node's part
     charges: Mapping[OfCrew, tuple[PostedEntry, ...]] = {}
     """Ledger entries by node's part, sorted by number."""
-    results: Mapping[int, Results] = {}  # results by fence
+    results: Mapping[int, Results] = {}  # results of each attempt, by fence
     actions: Mapping[str, int] = {}  # number of audit entries about this run, by action
 
 
 class RecordedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Some runs in one snapshot of the database."""
 
-    runs: tuple[RecordedRun, ...] = ()  # sorted by run identifier
+    runs: tuple[RecordedRun, ...] = ()  # runs, sorted by run identifier
     absent: Mapping[str, Mapping[str, int]] = {}
-    """Missing runs that the caller named: the number of audit entries about each, by action."""
+    """Missing runs that the caller named, each with the number of audit entries by action."""
     details: tuple[str, ...] = ()  # details of the audit entries about these runs
-    following: str = ""  # start of the next page; "" at the end
+    following: str = ""  # start of the next page; "" after the last page
     skipped: tuple[str, ...] = ()  # descriptions of omitted data
 
 
@@ -109,7 +109,7 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
-    """Return the named runs. `absent` contains the missing runs."""
+    """Return the runs with the given identifiers. `absent` contains the missing runs."""
     found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
     ids = sorted(found)
     skipped = [f"events of run {run_id}" for run_id in ids if found[run_id].events > EVENTS_MAX]
@@ -190,7 +190,8 @@ def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[CrewId, tupl
 def _seen(text: str) -> SeenReceipt:
     try:
         return from_json(text, SeenReceipt)
-    except (msgspec.DecodeError, RecursionError):  # A receipt of another version; this server cannot interpret it.
+    # The receipt has another version, which this server cannot interpret.
+    except (msgspec.DecodeError, RecursionError):
         return SeenReceipt()
 
 
@@ -267,7 +268,7 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """A violated invariant."""
 
     invariant: str  # ``"I3"``
-    subject: str  # the violating object: ``"run <id>"``, ``"device <uuid>"``
+    subject: str  # violating object: ``"run <id>"``, ``"device <uuid>"``
     sentence: str  # description of the violation
 
     def __str__(self) -> str:

@@ -6,8 +6,8 @@
     LiveState (memory of a server)     ─┘
 
 Tests check simulated clusters and servers that were killed at each fault point. A running server checks itself
-(`self_check.py`). This module works on values: it uses no clock, no database and no log. The module checks an invariant
-that needs more than rows only if the caller passes that input. A `Crew` is the part of a gang on one node.
+(`self_check.py`). This module works on values, and uses no clock, no database and no log. An invariant that needs more
+than rows is checked only if the caller passes the additional input. A `Crew` is the part of a gang on one node.
 
     I1  Clients can read an acknowledged run until retention removes it. The audit records the removal.
     I2  A run ends once. The end is the run's last event and never changes.
@@ -34,8 +34,8 @@ that needs more than rows only if the caller passes that input. A `Crew` is the 
     I14 Every waiting run has a reason.
     I15 Every growing table in memory has a bound and stays within the bound.
 
-This module does not check I9 and I10, because tests of the node check them. It does not check I13, because schedules do
-not exist yet.
+This module does not check I9 and I10, because tests of the node check these invariants. The module does not check I13,
+because schedules do not exist yet.
 """
 
 from __future__ import annotations
@@ -71,67 +71,68 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.events import StoredEvent, is_remark
 
 LENDINGS_MAX = 50_000
-"""Maximum number of remembered device lendings for the comparison with later pages."""
+"""Maximum number of remembered device assignments for the comparison with later pages."""
 Place = tuple[str, ...]
 UNPLACED_S = 60.0
 """Seconds that a placeable run may wait. A slow scheduler can explain a shorter wait."""
 UNTOLD_S = 60.0
 """Seconds that a run may wait without a reason."""
 UNSTOPPED_S = 30.0
-"""Seconds that a run may continue after its hard budget is used up. Twice this time is reserved."""
+"""Seconds that a run may continue after its hard budget is used up. Budgets reserve twice this time."""
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {
-    # LOST: the server was restored from a backup in which the run waited. FAILED: no node could ever serve the run.
+    # LOST: an operator restored the server from a backup in which the run waited. FAILED: no node could ever execute
+    # the run.
     State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
     State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,
-    # A final stop may replace a stop after which the run may continue. The state does not change, but the server writes
-    # an event.
+    # A final stop request may replace a stop request that permits continuation. The state does not change, but the
+    # server writes an event.
     State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     **{state: frozenset() for state in TERMINAL},
 }
-"""Allowed state changes, written independently of `run_lifecycle.py` to check its table."""
+"""Allowed state changes, written independently of `run_lifecycle.py` to check its transition table."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one attempt on one node, as a test observed it. All nodes use one clock."""
+    """Execution of user code of one attempt on one node, as a test observed it. All nodes share one clock."""
 
     run_id: str
     fence: int
     node: str
-    devices: tuple[str, ...]  # Device identifiers, unique over all nodes.
-    began_ns: int  # Time of the first exec.
+    devices: tuple[str, ...]  # Device identifiers, unique across all nodes.
+    began_ns: int  # Time of the first exec system call.
     ended_ns: int | None = None  # Time when the last process ended; None while a process runs.
-    freed_ns: int | None = None  # Time when the devices were released; None before.
+    freed_ns: int | None = None  # Time when the node released the devices; None before.
     crew: int = 0  # Number of the node within the attempt.
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """Observations of clients and nodes that a test recorded."""
 
-    acknowledged: frozenset[str] = frozenset()  # runs whose submission was acknowledged
-    ends: Mapping[str, tuple[State, Reason]] = {}  # ends that a client has seen, by run
+    acknowledged: frozenset[str] = frozenset()  # runs whose submission the server acknowledged
+    ends: Mapping[str, tuple[State, Reason]] = {}  # final states that a client has seen, by run
     stretches: Sequence[Stretch] = ()  # observed executions of user code
     changed: Mapping[tuple[str, str], int] = {}
     """Number of successful requests that changed something, by (action, subject).
 
-    Each of these requests has a row in the audit. Requests whose response was lost also have rows.
+    Each successful changing request has a row in the audit. Requests whose response was lost also have rows.
     """
     secrets: tuple[str, ...] = ()  # texts that the audit must not contain
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a running server, in addition to its database."""
+    """State in the memory of a running server, in addition to its database."""
 
     untold_s: Mapping[str, float] = {}
-    """Runs that wait without a reason, with the duration in seconds."""
-    unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, with the duration of that state in seconds
+    """Runs that wait without a reason, with the seconds since the reason was missing."""
+    unplaced_s: Mapping[str, float] = {}  # runs that could start now, with the seconds since they could start
     unstopped_s: Mapping[str, float] = {}
-    """Runs whose hard budget is used up and that are not asked to stop, with the duration in seconds."""
+    """Runs that continue without a stop request after their hard budget is used up, with the seconds."""
     sizes: Mapping[str, tuple[int, int]] = {}  # growing tables by description, with current and maximum size
-    missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
+    missing_parts: frozenset[str] = frozenset()  # digests of results that are missing in the store
 
 
 def violations(page: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
@@ -268,7 +269,7 @@ def _crew(recorded: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder])
 
 
 def _facts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
-    """Compare attempts on the same boot of a node by its clock."""
+    """Compare attempts on the same boot of a node by the clock of that node."""
     for fence, following in pairwise(sorted({fence for fence, _ in recorded.facts})):
         before = [facts for (other, _), facts in recorded.facts.items() if other == fence]
         after = [facts for (other, _), facts in recorded.facts.items() if other == following]
@@ -298,14 +299,14 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
 
 
 def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:
-    """Yield each stretch of an attempt paired with each stretch of the next attempt that ran."""
+    """Yield each execution of an attempt paired with each execution of the next attempt that ran."""
     fences = sorted({one.fence for one in own})
     for fence, following in pairwise(fences):
         yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
 
 
 def _ran_as_asked(page: RecordedRuns, history: History) -> Iterator[Violation]:
-    """Check observations instead of reports, because an attempt may begin without a report."""
+    """Check the observations of tests instead of reports, because an attempt may begin without a report."""
     attempts = {(one.run_id, one.fence) for one in history.stretches}
     ran = Counter(run_id for run_id, _ in attempts)
     for recorded in page.runs:
@@ -369,7 +370,7 @@ def ledger(recorded: RecordedRun) -> Iterator[Violation]:
         for sentence in _entries(posted):
             yield violation_of(recorded, "I7", f"{one.name}: {sentence}")
         if one.key in recorded.unread:
-            continue  # There is nothing to compare without facts.
+            continue  # Without facts, this function has no values to compare.
         for sentence in (*_receipt(one, own, recorded), *_charged(one, own, posted, recorded)):
             yield violation_of(recorded, "I7", sentence)
 
@@ -408,7 +409,7 @@ def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
 
 
 def _entries(posted: Sequence[PostedEntry]) -> Iterator[str]:
-    """Yield contradictions among ledger entries that need no facts."""
+    """Yield contradictions among ledger entries that are detectable without facts."""
     if [one.entry.number for one in posted] != list(range(1, len(posted) + 1)):
         yield f"its entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
     if len({one.account_id for one in posted}) > 1:
@@ -434,7 +435,7 @@ def _takes_back(one: PostedEntry, before: PostedEntry) -> bool:
 
 
 def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], recorded: RecordedRun) -> Iterator[str]:
-    """Yield differences between charges and the facts and tariff."""
+    """Yield differences between the charges and the amounts from facts and tariff."""
     if of.crew.settled_ns is None or of.crew.uncharged:
         return
     try:
@@ -457,10 +458,10 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
 
 
 def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
-    """Return True if a receipt is comparable: its node knows the tariff, and its end is the server's.
+    """Return True if a receipt is comparable: its node knows the tariff and agrees with the server on the end.
 
-    If the server gives up an attempt that later ends by itself, the attempt has two ends. The server then uses the end
-    that it recorded. The ends on all nodes decide who pays, but a node knows only its own end.
+    If the server abandons an attempt that later ends by itself, the attempt has two end times. The server then uses the
+    end that the server recorded. The ends on all nodes decide who pays, but a node knows only its local end.
     """
     own, whole = of.crew.reason, of.attempt.reason
     if own is None or whole is None or MEANINGS[own].is_billed is not MEANINGS[whole].is_billed:
@@ -556,16 +557,16 @@ def crew_name(gang: str, number: int) -> str:
 
 
 def lent_devices(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
-    """Yield the devices lent to a node's part of a gang with their lending times, which are also charged."""
+    """Yield the devices that a node's part of a gang used, with the charged start and end times."""
     for one in metering.lendings(own):
         for device in one.gpus:
-            # A declared device belongs to one home, and a real device to the whole machine.
+            # A device without a GPU or MIG UUID belongs to one home. A device with a UUID belongs to the whole machine.
             place = (one.boot_id, "" if device.startswith(("GPU-", "MIG-")) else node_id, device)
             yield place, LentDevice(one.start_ns, one.end_ns, gang)
 
 
 class Lendings:
-    """Remembers lendings of devices over pages, because two runs with a common device may be pages apart."""
+    """Remembers device assignments across pages, because runs with a common device may be pages apart."""
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
@@ -573,7 +574,7 @@ class Lendings:
         self._of: dict[Place, list[LentDevice]] = {}
 
     def look(self, page: RecordedRuns) -> list[Violation]:
-        """Return the double lendings within this page and with remembered pages."""
+        """Return double assignments of a device within this page, and with remembered pages."""
         found: set[Violation] = set()
         for recorded in page.runs:
             for attempt in recorded.attempts:
@@ -623,7 +624,7 @@ def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
 
 
 def gangs(recorded: RecordedRun) -> Iterator[Violation]:
-    """Yield violations in the gangs of a run."""
+    """Yield violations in the gangs of a run with several nodes."""
     for attempt in recorded.attempts:
         for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, recorded), *_released(attempt)):
             yield violation_of(recorded, "I3", f"attempt {attempt.fence} {sentence}")
@@ -683,7 +684,7 @@ def _met(attempt: StoredAttempt, recorded: RecordedRun) -> Iterator[str]:
     chosen = attempt.chosen
     if chosen is not None and not len(chosen.addresses) == len(chosen.interfaces) == attempt.num_nodes:
         yield f"is on {attempt.num_nodes} nodes, but its rendezvous has {len(chosen.addresses)} addresses"
-    # A restored server may not know the chosen addresses.
+    # A server after a restore may not know the chosen addresses.
     is_known = recorded.run.restored_ns is None
     if attempt.num_nodes > 1 and attempt.began and chosen is None and not attempt.called_off and is_known:
         yield "has begun without a rendezvous"
@@ -702,7 +703,7 @@ def _released(attempt: StoredAttempt) -> Iterator[str]:
 
 
 def _failed_after_all(attempt: StoredAttempt, number: int) -> bool:
-    """Return True if a node's part of the gang failed: its results are missing, or its node was lost."""
+    """Return True if a node's part of the gang failed: its results are missing, or the node was lost."""
     crew = attempt.crews[number] if number < len(attempt.crews) else None
     return crew is not None and crew.ended_ns is not None and not _succeeded(crew)
 
@@ -720,4 +721,4 @@ RULES: tuple[Callable[[RecordedRun], Iterator[Violation]], ...] = (
     ledger,
     _created_once,
 )
-"""Checks of each single run."""
+"""Functions that check each single run."""

@@ -7,28 +7,27 @@
 
     sgpu server check    everything at once, from the database alone: `check`
 
-The loop only reads, one page at a time. A million runs take an hour and delay no request. The loop remembers the ends
-of runs, and reports an end that changes later. The loop also remembers the last `LENDINGS_MAX` lendings of devices. The
-loop therefore finds two runs that had one device at the same time, even many pages apart.
+The loop only reads, one page at a time. Checking a million runs takes an hour and delays no request. The loop remembers
+the final states of runs, and reports a final state that changes later. The loop also remembers the last `LENDINGS_MAX`
+assignments of devices. The loop therefore detects a device that two runs had at the same time, even if the runs are
+many pages apart.
 
 `MissedRunCheck` searches for runs that the scheduler forgot:
 
     database ─▶ a separate planner, with every running run and no waiting run
-
                    └─ for each waiting run: would it start immediately if it were the only one?
-                          └─ yes, but the scheduler reports that no capacity is free
- ─▶ forgotten
+                          └─ yes, but the scheduler reports that no capacity is free ─▶ forgotten
 
-A run that waits because of a rule is not forgotten (reserved devices, runs ahead, a calendar, a drain). The check finds
-a scheduler whose memory differs from the database. Such a scheduler has missed a change, or wrongly counts a node as
-unreachable.
+A run that waits because of a rule is not forgotten (reserved devices, runs ahead, a calendar, a drain). The check
+detects a scheduler whose memory differs from the database. A scheduler with wrong memory has missed a change, or
+wrongly counts a node as unreachable.
 
 Failure cases:
 
 * The database or the store does not answer: the loop tries again and reports no violation.
 
-* There are very many violations: the loop logs each violation once. Beyond `TOLD_MAX`, the loop only counts violations
-  and logs that it does so.
+* The number of violations is very large: the loop logs each violation once. Beyond `TOLD_MAX` violations, the loop only
+  counts violations, and logs this limit.
 
 The loop forgets a violation in the server's memory when the violation ends.
 """
@@ -72,12 +71,12 @@ ROUND_S = 60.0
 QUEUE_MAX = 1_000
 """Maximum queue length for the check of missed runs, which costs as much as scheduling."""
 TELL_MAX = 20
-"""Maximum number of waiting runs for which a tick computes the reason."""
+"""Maximum number of waiting runs for which a tick computes the reason of the wait."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
 OF_THE_MOMENT = frozenset({"I11", "I12", "I14", "I15"})
-"""Invariants that each tick checks completely. A violation that a tick does not find has ended."""
+"""Invariants that each tick checks completely. A violation that a tick does not find no longer exists."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """The signature of `Database.read`."""
 _NUMBER = re.compile(r"\d+")
@@ -138,7 +137,7 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        # A violation that must last a minute needs more checks than one at each end of the minute.
+        # A violation that must last a minute needs more checks than one check at each end of the minute.
         is_in_doubt = bool(self._untold or self._unplaced or self._unstopped)
         goes_on = bool(page.following) or not self._chain.done
         if not goes_on:
@@ -154,7 +153,7 @@ class SelfCheck:
         unstopped = {run_id for each in self._spending.standings().values() for run_id in each.stop}
         self._unstopped = _since(self._unstopped, unstopped, now_ns)
         is_due = self._unplaced or self._looked_ns is None or now_ns - self._looked_ns >= ROUND_S * 1e9
-        if is_due or not waiting:  # This check costs as much as the start of a scheduler.
+        if is_due or not waiting:  # The check for missed runs costs as much as the start of a scheduler.
             placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
             self._unplaced, self._looked_ns = _since(self._unplaced, placeable, now_ns), now_ns
         return LiveState(
@@ -202,7 +201,7 @@ class SelfCheck:
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> CheckResult:
     """Check every run of a database and the chain of its audit, page by page.
 
-    The check also searches for missing runs that `history` names.
+    The check also reports missing runs that `history` names.
     """
     found: set[Violation] = set()
     skipped: list[str] = []
@@ -223,12 +222,12 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 
 
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
-    """Return the time since which each run has been in the set without interruption."""
+    """Return, for each run, the time since which the set has contained the run without interruption."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
 
 
 class MissedRunCheck:
-    """Finds runs that could be placed but that the scheduler does not place. Not thread-safe."""
+    """Finds runs that could start but that the scheduler does not place. Not thread-safe."""
 
     def __init__(
         self,
@@ -248,7 +247,7 @@ class MissedRunCheck:
         self._roster = roster
 
     def forgotten(self) -> list[str]:
-        """Return the runs that could be placed now and that no rule delays."""
+        """Return the runs that could start now and that no rule delays."""
         now_ns = self._clock.wall_ns()
         reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
         if not reading.waiting:

@@ -4,11 +4,11 @@
                           └─ refused (long partition, or clock change) ─▶ the node's heartbeat names the attempt, and
                                                                        its answer contains the next token
 
-An attempt token is valid for one lease plus the time after which the server gives up a silent attempt. An attempt token
-that is copied from a run's directory therefore expires soon. The server never refuses a token that was valid a moment
-ago. Only the server's wall clock decides when a token expires. A clock jump causes a renewal of the token, but never
-ends a run. The server also issues tokens for attempts that it has given up. With these tokens, a node can still report
-the output and facts of these attempts, but no change of state.
+An attempt token is valid for one lease plus the time after which the server abandons a silent attempt. An attempt token
+that someone copies from a run's directory therefore expires soon. The server never invalidates a token before its
+expiry time. Only the server's wall clock decides when a token expires. A clock jump causes a renewal of the token, but
+never ends a run. The server also issues tokens for abandoned attempts. With a token of an abandoned attempt, a node can
+still report output and facts, but no change of state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from serverless_gpu.server.records.crews import CrewId
 RENEWAL = "renewal"
 """The capability that a node announces if it can renew attempt tokens."""
 RENEWED_MAX = 1_000
-"""The maximum number of tokens that one heartbeat may request. A node requests more with its next heartbeat."""
+"""Maximum number of tokens that one heartbeat may request. The next heartbeat requests further tokens."""
 _RENEWED_AFTER = 0.25
 
 
@@ -52,11 +52,11 @@ class AttemptTokens:
         return self.token(crew) if RENEWAL in takes else self._keys.attempt_token(*crew)
 
     def next(self, who: Caller) -> str:
-        """Return the token for the answer to a report, or "" while the current token is valid for long enough."""
+        """Return a token for the answer to a report, or "" if the current token stays valid for long enough."""
         if who.attempt is None or who.until_ns is None:
             return ""
         left_s = (who.until_ns - self._clock.wall_ns()) / 1e9
-        # Token lifetimes end at whole seconds.
+        # Token lifetimes end at whole seconds of the wall clock.
         is_fresh = (1 - _RENEWED_AFTER) * self.good_s() < left_s <= self.good_s() + 1
         return "" if is_fresh else self.token(who.attempt)
 

@@ -1,11 +1,11 @@
-"""Combines the endings that nodes report into one ending of an attempt.
+"""Combines the final reports of nodes (endings) into one ending of an attempt.
 
     one node        its report, unchanged
     several nodes   endings ─▶ `ending_of_gang`, receipts and facts ─▶ `model.gang_receipt.together`
                     the server reports a certain end without a retry early, while other nodes still clean up
 
 Each node reports its own ending (`node.protocol.Stopped`). The report of the node that caused the end becomes the
-ending of the run. Failures on other nodes are consequences, and each names its node.
+ending of the run. Failures on other nodes are consequences of the first failure. Each failure names its node.
 
 Failure cases:
 
@@ -45,19 +45,21 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 TAILS_MAX = 8
-"""The maximum number of ranks whose last output an ending shows. The limit of a single node is the same."""
+"""Maximum number of ranks whose last output an ending contains. The limit of a single node is equal."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""Reasons that every node of a gang reports for the same event. Such a report is not a separate failure."""
+"""Reasons that every node of a gang reports for one event. A report with one of these reasons is not a separate
+failure.
+"""
 
 
 T = TypeVar("T")
 Quiet = Callable[[StoredCrew], float | None]
-"""Returns the seconds since the last report about an attempt on one node if it may be lost, else None."""
+"""Returns the seconds since a node's last report about an attempt if the node may be lost, else None."""
 NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """The ending of a run that is known before all of its nodes have ended."""
+    """The ending of a run that the server knows before all of its nodes have ended."""
 
     state: State
     reason: Reason
@@ -66,7 +68,7 @@ class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOutcome:
-    """Return the outcome of an attempt; empty before the end, without a receipt until all have arrived."""
+    """Return the outcome of an attempt; empty before the end, and without receipt until all have arrived."""
     if attempt is None:
         return NOTHING
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
@@ -96,7 +98,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
-    """Return the ending of a run before all of its nodes end, if it is certain and no retry follows."""
+    """Return the ending of a run before all of its nodes end, if the ending is certain and no retry follows."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None
@@ -132,12 +134,9 @@ def may_be_early(run: StoredRun) -> bool:
 class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
     """The ending of an attempt on one node, as known to the server.
 
-    Attributes:
-        node: the node's name.
-        stopped: the final report of its supervisor, once it has arrived.
-        halt: the early report of the supervisor with the reason for the end.
-        reason: reason for the end according to the server; None while the ranks run.
-        given_up: True if the server declared the end without a report of the node.
+    Attributes: node: the node's name. stopped: the final report of its supervisor, once it has arrived. halt: the early
+    report of the supervisor with the reason for the end. reason: reason for the end according to the server; None while
+    the ranks run. given_up: True if the server declared the end without a final report from the node.
     """
 
     node: str
@@ -183,7 +182,7 @@ def _at(failure: Failure, node: str) -> Failure:
 
 
 def _failures(word: CrewEnding) -> Iterator[Failure]:
-    """Yield the failures that a node reported, or the reason why the server gave up the node."""
+    """Yield the failures that a node reported, or the reason why the server abandoned the node's attempt."""
     found: list[Failure] = []
     if word.stopped is not None:
         found = [*([word.stopped.cause] if word.stopped.cause is not None else []), *word.stopped.consequences]

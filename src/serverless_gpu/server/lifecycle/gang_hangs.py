@@ -7,16 +7,17 @@
          ├─ a warning ─▶ in every answer
          └─ a request to stop the run, as for any other reason
 
-`GangProgress` exists in memory only. After a restart of the server, nodes report their progress again. A run that hangs
-ends like any other failed run.
+`GangProgress` exists in memory only. After a restart of the server, nodes report their progress again. A hanging run
+ends like any failed run.
 
 Failure cases:
 
-- A node stops reporting. The server decides nothing about the gang until that node reports again.
+- A node stops reporting. The server makes no hang decision about the gang until the silent node reports again.
 
 - During hang detection, a caller stops the run or a node fails. The server ends the hang detection of this gang.
 
-- A node reports impossible values. The server refuses this report, because users of other nodes read these values.
+- A node reports impossible values. The server refuses a report with impossible values, because users of other nodes
+  read the values.
 """
 
 from __future__ import annotations
@@ -51,11 +52,8 @@ from serverless_gpu.wire.agents import Report, ReportAnswer
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a gang on several nodes.
 
-    Attributes:
-        heard_ns: time of each node's last report, by node rank.
-        hangs: state of the hang detection.
-        idle: idleness of each node's devices, by node rank.
-        told: the warning that the server sends to its nodes.
+    Attributes: heard_ns: time of each node's last report, by node rank. hangs: state of the hang detection. idle:
+    idleness of each node's devices, by node rank. told: the warning that the server sends to the nodes of the gang.
     """
 
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
@@ -84,13 +82,13 @@ class GangProgress:
             return before, now
 
     def keep(self, gangs: Collection[Gang]) -> None:
-        """Forget the progress of all gangs except these."""
+        """Forget the progress of all gangs except the given gangs."""
         with self._lock:
             self._known = {gang: known for gang, known in self._known.items() if gang in gangs}
 
 
 def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
-    """Refuse an observation with values that are impossible for this node."""
+    """Refuse an observation with values that are impossible for the reporting node."""
     seen = said.seen
     if seen is None:
         return
@@ -171,7 +169,7 @@ class GangHangs:
         )
         if not all(one.began for one in attempt.crews):
             return progress
-        # The length of two heartbeat intervals at their maximum.
+        # Maximum length of two heartbeat intervals.
         fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)
         hangs = gang_hang_detection.decide(
             hangs,
@@ -198,13 +196,13 @@ class GangHangs:
         def work(connection: sa.Connection) -> TransitionResult | None:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
-                return None  # The observation of idle devices concerns an earlier attempt.
+                return None  # The observation of idle devices belongs to an earlier attempt.
             return transitions.ask_to_stop(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
         try:
             done = self._database.write(work)
         except StaleAttempt:
-            return  # The server requests the stop again at the next report.
+            return  # The server requests the stop again at the next report of a node.
         if done is not None:
             self._announcer.announce(done)
 

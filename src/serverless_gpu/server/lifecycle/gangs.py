@@ -34,14 +34,14 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
-"""Reasons that apply to all nodes of a gang, regardless of the node that reports first."""
+"""Reasons that apply to all nodes of a gang, regardless of which node reports first."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that each node enforces itself. The first node that reaches a limit stops the gang, which is no failure."""
+"""Limits that each node enforces. The first node that reaches a limit stops the gang without a failure."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
-    """Return a node's part of a gang after an event. Events of the run change nothing."""
+    """Return a node's part of a gang after an event. Events that concern only the run change nothing."""
     if crew.ended_ns is not None:
         return crew
     if exec_ns is not None and crew.started_ns is None:
@@ -78,7 +78,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
 
 
 def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
-    """Return a node's part of a gang with a report of its return or early end. The first report stays."""
+    """Return a node's part of a gang with a report of its return or early end. An earlier report stays valid."""
     if crew.ended_ns is not None:
         return crew
     if returned and not crew.returned:
@@ -91,11 +91,8 @@ def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> Store
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
     """The gang's part of the answer to a node's report.
 
-    Attributes:
-        release: True if the ranks of the node may exit.
-        peer_failed: the failure on another node, or "".
-        stop: the limit that another node reached. The ranks stop with their full grace period, and the run is not
-            stopped.
+    Attributes: release: True if the ranks of the node may exit. peer_failed: the failure on another node, or "". stop:
+    the limit that another node reached. The ranks stop with their full grace period. The run itself is not stopped.
     """
 
     release: bool = False
@@ -129,7 +126,8 @@ def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None
     Args:
         cause: the event that ended the gang.
         attempt: the attempt of the gang.
-        after: a reason whose sentence precedes the result, so that the result does not repeat it; None without one.
+        after: a reason whose sentence precedes the result, so that the result does not repeat the reason; None without
+            a preceding sentence.
     """
     what = cause.detail or ("" if after is cause.reason else MEANINGS[cause.reason].sentence)
     if cause.reason in _OF_ALL:
@@ -148,14 +146,14 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     """Return the combined state of the nodes of a gang, and the resulting events of the run.
 
     Args:
-        run: as read in this transaction, with an unfinished attempt.
+        run: the run as read in this transaction, with an unfinished attempt.
         crews: the current parts of that attempt, one per node.
         is_word: True if a node reported the event; False if the server inferred the event, for example from silence.
         detail: description of the end on the last node, for users.
     """
     attempt = run.attempt
     assert attempt is not None
-    # After a stop request, the failure of one node may be a consequence of the stop of another node.
+    # After a stop request, the failure of one node can be a consequence of the stop of another node.
     stop = run.stop if len(crews) > 1 else None
     folded = gang_lifecycle.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
     happened: list[Event] = []
@@ -211,7 +209,7 @@ def _life(crew: StoredCrew, detail: str) -> gang_lifecycle.Crew:
 
 
 def _later(one: State, other: State) -> State:
-    """Return the later of two lifecycle states. States never go back, and UNREACHABLE stays."""
+    """Return the later of two lifecycle states. States never move backwards, and UNREACHABLE stays."""
     if one is State.UNREACHABLE:
         return one
     return max(one, other, key=_ORDER.index)

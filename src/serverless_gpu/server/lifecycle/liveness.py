@@ -13,13 +13,13 @@ with two limits:
 
 While the server holds back a start order for an engine, no rank exists on the node. The presence of the node then
 renews the lease. The limits use the grace period that the server granted to the attempt, not the current setting. The
-monitor never ends an attempt whose node reports, even if it needs hours to stop or to send results.
+monitor never ends an attempt whose node reports, even if the node needs hours to stop or to send results.
 
 Leases and presence exist only in memory. All times of leases and presence use the boottime clock of the server process.
 Wall clocks are unsuitable for leases because they jump. A database column is unsuitable because the next server process
 may have another boottime. After its start, the server treats every attempt as if its node had just reported. A node
-counts as present after its first message. A server that was down for a day therefore gives up no attempt. All methods
-are thread-safe and have the current time as an argument.
+counts as present after its first message. A server that was down for a day therefore abandons no attempt. All methods
+are thread-safe and receive the current time as an argument.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
-"""Seconds without a message after which the scheduler places nothing on a node. Nodes send one every five seconds."""
+"""Seconds without a message after which the scheduler does not use a node. Nodes send one every 5 s."""
 _REFUSED_MAX = 1_000
 _log = logging.getLogger(__name__)
 
 TakeBack = Callable[[str, int, str], bool]
-"""Requeues a run if its start order is unsent, and returns True on success. The arguments are run, fence and reason."""
+"""Requeues a run (by run, fence, reason) if its start order is unsent. Returns True on success."""
 
 
 class Leases:
@@ -65,7 +65,7 @@ class Leases:
         self._freed: set[CrewId] = set()
 
     def free(self, crew: CrewId) -> bool:
-        """Note that an attempt released its devices on a node before its end, and return True the first time."""
+        """Record that an attempt released its devices on a node early, and return True the first time."""
         with self._lock:
             is_news = crew not in self._freed
             self._freed.add(crew)
@@ -84,7 +84,7 @@ class Leases:
             return before_ns
 
     def last_ns(self, crew: CrewId, *, now_ns: int) -> int:
-        """Return the boottime in ns of the last report about an attempt on a node; now if unknown."""
+        """Return the boottime in ns of the last report about an attempt on a node, or now if unknown."""
         with self._lock:
             return self._heard.setdefault(crew, now_ns)
 
@@ -94,7 +94,7 @@ class Leases:
             return len(self._heard)
 
     def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all leases except these."""
+        """Forget all leases except the given leases."""
         with self._lock:
             self._heard = {crew: heard for crew, heard in self._heard.items() if crew in ids}
             self._freed.intersection_update(ids)
@@ -186,7 +186,7 @@ class Presence:
             self._lost[node_id] = sentence
 
     def find(self, node_id: str) -> None:
-        """Remove the mark that an engine lost the node."""
+        """Remove the mark of a node that an engine reported as lost."""
         with self._lock:
             self._lost.pop(node_id, None)
 
@@ -256,14 +256,15 @@ class LivenessMonitor:
     def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:
         why = f"node {crew.node} disconnected before it received the order"
         if self._presence.is_there(crew.node_id, now_ns=now_ns):
-            # An earlier transaction failed after it cancelled the order. The server therefore never sends this order.
+            # An earlier transaction failed after it had canceled the order. The server therefore never sends this
+            # order.
             if not self._deliveries.is_taken_back(run.id, run.fence):
                 return False
             why = f"the server cancelled its order to {crew.node} before it was sent"
         return self._take_back_order(run.id, run.fence, why)
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
-        """Apply a node's silence to its run, unless a report or another change was faster."""
+        """Apply a node's silence to its run, unless a report or another change came first."""
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 
@@ -287,7 +288,7 @@ class LivenessMonitor:
             self._announcer.announce(told)
 
     def settle_overdue(self, now_ns: int) -> None:
-        """Settle attempts with overdue receipts. The wait begins with the first check of this process."""
+        """Settle attempts with overdue receipts. The wait time begins with the first check of this process."""
         ended = {one.id: one for one in self._database.read(crews.unsettled)}
         self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
         for crew, one in ended.items():

@@ -1,15 +1,15 @@
 """Measures the usage of attempts by the server's calendar, and the duration of attempts.
 
-The node measures durations with its boottime clock. The node's wall clock does not decide the day of the usage. A wrong
-wall clock would move usage out of every report and budget. The server therefore shifts the times of all facts of one
-node together. After this shift of the facts, user code begins at the checked start in `crews.started_ns`. Without a
+The node measures durations with its boottime clock. The node's wall clock does not determine the day of the usage. A
+wrong wall clock would move usage out of every report and budget. The server therefore shifts the times of all facts of
+one node together. After this shift of the facts, user code begins at the checked start in `crews.started_ns`. Without a
 checked start, the server moves the first fact into the lifetime of the attempt. The server rounds the usage on each
 node once.
 
-Rows contain wall clock times from the moment of writing. If an operator moves the clock by hours, a one-minute attempt
-appears to last hours. Such an attempt would use up its budget at once, and the server would stop its run. A `Lifetime`
-therefore converts each new time to the boottime clock once, and stores the result. For an attempt that ended before the
-server started, the rows show the duration but not the boottime of the end.
+Database rows contain the wall clock time at the moment of writing. If an operator moves the clock by hours, a
+one-minute attempt appears to last hours. The wrong duration would use up a budget immediately, and the server would
+stop the run. A `Lifetime` therefore converts each new time to the boottime clock once, and stores the result. For an
+attempt that ended before the server started, the rows show the duration but not the boottime of the end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""Two minutes. A running attempt writes a fact each minute (`node.account.ALIVE_S`), and one fact may be late."""
+"""Two minutes. A running attempt writes a fact every minute (`node.account.ALIVE_S`), and one fact may be late."""
 OFF_NS = 1_000_000_000
-"""One second. Usage is counted by day, so the server ignores a smaller clock offset."""
+"""One second. The ledger counts usage by day, so the server ignores a smaller clock offset."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +64,10 @@ def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tup
 
 
 def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[LedgerLine, ...]:
-    """Return the usage and costs of an attempt on a node by day, up to the last report if it still runs.
+    """Return an attempt's usage and costs on a node by day, up to the last report while it runs.
 
-    The last report counts at most `AHEAD_NS` after the last fact, because a running attempt writes facts regularly.
-    This bound limits the error after a clock change.
+    The usage ends at most `AHEAD_NS` after the last fact, because a running attempt writes facts regularly. `AHEAD_NS`
+    limits the error after a clock change.
     """
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
     if crew.ended_ns is not None or crew.started_ns is None or began is None:
@@ -92,7 +92,7 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return facts with times of the server's calendar. A correct node clock changes no time."""
+    """Return facts with times of the server's calendar. The times do not change if the node's clock is right."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)
@@ -111,7 +111,7 @@ def _off_ns(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> 
 
 
 class ClockPair(msgspec.Struct, frozen=True):
-    """One moment on both clocks, in nanoseconds."""
+    """One moment on the wall clock and on the boottime clock, in nanoseconds."""
 
     wall_ns: int
     boot_ns: int

@@ -6,7 +6,7 @@
              └─ stop     the server stops running and queued runs, up to 200 in each pass
 
 The server chooses `finish` or `stop` when an administrator changes the owner. The same transaction stores this choice.
-After a restart, even with another default, the server follows the stored choice.
+After a restart, the server uses the stored choice, even if the default has changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decide_for_runs(
     """Choose and store the policy for the runs of a principal that has changed.
 
     Args:
-        connection: of the transaction that changes the principal.
+        connection: connection of the transaction that changes the principal.
         before: the principal before the change.
         after: the principal after the change.
         wanted: the policy that the request names, or None.

@@ -5,31 +5,31 @@
          ├─ Chosen ─▶ stored, then in every answer to the first node until user code begins, then to the other nodes
          └─ Apart, or a limit has passed (`look`) ─▶ called off, stored: its nodes cannot connect
 
-User code waits for `chosen`. One SQL statement therefore ensures that an attempt never has both `chosen` and
-`called_off`. If the server calls a gang off, its user code never begins. The same transaction marks nodes that never
-reported as refused. If a refused node reports later, the server answers that the attempt has ended. Nodes that have
-reported end through their own reports, as after any failure.
+User code waits for `chosen`. A single SQL statement therefore ensures that an attempt never has both `chosen` and
+`called_off`. If the server calls a gang off, the gang's user code never begins. The same transaction marks nodes
+without any report as refused. If a refused node reports later, the server answers that the attempt has ended. Nodes
+that have reported end through their own reports, as after any failure.
 
 `RendezvousStates` exists only in memory. Nodes repeat their offer and reach in every report until user code begins.
-After a restart, the server receives all offers and reaches again, and its time limits start again.
+After a restart, the server receives all offers and reaches again. The time limits of the server then start again.
 
 Failure cases:
 
-- The server crashes. Before `chosen` is durable, no node has received the address. After that, every answer contains
-  the address.
+- The server crashes. Before `chosen` is durable, no node has received the address. After the commit of `chosen`, every
+  answer contains the address.
 
-- A node reports an offer that differs from its first offer. The first offer stays, because other nodes have tried its
-  addresses.
+- A node reports an offer that differs from its first offer. The server uses only the first offer, because other nodes
+  have tried its addresses.
 
 - Before the rendezvous, a caller stops the run or a node fails. The next `look` calls the gang off. The cause of the
   end remains the stop or the failure.
 
-- One node is silent when all other reports have arrived. The server chooses no address until this node reports or the
-  limit has passed.
+- A node is silent when all other reports have arrived. The server chooses no address until the silent node reports or
+  the time limit has passed.
 
 - A node sends neither reports nor heartbeats before the rendezvous. The server calls the gang off and marks the node as
-  refused. The run does not wait for this node, and the attempt does not count against the attempt limit. The server
-  treats a node that becomes silent after the gang was called off in the same way.
+  refused. The run does not wait for the refused node, and the attempt does not count against the attempt limit. The
+  server also refuses a node that becomes silent after the gang was called off.
 
 - An operator restores the server from a backup. Since the backup, user code may have begun, so the server calls no gang
   off. If user code runs on some nodes while other nodes still wait for the address, the address is lost. The server
@@ -92,7 +92,7 @@ _MICROSECONDS_MAX = 1 << 40
 
 
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Refuse impossible offers and reaches, because other nodes and their ranks use these addresses."""
+    """Refuse impossible offers and reaches, because other nodes and their ranks use the addresses in them."""
     if said.offer is None and said.reach is None:
         return
     gang, number = attempt.gang, crew.number
@@ -161,7 +161,7 @@ class RendezvousService:
         if attempt.chosen is not None:
             # Until the node of rank 0 has received the address, its supervisor uses the rendezvous port and would drop
             # connections of ranks. Nodes of a Ray cluster retry. The function of a Ray run begins only after all nodes
-            # have joined, so these nodes need not wait.
+            # have joined, so Ray nodes need not wait.
             is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
             return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
         known = self._meetings.find((attempt.run_id, attempt.fence))
@@ -205,7 +205,7 @@ class RendezvousService:
 
     def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
         """Store the choice, or call the gang off, once all nodes have reported their offers and reaches."""
-        quiet_s = self._settings.soft_expiry_s / 2  # The length of two heartbeat intervals at their maximum.
+        quiet_s = self._settings.soft_expiry_s / 2  # Maximum length of two heartbeat intervals.
         try:
             came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
         except ValueError as error:
@@ -343,7 +343,7 @@ class RendezvousService:
         self._have_look(done[0], but=None)
 
     def _have_look(self, attempt: StoredAttempt, *, but: int | None) -> None:
-        """Ask the nodes of a gang to report now, because the answers contain news."""
+        """Request reports from the nodes of a gang now, because the answers contain news."""
         for crew in attempt.open_crews:
             if crew.number != but:
                 self._looks.ask(crew.node_id, crew.id)
@@ -379,7 +379,7 @@ def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | 
 
 
 def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
-    """Return True if rows show a report of this node, to this server process or an earlier one."""
+    """Return True if rows show that this node has reported to this or an earlier server process."""
     said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
     is_starting = State.STARTING in (crew.state, crew.before)
     return said or not is_starting or crew.lease_ns != attempt.created_ns
@@ -405,7 +405,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
     def heard(
         self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> RendezvousState:
-        """Return the rendezvous state after a report of a node. The first offer and reach of each node stay."""
+        """Return the rendezvous state after a report of a node. The first offer and reach of each node count."""
         offers = self.offers if offer is None else {number: offer, **self.offers}
         reaches = self.reaches if reach is None else {number: reach, **self.reaches}
         offered_ns = now_ns if self.offered_ns is None and len(offers) == of else self.offered_ns
@@ -461,7 +461,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RendezvousStates:
-    """The rendezvous states of gangs in this process. Thread-safe. The clock is an argument."""
+    """The rendezvous states of gangs in this process. Thread-safe. Callers pass the current time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -499,7 +499,7 @@ class RendezvousStates:
 
 
 def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
-    """Return the reason for users why the server calls off a gang with silent nodes."""
+    """Return the message for users about a gang that the server calls off because of silent nodes."""
     return f"{_named(nodes, silent)} stopped reporting before the rendezvous"
 
 

@@ -8,18 +8,18 @@
                   └─ logs synced to disk, if the attempt has ended; then the node may delete its copies
 
 `AuthMiddleware` has already checked the token, which identifies the attempt and its node. The server applies a report
-completely or not at all. A report may arrive twice. Logs have offsets. Facts and files have names. States never go
-back, and a repeated ending equals the first.
+completely or not at all. A report may arrive twice. Log pieces therefore have offsets, and facts and files have names.
+States never move backwards, and a repeated ending equals the first ending.
 
 Failure cases:
 
-- The server has given up the attempt because its node was unreachable for too long or restarted. The answer is `stale`.
-  The server still accepts output and facts, but no state, files or ending. The server writes a late ending to the
-  audit.
+- The server has abandoned the attempt because its node was unreachable for too long or restarted. The answer is
+  `stale`. The server still accepts output and facts, but no state, files or ending. The server writes a late ending to
+  the audit.
 
-- The server gives up the attempt while a report arrives. The report renews the lease before it reads the row, and the
-  monitor checks the lease within its transaction. The first report after a long silence always writes. One of the two
-  transactions therefore sees the other.
+- The server abandons the attempt while a report arrives. The report's handler renews the lease before it reads the row.
+  The monitor checks the lease within its transaction. The first report after a long silence always writes. The later of
+  these transactions therefore sees the earlier one.
 
 - The disk of the database is full when a node reports an attempt that has ended. The server answers
   `ServerUnavailable`. The answer "storage full" would mean that the server received the report and that the attempt may
@@ -34,8 +34,8 @@ Failure cases:
 - The node has reported the end of the attempt, and the run has continued. The server still accepts the receipt of this
   attempt.
 
-- Results refer to a blob whose parts are missing on the server. The server refuses the report before it writes
-  anything. When a run reports its completion, the results of all its ranks are on the server.
+- Results refer to a blob whose parts are missing on the server. The server refuses the report and writes nothing. When
+  a run reports its completion, the results of all its ranks are on the server.
 
 - The server crashes after it appended the logs and before the transaction. The node sends the report again. The server
   then appends only the missing part of the logs.
@@ -86,10 +86,10 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")
 SIGNS_PER_S = 100
-"""The target rate of heartbeats of all attempts together. Half a core can answer about 250 heartbeats per second."""
+"""Target rate of heartbeats of all attempts together. Half a core can answer about 250 heartbeats per second."""
 SENTENCE_CHARACTERS_MAX = 2_000
 DETAIL_CHARACTERS_MAX = 300
-"""The maximum length of a report's text about the reason for an end. Users of other nodes read this text."""
+"""Maximum length of a report's text about the reason for an end. Users of other nodes read this text."""
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
 _WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
@@ -100,7 +100,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt of a report, with its run and its part on the reporting node."""
+    """The attempt of a report, with its run and the part on the reporting node."""
 
     run: StoredRun
     attempt: StoredAttempt
@@ -165,14 +165,14 @@ class ReportService:
         self._rendezvous = rendezvous
 
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-        """Apply a report. Its whole content is durable when this function returns."""
+        """Apply a report. The complete content is durable when this method returns."""
         arrived_ns = self._clock.boottime_ns()
         said = with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
             return self._answer(stale=True)
-        # The server may ask for a report after the read above, so the server reads again below. A still later change
+        # The server may request a report after the read above, so the server reads again below. A still later change
         # causes another request.
         was_asked = self._looks.done(found.crew.node_id, crew)
         self._check(found, said)
@@ -201,14 +201,14 @@ class ReportService:
                 faults.reach("after_report_before_answer")
         self._announce(found, said, applied, is_news=is_news)
         if is_freed:
-            # The wakeup follows the transaction, so that the scheduler sees every change of the report.
+            # The wakeup happens after the transaction, so that the scheduler sees every change of the report.
             self._hub.touch(SCHEDULER)
         if found.is_current:
             self._rendezvous.hear(found.attempt, found.crew, said)
             self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
         if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
             self._logs.sync(run_id, fence)  # Only the reporting node waits for the fsync of the logs.
-        # Without a write, the first read is current. Most reports are heartbeats without news.
+        # If this report wrote nothing, the first read is current. Most reports are heartbeats without news.
         if is_news or was_asked or found.run.state is not State.RUNNING:
             found = self._database.read(lambda connection: _find(connection, crew)) or found
         stop = found.run.stop if found.is_current else None
@@ -240,8 +240,8 @@ class ReportService:
     def _heartbeat_s(self) -> float:
         """Return the seconds between heartbeats of an attempt. The interval grows with thousands of attempts.
 
-        Nodes report news at once. The heartbeat interval therefore only limits the server's work for reports without
-        news. The server shows an attempt as unreachable only after more than three lost heartbeats.
+        Nodes report news immediately. The heartbeat interval therefore only limits the server's work for reports
+        without news. The server shows an attempt as unreachable only after more than three lost heartbeats.
         """
         settings = self._settings
         wanted_s = self._leases.count() / SIGNS_PER_S
@@ -250,8 +250,8 @@ class ReportService:
     def quiet_s(self, crew: StoredCrew) -> float | None:
         """Return the seconds since the last report about an attempt on a node, or None while that is normal.
 
-        Each node reports a running attempt every `heartbeat_s` seconds. The limit is shorter if an engine has lost the
-        node too.
+        Each node reports a running attempt every `heartbeat_s` seconds. The limit is shorter if an engine has also lost
+        the node.
         """
         now_ns = self._clock.boottime_ns()
         silent_s = (now_ns - self._leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
@@ -259,7 +259,7 @@ class ReportService:
         return silent_s if silent_s > min(missed * self._heartbeat_s(), _QUIET_S_MAX) else None
 
     def _grant(self, crew: StoredCrew) -> None:
-        """Store the configured grace period of an attempt on a node if it is longer than the stored one.
+        """Store the configured grace period of an attempt on a node if the stored grace period is shorter.
 
         After a restart, the setting may be shorter. The server must then still wait for the longest grace period that
         it granted.
@@ -335,7 +335,7 @@ class ReportService:
         ends = dict(said.ending.log_ends) if said.ending is not None else {}
         for piece in said.logs:
             name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
-            # The piece continues the stored output, so only a full disk of the server can have truncated the piece.
+            # The log piece continues the stored output, so only a full disk of the server can have truncated the piece.
             if piece.offset <= offsets.get(name, end) < end:
                 ends.setdefault(name, end)
         for name, end in ends.items():
@@ -389,7 +389,8 @@ class ReportService:
         if said.logs or applied.settled or applied.files or is_said or is_ending:
             self._hub.touch(run_key(found.run.id))
         if applied.settled:
-            self._hub.touch(SCHEDULER)  # The node has checked its devices, so the scheduler knows which are free.
+            # The node has checked its devices, so the scheduler knows which devices are free.
+            self._hub.touch(SCHEDULER)
         if applied.settled or (said.facts and found.crew.ended_ns is not None):
             self._hub.touch(LEDGER)
 
@@ -414,7 +415,7 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
 
 
 def _check_fact(crew: StoredCrew, fact: Fact) -> None:
-    """Refuse a fact with values that are impossible for this attempt. The server bills every other fact."""
+    """Refuse a fact with values that are impossible for this attempt. The server bills every accepted fact."""
     if fact.attempt != crew.gang:
         raise InvalidValue(f"the report of {crew.gang} contains a fact of another attempt")
     times = (fact.boottime_ns, fact.wall_ns)
@@ -429,7 +430,7 @@ def _check_fact(crew: StoredCrew, fact: Fact) -> None:
 def _check_file(found: _Found, file: File) -> None:
     files.check_name(file.name)
     whose = _WHOSE.fullmatch(file.name)
-    if whose is not None and found.attempt.num_nodes > 1:  # All nodes of a gang share one namespace of files.
+    if whose is not None and found.attempt.num_nodes > 1:  # All nodes of a gang share one namespace of file names.
         rank, node = whose.groups()
         if (node is not None and int(node) != found.crew.number) or (rank is not None and int(rank) not in found.ranks):
             raise InvalidValue(f"{file.name} of attempt {found.attempt.gang} does not belong to node {found.crew.node}")
@@ -449,7 +450,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     _keep_facts(connection, found.crew, said)
     if found.crew.given_up:
         ending = said.ending
-        # The node may repeat its report, but the audit records an ending only once.
+        # The node may repeat its final report, but the audit records an ending only once.
         if ending is not None and crews.note_late(connection, crew, reason=ending.reason.value):
             detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.crew.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
@@ -482,8 +483,8 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
                 "fact %d of attempt %s arrived again with other contents; the server keeps the first", seq, crew.gang
             )
         if crew.ended_ns is not None:
-            # The server always writes this value. On PostgreSQL, this write makes a concurrent charge without these
-            # facts repeat.
+            # The server always writes this value. On PostgreSQL, the write forces a concurrent charge without these
+            # facts to repeat.
             crews.note(connection, crew.id, uncharged=True)
 
 
@@ -493,8 +494,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         _check_results(connection, found, said)
         stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
-        # The node also reports the unkillable process, but only with its next heartbeat. Until that heartbeat, the
-        # scheduler must not use the node.
+        # The node also reports the unkillable process, but only with its next heartbeat. The scheduler must not use the
+        # node before this heartbeat.
         if not said.ending.proven:
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not use the GPU of the unkillable process.
@@ -535,12 +536,12 @@ def _happened(crew: StoredCrew, said: Report) -> list[Event]:
 
 
 def _returned(found: _Found, said: Report) -> bool:
-    """Return True if all ranks on a node wait for the ranks of other nodes; False for a gang on one node."""
+    """Return True if all ranks on a node wait for ranks of other nodes; False for a gang on one node."""
     return said.returned and found.attempt.num_nodes > 1
 
 
 def _halt(found: _Found, said: Report) -> Halt | None:
-    """Return why one of several nodes ends early: its early report, or else the cause in its ending."""
+    """Return why one of several nodes ends early, from its early report or from the cause in its ending."""
     if found.attempt.num_nodes == 1:
         return None
     if said.halt is not None:
@@ -556,7 +557,7 @@ def _halt(found: _Found, said: Report) -> Halt | None:
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
-    """Check that the results of a run are durable on the server before clients see its end."""
+    """Check that the results of a run are durable on the server before clients see the end of the run."""
     attempt, ending = found.attempt, said.ending
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return
@@ -571,7 +572,7 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
 
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
-    """Store the receipt. If the supervisor was lost without details, settle the attempt without a receipt."""
+    """Store the receipt. An attempt whose supervisor was lost without details settles without a receipt."""
     receipt = json_text(said.receipt)
     if receipt is None and (said.ending is None or json_text(said.ending.stopped) is not None):
         return False
@@ -590,7 +591,7 @@ class _Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `node.protocol.Stopped` that the server decodes. The client decodes all."""
+    """The fields of `node.protocol.Stopped` that the server decodes. The client decodes all fields."""
 
     cause: _Cause | None = None
 
@@ -600,7 +601,8 @@ def cause_of(ending: Ending) -> _Cause | None:
     stopped = json_text(ending.stopped)
     try:
         return None if stopped is None else from_json(stopped, _Stopped).cause
-    except msgspec.DecodeError:  # A node of another version sent this cause; the client may be able to decode it.
+    # A node of another version sent this cause. The client may be able to decode the cause.
+    except msgspec.DecodeError:
         return None
 
 

@@ -1,4 +1,4 @@
-"""Cancels start orders that this process has not sent, so that their runs wait again.
+"""Cancels start orders that this process has not sent. Runs of canceled orders wait again.
 
     an order: allowed to leave (`send`) ──▶ sent: never canceled
        └─ held back until an engine has reserved the gang        └─ canceled (`hold`): never sent
@@ -54,7 +54,7 @@ class OrderDeliveries:
         return f"{run_id}:{fence}" not in engine.recover()
 
     def made(self, run_id: str, fence: int) -> None:
-        """Note that this process created an order. An earlier process may already have sent its own orders."""
+        """Record that this process created an order. An earlier process may already have sent its orders."""
         with self._lock:
             self._mine.add((run_id, fence))
 
@@ -90,7 +90,7 @@ class OrderDeliveries:
             return frozenset(self._sent | self._held | self._mine)
 
     def forget(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget gangs that have ended: tracked *before* the server read the database, and not active in it.
+        """Forget ended gangs: gangs tracked *before* the server read the database, and not active there.
 
         A gang that was tracked after that read may be a new placement. Without the entry for a gang, the server could
         cancel an order after sending, or send an order after cancellation.
@@ -138,7 +138,7 @@ class Requeue:
             if run.stop is not None:
                 reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
             told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
-            # An attempt that never started on a node sends no receipt.
+            # An attempt that never started on a node sends no receipt from this node.
             transitions.settle_all(connection, run.attempt, at_ns=at_ns)
             return told
 

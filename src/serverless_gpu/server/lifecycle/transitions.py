@@ -109,7 +109,7 @@ class ReportRequests:
             return tuple(sorted(self._asked.get(node_id, ())))
 
     def done(self, node_id: str, crew: CrewId) -> bool:
-        """Note the report of a node, and return True if the server had asked for this report."""
+        """Record the report of a node, and return True if the server had requested this report."""
         with self._lock:
             there = self._asked.get(node_id, set())
             was_asked = crew in there
@@ -119,7 +119,7 @@ class ReportRequests:
             return was_asked
 
     def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all report requests except these."""
+        """Forget all report requests except the given requests."""
         with self._lock:
             left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
             self._asked = {node_id: own for node_id, own in left.items() if own}
@@ -151,7 +151,7 @@ class Announcer:
             for crew in attempt.open_crews:
                 hub.touch(node_key(crew.node_id))
             if told.before.state is State.STARTING:
-                hub.touch(SCHEDULER)  # If the order is unsent, the run ends at once.
+                hub.touch(SCHEDULER)  # If the order is unsent, the run ends immediately.
         if RunInstruction.REQUEUE in told.instructions or RunInstruction.CONCLUDE in told.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)
@@ -202,7 +202,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
         """Return True if the nodes of the gang need news: a cause, a release, or the start on the first node."""
         fold, before = self.folded, self.attempt
         if self.crews[0].began and not before.crews[0].began:
-            return True  # User code may now begin on the other nodes too, see `RendezvousService.told`.
+            return True  # User code may now also begin on the other nodes of the gang, see `RendezvousService.told`.
         return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
 
     @property
@@ -233,7 +233,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
 
     Raises:
         IllegalTransition: the run was not waiting when it was read.
-        StaleAttempt: the run has stopped waiting since it was read.
+        StaleAttempt: the run stopped waiting after the caller had read it.
     """
     life, _ = advance(run.life, RunPlaced())
     node = _short(", ".join(crew.node for crew in on))
@@ -261,7 +261,7 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
     An event of an attempt applies to all of its nodes.
 
     Args:
-        run: as read in this transaction.
+        run: the run as read in this transaction.
         happened: any events except `RunPlaced`.
         note: details of the events.
 
@@ -282,7 +282,7 @@ def apply_to_crew(
     """Apply events to a run's attempt on one node, in order. Write no row if nothing changes.
 
     Args:
-        run: as read in this transaction, with an unfinished attempt.
+        run: the run as read in this transaction, with an unfinished attempt.
         number: rank of the node in the attempt.
         happened: events on the node; neither `RunPlaced` nor requests to the run.
         note: details of the events.
@@ -351,7 +351,7 @@ def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Store the receipt of an attempt that ended on a node, or mark it as having none.
+    """Store the receipt of an attempt that ended on a node, or record that the receipt is missing.
 
     Returns:
         True if the call changed a row.
@@ -412,13 +412,14 @@ def _write_run(
             "ran_ms": run.ran_ms + ran_ms,
         }
         if over is not None and over_because(over) is Reason.TIMEOUT:
-            values["queued_ns"] = note.at_ns  # The run has used its time slice, so other runs come first.
+            # The run has used its time slice, so the scheduler starts other runs first.
+            values["queued_ns"] = note.at_ns
     runs.change(connection, run, **values)
     events.add(connection, told.events)
 
 
 def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
-    """Return the note with the limit that an attempt reached, if a policy and not the user set it."""
+    """Return the note with the limit that an attempt reached, if a usage policy set the limit."""
     spec = run.spec_now
     if over_because(over) is not Reason.TIMEOUT or not spec.is_capped or spec.max_run_s is None or note.detail:
         return note
@@ -445,7 +446,7 @@ def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
 
 
 def _asked_because(run: StoredRun, reason: Reason | None) -> str:
-    """Return why a run was asked to stop, if this request ended the run or its attempt, else ""."""
+    """Return the stop request's reason if this request ended the run or its attempt, else ""."""
     return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
@@ -463,7 +464,7 @@ def _write_attempt(
     for number, own in of_crews.items():
         if "ended_ns" in own:
             reason = gang.crews[number].reason
-            # The reason for the stop replaces the last message of the node.
+            # The reason for the stop request replaces the last message of the node.
             own["sentence"] = _asked_because(told.before, reason)
     if over is None:
         before = life.before.value if life.before else None
@@ -473,7 +474,7 @@ def _write_attempt(
         values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
         values["ended_ns"] = note.at_ns
         for crew in attempt.crews:
-            # The reason of the attempt decides the charges on all of its nodes.
+            # The final reason of the attempt decides the charges on all of its nodes.
             of_crews.setdefault(crew.number, {})["uncharged"] = True
         if all(crew.settled_ns is not None for crew in gang.crews):
             values["settled_ns"] = note.at_ns
@@ -524,7 +525,7 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
 def ask_to_stop(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
 ) -> TransitionResult | None:
-    """Store a stop request for a run, and return None if the run already has one with that reason."""
+    """Store a stop request for a run. Return None if the run already has a request with that reason."""
     run = runs.find(connection, run_id)
     if run is None or run.state in TERMINAL:
         if run is not None and run.stop is why:

@@ -11,8 +11,8 @@ The server accepts only reports of a node about itself. If a node names an attem
 that the attempt is stale. The server requests a new hello from a forgotten or unknown node.
 
 A node is one home of one machine, and its token is valid for that home only (`node_admission.py`). The server refuses
-another machine or home with the same name while the first is present. The refusal continues while runs of the first may
-still be active, because the second would receive their orders again.
+another machine or home with the same name while the first node is present. The refusal continues while runs of the
+first node may still be active, because the second node would receive their orders again.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""A capability in `AgentHello.takes`. A node without it gets `RunSpec.max_run_s` as the run's timeout."""
+"""A capability in `AgentHello.takes`. Nodes without the capability receive `RunSpec.max_run_s` as timeout."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
-"""Minimum seconds between two stores of a node's last message time, unless the node reports a change."""
+"""Minimum seconds between two database writes of a node's last message time, unless other data changed."""
 SEND_AGAIN_S = 15.0
 LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0
@@ -120,7 +120,7 @@ class AgentService:
         self._requeue = requeue
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
-        """Let a node join or reconnect."""
+        """Admit a node that joins or reconnects."""
         _check(said)
         try:
             answer = self._database.read(lambda connection: node_admission.check(connection, who, said))
@@ -151,7 +151,7 @@ class AgentService:
         node, stale, told, kept = self._database.write(work)
         faults.reach("after_hello_before_answer")
         for run_id, fence in kept:
-            self._deliveries.send(run_id, fence)  # An earlier server process sent this order.
+            self._deliveries.send(run_id, fence)  # An earlier server process sent the order.
         for one in told:
             self._announcer.announce(one)
         self._presence.heard(node.id, now_ns=self._clock.boottime_ns())
@@ -209,7 +209,7 @@ class AgentService:
                     continue
                 try:
                     order = self._order(connection, stored, node)
-                # The server cannot decrypt the variables of this run; other runs are not affected.
+                # The server cannot decrypt the variables of this run. The failure does not affect other runs.
                 except ServerProblem as error:
                     broken.append((stored, error.message))
                 else:
@@ -223,7 +223,7 @@ class AgentService:
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
-        """Return the attempts that a node must report now, with the news for each.
+        """Return the attempts that a node must report now, with the news for each attempt.
 
         A node that does not support gangs on several nodes gets an empty list.
         """
@@ -262,7 +262,7 @@ class AgentService:
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
     ) -> tuple[StoredNode, StoredNode | None]:
-        """Store the current row of a node, and return the new and the previous row."""
+        """Store the current database row of a node, and return the new and the previous row."""
         before = nodes.named(connection, said.name)
         answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
@@ -291,7 +291,7 @@ class AgentService:
             )
         there = self._presence.is_there(before.id, now_ns=self._clock.boottime_ns())
         _refuse_another(connection, before, said, there=there)
-        if before.token_id == who.token_id:  # A second valid token for the node replaces the first at once.
+        if before.token_id == who.token_id:  # A second valid token for the node immediately replaces the first token.
             self._node_admission.refuse_second_process(before, said)
         node_admission.settle(connection, who, said, answer, at_ns=at_ns)
         nodes.change(connection, node)
@@ -314,7 +314,8 @@ class AgentService:
         if payload is None:
             return None
         crew, spec = run.attempt.crews[order.crew], run.spec_now
-        if MAX_RUN not in node.hello.takes:  # Nodes of earlier versions support no time limit except `timeout`.
+        # Nodes of earlier versions support no time limit except `timeout`, which bounds one attempt.
+        if MAX_RUN not in node.hello.takes:
             spec = msgspec.structs.replace(spec, timeout_s=spec.limit_s)
         return Start(
             seq=order.seq,
@@ -343,7 +344,7 @@ class AgentService:
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
     ) -> AsyncIterator[Order | None]:
-        """Yield the orders of a node, repeated until the node confirms them, and yield None as a keep-alive."""
+        """Yield the orders of a node, repeated until the node confirms them. Yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
             async with contextlib.aclosing(orders_of_node) as found:
@@ -372,9 +373,9 @@ class AgentService:
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
-    """Refuse a node with the name of another, unless the other is absent and has no active runs."""
+    """Refuse a node whose name another node has, unless the other node is absent without active runs."""
     other_machine = before.machine != said.machine
-    # After a restart, a container counts as another machine, but its home is the same.
+    # After a restart, a container counts as another machine with the same home.
     known = bool(before.hello.instance and said.instance)
     other_home = before.hello.instance != said.instance if known else other_machine
     rebooted = not other_machine and before.boot_id != said.boot_id
@@ -429,7 +430,7 @@ def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "
 
 
 def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat, *, at_ns: int) -> None:
-    """Store a heartbeat in the node's row, unless the node was moved or forgotten since the read."""
+    """Store a heartbeat in the node's row, unless an operator moved or forgot the node since the read."""
     node = _own(connection, who, node_id, said.instance, said.process)
     nodes.heard(connection, node, hello=_beaten(node.hello, said), seen_ns=at_ns)
 
@@ -452,10 +453,10 @@ def _is_rebooted(now: AgentHello | StoredNode, before: StoredNode) -> bool:
 
 
 def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[TransitionResult]:
-    """Give up the attempts of a machine's previous boot, which have certainly ended.
+    """Abandon the attempts of a machine's previous boot, which have certainly ended.
 
-    A hello from another machine with the same name proves no end, because runs may still be active on the disconnected
-    first machine.
+    A hello from another machine with the same name does not prove that attempts ended. Runs may still be active on the
+    disconnected first machine.
     """
     if not _is_rebooted(node, before):
         return []
@@ -525,7 +526,7 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 
 @routes.post("/agents", needs=writing("agents"))
 def hello(call: Call, agents: AgentService, body: AgentHello) -> AgentWelcome:
-    """Let a node join or reconnect."""
+    """Admit a node that joins or reconnects."""
     return agents.hello(call.who, body)
 
 
@@ -552,7 +553,7 @@ async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery
     """Stream the orders of a node. The server repeats unconfirmed orders."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
-    )  # This check comes first, so that the request fails before the stream begins.
+    )  # The handler checks the caller first, so that the request fails before the stream begins.
     return Stream(agents.stream(call.who, node, query.instance, query.process))
 
 

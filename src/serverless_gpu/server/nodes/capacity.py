@@ -34,7 +34,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[StoredPool, ...]
     active: tuple[ActiveRun, ...]  # Runs with an unfinished attempt.
     freed: frozenset[CrewId] = frozenset()
-    """Attempts on nodes that have released their devices and still send results."""
+    """Attempts, by node, that have released their devices and still send results."""
 
     def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
         """Return the parts of a run's attempt that use devices, one per node."""
@@ -50,7 +50,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(NamedTuple):
-    """A run that uses devices on a node, and the number of devices."""
+    """A run that uses devices on a node, with the number of used devices."""
 
     run_id: str
     gpu_type: str
@@ -66,14 +66,14 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def now(settings: Settings, clock: Clock) -> Times:
-    """Return the current time on both clocks."""
+    """Return the current wall clock time and boottime."""
     gone_ns = round((settings.partition_grace_s + settings.partition_margin_s) * 1e9)
     return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
 
 
 def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
     """Read nodes, pools and running attempts from the database."""
-    freed = leases.freed()  # Released devices must be read before the query; runs that end in between do no harm.
+    freed = leases.freed()  # Read the released devices before the query. Runs that end between these reads do no harm.
     return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
@@ -88,13 +88,13 @@ def title(run: ActiveRun | StoredRun) -> str:
 
 
 class PlannerNodes:
-    """Caches nodes in the planner's form. Not thread-safe."""
+    """Caches nodes in the data structures of the planner. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Node]] = {}
 
     def of(self, snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
-        """Return the nodes of a snapshot in the planner's form."""
+        """Return the nodes of a snapshot in the data structures of the planner."""
         known, self._known = self._known, {}
         for node in snapshot.nodes:
             why, sharing = away(node, presence, times), node_rules.sharing(node.rules, times.wall_ns)
@@ -107,7 +107,7 @@ class PlannerNodes:
 
 
 def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
-    """Return the nodes of a snapshot in the planner's form, without a cache."""
+    """Return the nodes of a snapshot in the data structures of the planner, without a cache."""
     return PlannerNodes().of(snapshot, presence, times)
 
 
@@ -122,7 +122,7 @@ def view_pools(
 ) -> list[PoolView]:
     """Return the views of pools for users.
 
-    `queued` counts waiting runs by requested pool. Runs under "" may use any on-demand pool.
+    `queued` counts waiting runs by requested pool. Runs with the key "" may use any on-demand pool.
     """
     offered, held = offers(snapshot, presence, times), snapshot.by_node()
     anywhere = queued.get("", 0)
@@ -133,7 +133,7 @@ def view_pools(
 
 
 def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
-    """Return the time of a node's last message, nanoseconds since 1970, from memory or else from its row."""
+    """Return the time of a node's last message in nanoseconds since 1970, from memory or else its row."""
     last_ns = presence.last_ns(node.id)
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 
@@ -179,7 +179,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
         away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
-        # Without this exception, runs that need the node would count as unsatisfiable.
+        # Without this exception, the server would treat runs that need the node as unsatisfiable.
         shared=sharing.shared or bool(sharing.problem),
         turns_ns=sharing.turns_ns,
         crews=node.takes_crews,

@@ -1,4 +1,4 @@
-"""Drains the server: an operator stops new starts before maintenance. With the routes.
+"""Drains the server: an operator prevents new starts before maintenance.
 
     drain  ─▶ a row  ─▶ the scheduler places nothing; waiting runs show the operator, the time and the note
     resume ─▶ no row ─▶ the scheduler wakes at once

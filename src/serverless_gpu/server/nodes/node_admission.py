@@ -5,14 +5,14 @@
     agent's token, later         ─▶ the address of the Ray cluster, after a crash or a boot
     hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
-A home that repeats its request with the same join token has not received the answer. The server then creates another
-agent's token and revokes the previous token. `sgpu token list` shows which machines have a token. `sgpu token revoke`
-revokes the token of a machine. The audit records every step except an admitted hello. The audit contains each refusal
-once per server process.
+A home repeats its request with the same join token if it has not received the answer. The server then creates another
+agent token and revokes the previous agent token. `sgpu token list` shows the machines that have a token. `sgpu token
+revoke` revokes the token of a machine. The audit records every step except an admitted hello. The audit contains each
+refusal once per server process.
 
 Failure cases of a join:
 
-- The server does not create a pool of several machines.
+- The server has no pool of several machines.
 
 - The join token is used up.
 
@@ -55,7 +55,7 @@ from serverless_gpu.wire.nodes import (
 PENDING = "PENDING"
 """The state of a node that waits for an administrator's approval."""
 APPROVED = "APPROVED"
-"""The state of a node that an administrator has just approved and that has not reconnected yet."""
+"""The state of a node that an administrator has approved and that has not reconnected yet."""
 USES_MAX = 1_000
 INVITED_S_MAX = 30 * 86_400.0
 _NS = 1_000_000_000
@@ -89,7 +89,7 @@ class NodeAdmission:
         self._presence = presence
 
     def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
-        """Store that a node waits for an administrator, and return the error for the node's request."""
+        """Record that a node waits for an administrator, and return the error for the node's request."""
         at_ns, node = self._clock.wall_ns(), identity_of(said)
         waits = f"the node {said.name!r} waits for an administrator to approve it"
         hint = f"ask an administrator to run: sgpu node approve {said.name}"

@@ -11,11 +11,11 @@
     a changed calendar          cancels the notice; the next check sends a new notice
     `drain --stop`              stop request at once
 
-A run leaves five minutes after its notice at the earliest, even if the calendar has just changed or the server was
+A run must leave at the earliest five minutes after its notice, even if the calendar has just changed or the server was
 down. After a crash, the server reads the sent notices from `crews.leave_ns`.
 
-Failure cases: An unknown time zone, or a window of another version, makes a calendar invalid. The scheduler then starts
-no runs on the node, and `sgpu node list` shows the problem. Runs on the node continue.
+Failure cases: An unknown time zone, or a time window of another version, makes a calendar invalid. The scheduler then
+starts no runs on the node, and `sgpu node list` shows the problem. Runs on the node continue.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
-"""Seconds between the notice and the time when a run must leave, after its node ceases to be shared."""
+"""Seconds from the notice, at the end of sharing, until a run must leave the node."""
 _SHOWN = 40  # Maximum characters of a device uuid in messages.
 _MINUTE_NS = 60_000_000_000
 TOGETHER = 8
-"""The maximum number of stop requests in one transaction, so that other writers do not wait long."""
+"""Maximum number of stop requests in one transaction. The bound limits the wait of other writers."""
 _Due = tuple[RuledNode, StoredRun, str]
 _log = logging.getLogger(__name__)
 
 
 class SharingState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a node's calendar: whether users other than its owner may use it."""
+    """The state of a node's calendar: True while users other than the node's owner may use the node."""
 
     shared: bool = True  # now
     turns_ns: int | None = None  # Time of the next state change, nanoseconds since 1970; None for never.
@@ -65,8 +65,8 @@ class SharingState(msgspec.Struct, frozen=True, kw_only=True):
 class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that a run leaves its node."""
 
-    at_ns: int | None  # The time to leave, nanoseconds since 1970; None to leave at once, without a notice.
-    because: str  # The reason to leave, for users.
+    at_ns: int | None  # Time to leave in nanoseconds since 1970; None to leave immediately, without a notice.
+    because: str  # Reason, for users, why the run must leave.
 
 
 _ALWAYS = SharingState()
@@ -106,7 +106,7 @@ def drained(rules: NodeRules) -> str:
 
 
 def left_out(rules: NodeRules) -> str:
-    """Return some of the quarantined devices and their notes, or "" without any problem."""
+    """Return some of the quarantined devices and their notes, or "" without quarantined devices."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
     by = ", ".join(sorted({one.by for one in rules.quarantined}))
     return f"{by} left out: {', '.join(wait_messages.first_few(named))}" if by else ""
@@ -135,7 +135,7 @@ def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
 def _zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name or "UTC")
-    # The name is unknown, points outside the time zone directory, or is a directory.
+    # The time zone name is unknown, points outside the time zone directory, or is a directory.
     except (ValueError, KeyError, OSError):
         raise InvalidValue(
             f"the server knows no time zone {name[:64]!r}",
@@ -158,7 +158,7 @@ class Evacuation:
         self._announcer = announcer
 
     def look(self) -> None:
-        """Send notices to owners of runs that must leave soon, and stop runs whose time to leave has come."""
+        """Send notices to owners of runs that must leave soon. Stop runs whose time to leave has come."""
         at_ns = self._clock.wall_ns()
         freed = self._leases.freed()
         due: list[_Due] = []
@@ -202,7 +202,7 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
 
 
 def _ask_together(connection: sa.Connection, *, due: Sequence[_Due], at_ns: int) -> list[TransitionResult]:
-    """Stop runs that are still on their nodes, unless the rules have changed in the meantime."""
+    """Stop runs that are still on their nodes, unless the rules of the nodes have changed meanwhile."""
     asked = [_ask(connection, one, at_ns) for one in due]
     return [told for told in asked if told is not None]
 

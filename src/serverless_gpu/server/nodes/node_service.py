@@ -3,8 +3,8 @@
 Operators and users call these routes. `agent_service.py` contains the routes for agents.
 
 Operators may change the rules of every node. The owner in a node's calendar may change the rules of that node, even if
-an operator has set the calendar. Only operators may change a drain or quarantine that another person has set. Each
-decision is a value in the node's row and an audit entry.
+an operator has set the calendar. Only operators may change a drain or quarantine that another person has set. The
+server stores each decision in the node's row and in an audit entry.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from serverless_gpu.wire.nodes import (
 )
 
 WITHOUT = "without"
-"""A capability in `AgentHello.takes`. The server can exclude devices only on nodes that announce it."""
+"""A capability in `AgentHello.takes`. The server can exclude devices only on nodes with this capability."""
 
 
 class NodeService:
-    """Views nodes and pools, and gives up dead nodes."""
+    """Views nodes and pools, and abandons dead nodes."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class NodeService:
         return capacity.view_pools(there, self._presence, capacity.now(self._settings, self._clock), queued=queued)
 
     def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
-        """Give up a node that an operator declares dead. All attempts on the node end at once."""
+        """Abandon a node that an operator declares dead. All attempts on the node end immediately."""
         if not known_dead:
             raise InvalidValue(
                 f"the server forgets node {name!r} only if it is dead: an active run on the node would run twice",
@@ -185,7 +185,7 @@ class NodeRuleService:
             drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
             if before is not None and drain != before:
                 _check_own(asked, before.by, f"drains {node.name}")
-                # The server shows the note to waiting users as a quotation of its author.
+                # The server shows the note to waiting users as a quotation, with its author.
                 if drain.note != before.note:
                     drain = msgspec.structs.replace(drain, by=asked.who.name)
             rules = msgspec.structs.replace(node.rules, drain=drain)
@@ -194,7 +194,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=at_ns)
 
     def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
-        """Replace the calendar of a node: its owner, and when other users may use the node."""
+        """Replace the calendar of a node: its owner, and the times at which other users may use the node."""
         calendar = NodeCalendar(**msgspec.structs.asdict(said))
         if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
             raise InvalidValue(f"an owner and a zone may have at most {NAME_CHARACTERS_MAX} characters each")
@@ -305,7 +305,7 @@ def approve(call: Call, node_admission: NodeAdmission, body: ApproveRequest) -> 
 
 @routes.post("/nodes/{node}/forget", needs=writing("nodes"))
 def forget(call: Call, nodes: NodeService, node: str, body: ForgetRequest) -> NodeView:
-    """Give up a dead node and its attempts."""
+    """Abandon a dead node and its attempts."""
     return nodes.forget(call.who, node, known_dead=body.i_know_it_is_dead)
 
 
@@ -317,7 +317,7 @@ def drain(call: Call, node_rules: NodeRuleService, node: str, body: NodeDrainReq
 
 @routes.put("/nodes/{node}/calendar", needs=writing("node-rules"))
 def put_calendar(call: Call, node_rules: NodeRuleService, node: str, body: CalendarRequest) -> NodeView:
-    """Set the owner of a node, and when other users may use the node."""
+    """Set the owner of a node, and the times at which other users may use the node."""
     return node_rules.put_calendar(_asked(call, node), body)
 
 

@@ -12,13 +12,13 @@
                         ─▶ restored.json? ─▶ every unended run, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
 Backup. The server keeps running during a backup. The server writes files before the row that names them, so the copied
-files include every file that the copied database names. A file with the size and time of the previous backup becomes a
-hard link to it. A daily backup therefore needs only the space of that day's changes. The next backup removes the
-remains of an interrupted backup.
+files include every file that the copied database names. A file whose size and time equal those in the previous backup
+becomes a hard link to the earlier copy. A daily backup therefore needs disk space only for the changes of a day. The
+next backup removes the remains of an interrupted backup.
 
-Restore. The server kept running after the backup. A run that waits in the backup may have run and ended since. A run
-that was running may have ended, or have another attempt. Nodes delete reports that the server has confirmed, so no
-component knows the state of these runs. Therefore the server starts none of these runs again:
+Restore. The server kept running after the backup. A run that waits in the backup may have run and ended after the
+backup. A run that was running may have ended, or may have another attempt. Nodes delete reports that the server has
+confirmed, so no component knows the state of these runs. Therefore the server starts none of these runs again:
 
     waits      LOST, `server_restored`: the owner submits the run again if it did not run
     runs       unchanged. If its node still runs the attempt, the node's reports arrive and the run continues
@@ -26,23 +26,25 @@ component knows the state of these runs. Therefore the server starts none of the
                again, and creates no other attempt
     new since  unknown: the server reports to the node that the run ended, and to the owner that no such run exists
 
-User code still runs only once, and the server never assigns a fence again that it has assigned since the backup. With
-`nothing_ran_since`, all runs continue as after a restart. This option is for a server that was drained and stopped
-before the backup, to move the server to another machine.
+User code still runs only once. The server never reuses a fence that it assigned after the backup. With
+`nothing_ran_since`, all runs continue as after a restart. This option moves a server to another machine. The operator
+must drain and stop the server before the backup.
 
-Rollback. A server on a rolled-back database would start runs again that have since ended. Such a server does not start
-until an operator restores a backup, or accepts the loss (`--accept-rollback`). Accepting writes `restored.json` like a
-restore, so waiting runs become LOST, and no run executes twice.
+Rollback. A server on a rolled-back database would start runs again that ended after the rolled-back state. The server
+therefore does not start until an operator restores a backup or accepts the data loss (`--accept-rollback`). After
+`--accept-rollback`, the server writes `restored.json` as after a restore. Waiting runs then become LOST, and no run
+executes twice.
 
 Failure cases:
 
-* The disk is too full for a backup: the backup removes its partial copy, and earlier backups stay.
+* The disk is too full for a backup: the backup command removes its partial copy. Earlier backups stay.
 
 * A file disappears during the copy: the backup omits it, because its run ended long ago.
 
 * A backup was altered: `verify` and a restore name the first altered file.
 
-* The home has a server, or a server runs whose directory was renamed: the restore refuses and changes nothing.
+* The home already has a server directory, or a running server's directory was renamed: the restore refuses and changes
+nothing.
 
 * A restore is killed: the home has either no server or a complete server. Settled runs stay settled, and the next start
   settles the remaining runs.
@@ -96,7 +98,7 @@ AT_ONCE = 200
 _VERSION = 1
 _PIECE = 1 << 20
 _PARTIAL = ".partial-"
-# Files of this process and this machine, or temporary files. A restore does not need them.
+# Files of this process and this machine, or temporary files. A restore does not need these files.
 _LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", RESTORED, "incoming", "nearby"})
 _BESIDE = ("-wal", "-shm", "-journal")
 _ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", *_BESIDE)
@@ -117,10 +119,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a backup."""
 
     version: int  # version of the manifest format
-    made_ns: int  # nanoseconds since 1970, before the database was copied
-    program: str  # version of serverless-gpu
-    database: str  # sqlite or postgresql
-    files: Mapping[str, BackupFile]  # by path in the backup
+    made_ns: int  # time of the backup before the database copy, nanoseconds since 1970
+    program: str  # version of serverless-gpu that made the backup
+    database: str  # kind of database: sqlite or postgresql
+    files: Mapping[str, BackupFile]  # files by path in the backup
 
 
 class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +190,8 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBacku
             files[DATABASE] = _copied_database(database, partial / DATABASE)
         linked = 0
         for name, source in _sources(settings, database):
-            with contextlib.suppress(FileNotFoundError):  # a file of an old run, deleted during the copy
+            # a file of an old run, which the server deleted during the copy
+            with contextlib.suppress(FileNotFoundError):
                 found = _link(source, partial / name, name, before)
                 linked += found is not None
                 files[name] = found or _copy_file(source, partial / name)
@@ -226,7 +229,8 @@ def _copied_database(source: Path, target: Path) -> BackupFile:
     ):
         try:
             reading.backup(writing)
-            writing.execute("PRAGMA journal_mode = DELETE")  # Otherwise SQLite would write a log beside the copy.
+            # Without this setting, SQLite would write a log beside the copy.
+            writing.execute("PRAGMA journal_mode = DELETE")
         except sqlite3.DatabaseError as error:
             hint = "earlier backups are unchanged; keep them"
             raise ServerProblem(f"{source} cannot be backed up: {error}", hint=hint) from error
@@ -267,7 +271,7 @@ def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, P
 
 
 def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
-    """Link a file that has not changed since the previous backup, and return the entry; None means to copy the file."""
+    """Link a file that equals its copy in the previous backup, and return its entry; None if it differs."""
     entry = before[1].files.get(name) if before is not None else None
     if before is None or entry is None:
         return None
@@ -277,7 +281,7 @@ def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] |
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.link(before[0] / name, target)
-    except OSError:  # The file system supports no hard links, or no more links to this file.
+    except OSError:  # The file system supports no hard links, or no further links to this file.
         return None
     return entry
 
@@ -390,7 +394,7 @@ def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: b
 
 
 def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Move the restored files into place, the server's directory last."""
+    """Move the restored files into place. The server's directory moves last."""
     configuration = home.root / "server.toml"
     if (partial / "server.toml").exists() and not configuration.exists():
         (partial / "server.toml").rename(configuration)
@@ -419,7 +423,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
 
 
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
-    """Settle the runs that had not ended in the backup, and do nothing unless the server was restored."""
+    """Settle the runs that had not ended in the backup. Without a restore, the function does nothing."""
     path = directory / RESTORED
     try:
         mark = from_json(path.read_bytes(), RestoreMark)
@@ -473,10 +477,10 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
 
 
 def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
-    """Refuse to start on a rolled-back database, unless the operator accepts that.
+    """Refuse to start on a rolled-back database, unless the operator accepts the data loss.
 
-    Return a message about the rollback if the operator accepts it, else "". `other` names a process that shares the
-    server's directory.
+    Return a message about the rollback if the operator accepts the data loss, else "". `other` names a process that
+    shares the server's directory.
     """
     if other and not _is_same_database(settings, read):
         hint = "servers may share a directory only with the same database; give this server its own home"
@@ -493,7 +497,7 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
         )
         raise ServerProblem(f"the database was rolled back: {why}", hint=hint)
     file = _database_file(settings)
-    if file is not None:  # A part of a checkpoint may be missing.
+    if file is not None:  # A part of a checkpoint in the store may be missing.
         with contextlib.closing(sqlite3.connect(file)) as connection:
             said = _integrity(connection)
         if said != "ok":
@@ -507,7 +511,7 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
 
 
 def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
-    """Return messages with the signs that a database lost data."""
+    """Return messages about the evidence that a database lost data."""
     why = rollback_sentence(settings, read)
     unknown = storage.orphan_runs(settings.directory, read)
     return (
@@ -517,13 +521,14 @@ def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
 
 
 def rollback_sentence(settings: Settings, read: Read) -> str:
-    """Return a message about the rollback of the database, or "" without a sign of a rollback."""
+    """Return a message about the rollback of the database, or "" without evidence of a rollback."""
     path = mark_path(settings)
-    if path is None or (settings.directory / RESTORED).exists():  # A restore intentionally returns to an older state.
+    # A restore intentionally returns the database to an older state.
+    if path is None or (settings.directory / RESTORED).exists():
         return ""
     mark: HighWaterMark | None
     try:
-        # Read the mark before the database, so that the database is never behind because of later commits.
+        # Read the mark before the database. Later commits therefore cannot make the database appear behind its mark.
         mark = high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
@@ -553,6 +558,6 @@ def _is_same_database(settings: Settings, read: Read) -> bool:
     try:
         mark = None if path is None else high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
-        return True  # Another check refuses this case.
+        return True  # Another check refuses a missing database.
     found = read(leader_lock.position)
     return mark is None or (found is not None and found.database_id == mark.position.database_id)

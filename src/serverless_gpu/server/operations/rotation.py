@@ -3,11 +3,12 @@
     mark ─▶ key.next ─▶ sealed rows, under the new key ─▶ key.next becomes key ─▶ hashes of attempts' tokens
          ─▶ all tokens of principals are revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
 
-The server must be stopped during a rotation. The mark is a file with the digest of the old key. While the mark exists,
-the server does not start. Every step can be repeated, so the next `rotate` continues a killed rotation.
+An operator must stop the server before a rotation. The mark is a file with the digest of the old key. While the mark
+exists, the server does not start. Every rotation step can be repeated, so the next `rotate` call continues a killed
+rotation.
 
 The values of secrets do not change, because only the service that issued a secret can replace it. The rotation does not
-seal contexts of ended runs again, because the server never opens them again.
+seal contexts of ended runs again, because the server never opens these contexts again.
 
 Failure cases:
 
@@ -54,16 +55,17 @@ class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the mark file: the state of a rotation in progress."""
 
     old_key: str  # digest of the replaced key
-    are_revoked: bool = False  # True once every earlier token is revoked; valid tokens are then new ones
+    # True once the rotation has revoked every earlier token. Valid tokens are then new tokens.
+    are_revoked: bool = False
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a rotation, and the remaining work of operators."""
 
-    contexts: int  # Number of unended runs whose variables were sealed again.
-    revoked: tuple[tuple[str, int], ...]  # Principals that need a token, with the number of their revoked tokens.
-    nodes: tuple[str, ...]  # Other machines, which must join again.
-    secrets: tuple[SecretView, ...]  # Secrets whose values must be changed at their source.
+    contexts: int  # Number of unended runs whose variables the rotation sealed again.
+    revoked: tuple[tuple[str, int], ...]  # Principals that need a new token, with the number of their revoked tokens.
+    nodes: tuple[str, ...]  # Other machines, which must join the pool again.
+    secrets: tuple[SecretView, ...]  # Secrets whose values an operator must change at their source.
     is_ray_given: bool  # True if Ray's token belongs to a cluster that this server did not start.
 
 
@@ -111,7 +113,7 @@ def _begun(directory: Path) -> RotationMark:
 
 
 def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now: Callable[[], int]) -> int:
-    """Seal all data again under a new key, and install that key, and return the number of resealed runs."""
+    """Seal all data with a new key, install the key, and return the number of resealed runs."""
     if _digest((directory / "key").read_bytes()) != mark.old_key:
         return 0  # An earlier rotation attempt has replaced the key.
     write_private(directory / NEXT_KEY, secrets.token_bytes(KEY_BYTES), replace=False)

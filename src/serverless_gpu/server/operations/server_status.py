@@ -5,8 +5,8 @@
 
 `StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. The queries use indexes and read only
 unended runs, because `server_metrics.py` counts runs when they end. If the database does not answer, a scrape waits
-until its bound, and then gets only counters and metrics of the process. The routes reveal nothing about any caller's
-work.
+until its time limit. The scrape then returns only counters and metrics of the process. The routes reveal nothing about
+any caller's work.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class StateSample(msgspec.Struct, frozen=True, kw_only=True):
 
     at_ns: int  # Time of the sample, boottime.
     runs: Mapping[str, int]  # Unended runs by state.
-    oldest_wait_s: float  # Longest waiting time of any run.
+    oldest_wait_s: float  # Longest current waiting time of any run.
     nodes: Mapping[str, int]  # Nodes by state.
     devices: Mapping[tuple[str, str], int]  # Devices by type and state.
     lease_age_s: float  # Longest time without a heartbeat of any attempt.
-    orders: tuple[int, float]  # Number of unacknowledged orders, and the age of the oldest.
+    orders: tuple[int, float]  # Number of unacknowledged orders, and the age of the oldest order.
     free: int | None  # Free bytes on the disk of the server's files; None if unknown.
     drained: bool  # True if the server starts no new runs.
     unchained: int  # Rows of the audit that are not yet in its chain.
-    uncharged: int  # Ended attempts that are not fully in the ledger.
+    uncharged: int  # Ended attempts whose charges are not fully in the ledger.
     clock_off_s: float  # Largest clock offset of any node.
 
 
@@ -75,7 +75,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, int]
     queued_ns: int | None
     nodes: list[StoredNode]
-    held: list[tuple[str, CrewId, str, int]]  # node, supervisor, type, devices
+    held: list[tuple[str, CrewId, str, int]]  # keys: node, supervisor, type, devices
     orders: tuple[int, int | None]
     drained: bool
     unchained: int
@@ -105,7 +105,7 @@ class StateMetrics(MetricsSource):
         self._probe = Probe("sample", self._look, clock=clock, fresh_s=FRESH_S, bound_s=BOUND_S)
 
     async def refresh(self) -> None:
-        """Take a new sample unless the last one is fresh. Returns within the bound."""
+        """Take a new sample unless the last sample is fresh. The call returns within the time limit."""
         await self._probe.answer()
 
     def collect(self) -> Iterator[Metric]:
@@ -127,7 +127,7 @@ class StateMetrics(MetricsSource):
         return True
 
     def look(self) -> StateSample:
-        """Return a new sample."""
+        """Return a new sample of the server's state."""
         rows = self._database.read(_load)
         times = capacity.now(self._settings, self._clock)
         freed = self._leases.freed()
@@ -198,7 +198,7 @@ def _load(connection: sa.Connection) -> _Rows:
 
 
 def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Limit the number of device types in counts, because a node may give its devices any name."""
+    """Limit the number of device types in counts, because a node can report any device name."""
     totals = Counter[str]()
     for (name, _), number in counted.items():
         totals[name] += number

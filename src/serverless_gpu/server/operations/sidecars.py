@@ -9,12 +9,12 @@ Ray, and the file with which other machines join:
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
 
-With `ray_address` another machine runs the head. This machine then joins that cluster like every other machine, because
-Ray answers requests only from machines of the cluster.
+With `ray_address` another machine runs the head. The server's machine then joins the Ray cluster as a normal node,
+because Ray answers only requests from cluster machines.
 
 MLflow ends with the server. Unless the settings name another store, MLflow serves the home's store at the home's usual
-address. Users therefore also see runs that were tracked without a server. The server stops an MLflow of another
-interpreter that already runs at this address.
+address. Users therefore also see runs that were tracked without a server. If an MLflow server of another interpreter
+already runs at this address, the server stops that MLflow server.
 
     sgpu up ── keeper (`node/mlflow_server/`), in the server's interpreter
  ── MLflow, on loopback
@@ -23,16 +23,16 @@ interpreter that already runs at this address.
 
 Failure cases:
 
-* Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage meanwhile. Runs
-  are not affected.
+* Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage meanwhile. The
+outage does not affect runs.
 
-* Ray does not start: the server continues, and new gangs on other machines wait with a reason.
+* Ray does not start: the server continues. New gangs on other machines wait with a reason.
 
 * MLflow is not installed, or other machines could not reach it on loopback: the server refuses to start.
 
-* MLflow does not start, or dies: the server continues and retries after a pause. `/health` reports the reason.
+* MLflow does not start, or dies: the server continues and restarts MLflow after a pause. `/health` reports the reason.
 
-* The server is killed: the kernel closes a pipe, and MLflow's keeper ends.
+* The server is killed: the kernel closes the pipe to MLflow's keeper, and the keeper ends.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from serverless_gpu.wire.nodes import RayPool
 
 EVERY_S = 5.0
 _RAY_TOKEN_BYTES = 32
-_MLFLOW_NEEDS = ("mlflow", "flask")  # mlflow-skinny lacks flask
+_MLFLOW_NEEDS = ("mlflow", "flask")  # The package mlflow-skinny lacks flask.
 _MLFLOW_ENDS_S = 30.0
 _MLFLOW_LOOK_S = 0.05
 _MLFLOW_LOOKS = 600
@@ -105,7 +105,7 @@ def refuse_ray(settings: Settings) -> None:
 
 
 def node_address(settings: Settings, ray: RaySettings) -> str:
-    """Return this machine's address for other machines: configured, the server's own, or detected."""
+    """Return this machine's address for other machines, from the settings, the server or detection."""
     if ray.node_address:
         return ray.node_address
     if ray.address:
@@ -142,11 +142,11 @@ class RaySidecar:
 
     @property
     def key(self) -> str:
-        """Return the key that distinguishes this server's gangs from those of other servers in the cluster."""
+        """Return the key that distinguishes this server's gangs from gangs of other servers in the cluster."""
         return sha256(f"{machine()}:{self._settings.directory}")[:12]
 
     def pool(self) -> RayPool:
-        """Return the data that another machine needs to join."""
+        """Return the data that another machine needs to join the pool."""
         return RayPool(
             address=self.cluster.address,
             port=self._ray.port,
@@ -157,7 +157,7 @@ class RaySidecar:
         )
 
     def tick(self, now_ns: int) -> int:
-        """Start the keeper unless it runs, and return the time of the next check."""
+        """Start the keeper unless the keeper runs, and return the time of the next check."""
         self._ensure()
         return now_ns + round(EVERY_S * 1e9)
 
@@ -193,7 +193,7 @@ class RaySidecar:
 
 
 def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
-    """Write the join file, and return messages for the operator, none without Ray.
+    """Write the join file, and return messages for the operator. Without Ray, return no messages.
 
     This machine reaches the server at `url`. Other machines use `port` and the names in `certified`.
     """
@@ -207,7 +207,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         ca = Path(settings.tls_ca).read_text(encoding="ascii")
     elif settings.tls_cert:
         certificate = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
-        # Other machines need a self-signed certificate to trust it.
+        # Other machines need the server's self-signed certificate to trust the server.
         ca = certificate if tls.is_its_own(certificate) else ""
     path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
@@ -233,7 +233,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
 
 
 def server_url(settings: Settings, *, url: str, port: int, address: str, certified: Sequence[str]) -> str:
-    """Return the server's address for other machines: a name in its certificate, or the proxy's."""
+    """Return the server's address for other machines: a name in its certificate, or the proxy's address."""
     if settings.tls_cert:
         usable = [
             name for name in certified if not name.startswith("*") and name not in ("localhost", "127.0.0.1", "::1")
@@ -241,7 +241,7 @@ def server_url(settings: Settings, *, url: str, port: int, address: str, certifi
         said = [name for name in settings.hosts if name not in usable]
         name = address if address in usable else next(iter((*settings.hosts, *usable, *said, address)))
         return f"https://{f'[{name}]' if ':' in name else name}:{port}"
-    if settings.hosts:  # A proxy on this machine or another one handles TLS.
+    if settings.hosts:  # A proxy on this machine or on another machine handles TLS.
         return f"https://{settings.hosts[0]}"
     return url
 
@@ -291,7 +291,7 @@ def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
 
 
 def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
-    """Return the health check of the MLflow server, or nothing without one."""
+    """Return the health check of the MLflow server, or nothing if no MLflow server runs."""
     if not settings.mlflow:
         return ()
     place = _mlflow_files(settings)
@@ -322,14 +322,14 @@ def _refuse_mlflow(settings: Settings) -> None:
 
 
 class _MlflowKeeper:
-    """Runs the MLflow keeper, and restarts it from a thread if it is killed.
+    """Runs the MLflow keeper. A thread restarts the keeper if it is killed.
 
     `hosts` are additional names of MLflow's server, separated by commas.
     """
 
     def __init__(self, place: ServerFiles, hosts: str) -> None:
         self._place, self._hosts = place, hosts
-        # The keeper holds the read end of this pipe. It stops when this process closes the write end or dies.
+        # The keeper holds the read end of this pipe. The keeper stops when this process closes the write end or dies.
         self._its, self._ours = os.pipe()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="mlflow", daemon=True)
@@ -352,7 +352,7 @@ class _MlflowKeeper:
 
     def _started(self) -> tuple[subprocess.Popen[bytes], str]:
         for _ in range(_MLFLOW_TRIES):
-            # This call stops a server of another interpreter; a tracked run may start that server again.
+            # The call stops a server of another interpreter. A tracked run may start that server again.
             stop_server(self._place)
             keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
             for _ in range(_MLFLOW_LOOKS):

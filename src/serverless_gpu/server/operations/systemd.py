@@ -1,7 +1,7 @@
 """Sends messages to systemd, and generates the unit with which systemd runs a server.
 
-`sgpu server unit` prints the unit for this machine, and a test compares it with `deploy/serverless-gpu.service`. Two
-settings matter most:
+`sgpu server unit` prints the unit for this machine. A test compares the unit with `deploy/serverless-gpu.service`. The
+most important settings:
 
     KillMode=process     a stop or restart ends only the server, and not the runs on its machine
     OOMPolicy=continue   the unit survives when the kernel kills a rank for its memory
@@ -14,8 +14,8 @@ server would then also apply to user code:
     no writable executable memory    compilers need it
     no namespaces                    environments need them
 
-Therefore a server with a node has none of these restrictions, and a server without a node (`--no-node`) has all of
-them. If systemd does not answer, the server sends nothing and continues.
+Therefore the unit of a server with a node has none of these restrictions. The unit of a server without a node
+(`--no-node`) has all of these restrictions. If systemd does not answer, the server sends nothing and continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
 TAKEN_OVER = 3
-"""Exit status of a server that another server has replaced. Systemd then restarts nothing."""
+"""Exit status of a server that another server has replaced. Systemd does not restart the server."""
 STARTING_S = 600
 """Maximum seconds of a start, which may include the migration of a large database."""
 ENDING_S = 30
@@ -58,11 +58,11 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
     home: Path  # Value of `$SERVERLESS_GPU_HOME`.
     node: bool  # True if the server's machine is also a node.
     tls: bool  # True if the server has its own certificate, which it can reload.
-    stopping_s: float  # Seconds that requests get when the server stops.
+    stopping_s: float  # Seconds that running requests have when the server stops.
 
 
 def unit(there: Installation) -> str:
-    """Return the unit for an installation."""
+    """Return the text of the systemd unit for an installation."""
     home = _quoted(str(there.home))
     lines = [
         "# Made by `sgpu server unit`. Install:",
@@ -108,7 +108,7 @@ def unit(there: Installation) -> str:
 
 
 def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
-    """Return the unit with which a machine joins a pool as a node."""
+    """Return the text of the systemd unit with which a machine joins a pool as a node."""
     lines = [
         "# Made by `sgpu join … --unit`. Install:",
         "#   sgpu join … --unit | sudo tee /etc/systemd/system/serverless-gpu-join.service",
@@ -180,5 +180,5 @@ def _quoted(text: str) -> str:
 
 
 def taken_from(environ: os._Environ[str]) -> str:
-    """Remove `NOTIFY_SOCKET` from the variables and return it, because only this process notifies systemd."""
+    """Remove `NOTIFY_SOCKET` from the variables, and return its value. Only this process notifies systemd."""
     return environ.pop(VARIABLE, "")

@@ -1,6 +1,6 @@
 """Attempts: repository of the attempts of runs. No other module reads or writes the table.
 
-The scheduler writes an attempt before it sends an order to any node (the intent). The state of the current attempt
+The scheduler writes an attempt as an intent before it sends an order to any node. The state of the current attempt
 follows the state of the run. After the end of an attempt, the run may continue with another attempt. A row of `crews`
 contains the part of an attempt on one node (`crews.py`). One query reads single-node attempts together with this row.
 For gangs, a second query reads the rows of the other nodes.
@@ -29,10 +29,10 @@ from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 
-# Reasons why an attempt ends on a node without a fault of that node.
+# Reasons for the end of an attempt on a node that are no fault of the node.
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)
 _SAYING_MAX = 4
-"""The maximum number of nodes whose messages an attempt's sentence quotes."""
+"""Maximum number of nodes whose messages an attempt's sentence quotes."""
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
@@ -143,7 +143,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "crews"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), *crews.COLUMNS]
-"""The columns of an attempt and its part on the first node, for `from_row`."""
+"""The columns of an attempt and of its part on the first node, for `from_row`."""
 _FIRST = sa.and_(
     crews_table.c.run_id == attempts.c.run_id, crews_table.c.fence == attempts.c.fence, crews_table.c.crew == 0
 )
@@ -222,7 +222,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if an attempt was placed after a time on one of these GPU types; None for any type."""
+    """Return True if an attempt was placed after a time on one of these GPU types. None means any type."""
     query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
@@ -232,7 +232,7 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
     """Return, for each run, nodes that were lost or failed before user code began.
 
-    The result excludes nodes without a fault, where the attempt ended because of another node or a decision.
+    The result excludes nodes without a fault, on which the attempt ended because of another node or a server decision.
     """
     found: dict[str, set[str]] = {}
     crew = crews_table.c
@@ -272,7 +272,7 @@ def change(
     of_crews: Mapping[int, Mapping[str, object]] = _NONE,
     **values: object,
 ) -> None:
-    """Change an attempt and its parts on some nodes, if the rows have not changed since the read.
+    """Change an attempt and its parts on some nodes, unless the rows have changed since the read.
 
     Raises:
         StaleAttempt: a row has changed since the read; the function wrote nothing.
@@ -316,7 +316,7 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the attempts of a run on all nodes. The caller removes rows that refer to them first."""
+    """Remove the attempts of a run on all nodes. The caller first removes rows that refer to the attempts."""
     crews.remove(connection, run_id)
     connection.execute(attempts.delete().where(attempts.c.run_id == run_id))
 

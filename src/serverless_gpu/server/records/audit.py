@@ -1,8 +1,9 @@
-"""The audit of actions of principals. The server adds a row in the transaction of each action.
+"""Repository of the audit, which records actions of principals. The server adds a row in the transaction of each
+action.
 
 Later, a loop (`AuditChainWriter`) adds each row to the hash chain (`model/audit_chain.py`). Under concurrent writes,
-row numbers have gaps and become visible out of order. A hash chain inside these transactions would force them to run
-one after the other.
+row numbers have gaps and become visible out of order. A hash chain inside the actions' transactions would force the
+transactions to run one after the other.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 _INSERT = sa.insert(audit)
 _BACK = 10_000
-"""The maximum number of audit rows that other transactions may insert before a transaction commits."""
+"""Maximum number of audit rows that other transactions may insert before a transaction commits."""
 SERVER = Caller(name="server", kind="service")
-"""The actor in the audit of actions that no principal requested."""
+"""The actor of audited actions that no principal requested."""
 
 
 def record(
@@ -115,7 +116,7 @@ def record(
     """Record an action in the transaction that performs it.
 
     Args:
-        connection: the connection of that transaction.
+        connection: the connection of the action's transaction.
         who: the acting principal.
         action: the kind of the action.
         subject: the identifier or name of the object of the action.
@@ -168,7 +169,7 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
-    """Return entries of the audit chain in order. Without its row, an entry has only number and digest."""
+    """Return entries of the audit chain in order. An entry whose row is missing has only number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
     for column in (audit.c.principal, audit.c.action, audit.c.subject):
@@ -198,7 +199,7 @@ def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
 
 
 def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
-    """Return the number of rows missing in the audit chain, and the time of the oldest."""
+    """Return the number of rows missing in the audit chain, and the time of the oldest missing row."""
     query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
     row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
     return row[0], row[1]
@@ -208,7 +209,7 @@ def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
     """Add the oldest missing rows to the audit chain, and return their number.
 
     Args:
-        connection: of a write transaction. Only one such transaction may run at a time.
+        connection: connection of a write transaction. Only one transaction that calls `chain` may run at a time.
         after_seq: row number up to which the chain is complete.
         limit: maximum number of rows.
     """
@@ -235,6 +236,6 @@ def _plain(row: sa.Row[Any]) -> dict[str, Any]:
 
 def _link(row: sa.Row[Any]) -> ChainedEntry:
     said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
-    if row.action is None:  # An operator removed the row; the check of the audit chain detects the gap.
+    if row.action is None:  # An operator removed the row. The check of the audit chain detects the gap.
         return ChainedEntry(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
     return ChainedEntry(detail=_decode(row.detail_json), **{**_plain(row), **said})

@@ -1,7 +1,7 @@
 """Repository of budgets, of their warnings by period, and of notices to the webhook.
 
 Notices form an outbox. The server writes a notice in the transaction of its event. The webhook loop retries each notice
-until the receiver accepts it or the notice is too old. Alarms about unusual spending are notices too.
+until the receiver accepts it or the notice is too old. Alarms about unusual spending are also notices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder(Budget).decode
 
 
 NOTICES_KEPT = 10_000
-"""The maximum number of stored notices. The server deletes older notices, even if they were not sent."""
+"""Maximum number of stored notices. The server deletes older notices, even if they were not sent."""
 _decode_document = msgspec.json.Decoder(dict[str, object]).decode
 
 
@@ -83,7 +83,7 @@ def remove(connection: sa.Connection, name: str) -> bool:
 
 
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
-    """Store the warning of a budget at a percentage in a period, and return False if it already exists.
+    """Store a budget's warning at a percentage in a period. Return False if the warning already exists.
 
     The function also deletes warnings that are older than any period, which bounds the table to about a year.
     """
@@ -104,14 +104,14 @@ def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int
 
 
 def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
-    """Return the budgets that were closed because they were used up, each with the start of its period."""
+    """Return the budgets that the enforcer closed because they were used up, each with its period's start."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).distinct()
     query = query.where(budget_warnings.c.percent.in_((FULL, CLOSED)))
     return frozenset((name, start_ns) for name, start_ns in connection.execute(query))
 
 
 def reopen(connection: sa.Connection, name: str, *, start_ns: int) -> bool:
-    """Delete the closing of a budget in a period, and return True if the budget was closed."""
+    """Reopen a budget that was closed in a period, and return True if the budget was closed."""
     marks = budget_warnings.c.percent.in_((FULL, CLOSED))
     own = sa.and_(budget_warnings.c.budget == name, budget_warnings.c.start_ns == start_ns, marks)
     return connection.execute(budget_warnings.delete().where(own)).rowcount > 0
@@ -158,7 +158,7 @@ def add_notice(connection: sa.Connection, kind: NoticeKind, document: Mapping[st
 
 
 def open_notices(connection: sa.Connection, *, limit: int) -> list[Notice]:
-    """Return unsent notices: those with the fewest attempts first, then the oldest."""
+    """Return unsent notices, sorted by the number of attempts and then by age, oldest first."""
     query = sa.select(notices).where(notices.c.sent_ns.is_(None)).order_by(notices.c.tries, notices.c.seq).limit(limit)
     return [_notice_from_row(row._mapping) for row in connection.execute(query)]
 
@@ -172,7 +172,7 @@ def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> l
 
 
 def mark_sent(connection: sa.Connection, seq: int, *, at_ns: int) -> None:
-    """Mark a notice as accepted by the receiver, or as given up by the loop."""
+    """Mark a notice as accepted by the receiver, or as abandoned by the loop."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(sent_ns=at_ns))
 
 

@@ -1,12 +1,12 @@
 """Repository of ledger entries, accounts, uncharged attempts and utilisation.
 
 Only the charging loop (`charging.py`) adds entries, one transaction after the other. Rows therefore become visible in
-the order of their numbers (`seq`), even on PostgreSQL. A reader that has read up to one number misses no earlier row.
-The server never changes ledger entries.
+the order of their numbers (`seq`), even on PostgreSQL. A reader that has read all rows up to a number misses no earlier
+row. The server never changes ledger entries.
 
 An account combines the owner of usage with its properties. Charges with equal properties share an account. The server
 writes the account of an attempt when it places the attempt. A later change of the node's pool, or of the kind of the
-pool, does not change the account. A reversal has the same account as the entry that it reverses.
+pool, does not change the account. A reversal has the account of the reversed entry.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def subject(self) -> Subject:
-        """Return the properties that decide which budgets count the usage."""
+        """Return the properties that determine which budgets count the usage."""
         return Subject(
             owner=self.owner,
             team=self.team,
@@ -109,11 +109,11 @@ def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, 
 def ensure_account(connection: sa.Connection, account: Account) -> int:
     """Return the number of an account. Insert the account if it does not exist.
 
-    The function also inserts the plain account, without tags and environment. Reports that need neither tags nor
-    environments add up plain accounts.
+    The function also inserts the plain account, without tags and environment. Reports without tags and environments add
+    up plain accounts.
     """
     fields = msgspec.structs.asdict(account)
-    # Without members, the digest equals the digest of older versions, which lacked this field.
+    # Without `member_of`, the digest equals the digest of older versions, which lacked this field.
     if not account.member_of:
         del fields["member_of"]
     digest = hashlib.sha256(_encode_sorted(fields)).hexdigest()
@@ -128,7 +128,7 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
-    # Reports group usage by these rows. Reports count an empty value as no tag, and PostgreSQL stores no NUL.
+    # Reports group usage by these tag rows. Reports count an empty tag value as no tag, and PostgreSQL stores no NUL.
     tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
     if tags:
         rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
@@ -167,12 +167,10 @@ def account_from_row(row: sa.Row[Any]) -> Account:
 class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A stored entry of the ledger.
 
-    Attributes:
-        seq: number of the entry, which increases with time.
-        account_id: account of the entry; all entries of an attempt have the same account.
-        posted_ns: time when the entry was written, nanoseconds since 1970.
-        queued_ms: wall time for which the run waited for this attempt. Only one row of the attempt has this value, and
-            the reversal of that row has the negative value.
+    Attributes: seq: number of the entry, which increases with time. account_id: account of the entry; all entries of an
+    attempt have the same account. posted_ns: time when the entry was written, nanoseconds since 1970. queued_ms: wall
+    time for which the run waited for this attempt. Only one row of the attempt has this value. The reversal of that row
+    has the negative value.
     """
 
     seq: int
@@ -221,10 +219,8 @@ class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
 class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Ledger entries to insert for an attempt on one node.
 
-    Attributes:
-        posted: the entries that are already stored.
-        queued_ms: time for which the run waited for the attempt; 0 for all nodes except the first.
-        entries: the entries to insert.
+    Attributes: posted: the entries that the ledger already contains. queued_ms: time for which the run waited for the
+    attempt; 0 for all nodes except the first. entries: the entries to insert.
     """
 
     crew: CrewId
@@ -243,7 +239,7 @@ def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) ->
 
 
 def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
-    # A reversal subtracts the waiting time of its row. The next valid row then contains the waiting time.
+    # A reversal subtracts the waiting time of the reversed row. The next valid row then contains the waiting time.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
     run_id, fence, number = new.crew
@@ -277,7 +273,7 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
-    """Return the ledger entries of each attempt by node rank. Attempts without entries are included."""
+    """Return the ledger entries of each attempt by node rank. The result includes attempts without entries."""
     found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
@@ -318,8 +314,8 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
     """Return the sums of ledger entries by account and day.
 
     Args:
-        connection: of any transaction. Open attempts must be read in the same transaction, or an attempt may count
-            twice.
+        connection: connection of any transaction. The caller must read open attempts in the same transaction, or an
+            attempt may count twice.
         from_day: first day to include.
         after_seq: number of the last entry to exclude.
     """
@@ -348,7 +344,7 @@ def before(
     """Return ledger entries of a UTC day before a time: sums by account, and lines that cross the time.
 
     Args:
-        connection: of any transaction.
+        connection: connection of any transaction.
         at_ns: the time, nanoseconds since 1970. Only entries of the same UTC day can cross this time.
         after_seq: number of the last entry to exclude.
     """
@@ -373,7 +369,7 @@ def before(
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if runs, including removed ones, used one of these GPU types after a time; None for any."""
+    """Return True if runs used one of these GPU types after a time. Removed runs count. None means any type."""
     query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(accounts.c.gpu_type.in_(gpu_types))
@@ -430,7 +426,7 @@ def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
     )
 
 
-# The text must equal the condition of the index: SQLite does not use the index with "= 1" after the column.
+# The text must equal the condition of the index. SQLite does not use the index with "= 1" after the column.
 
 
 class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -476,7 +472,7 @@ def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
 
 
 def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]:
-    """Return attempts on nodes, placed before a time, that are not settled or have not ended everywhere."""
+    """Return attempts on nodes, placed before a time, that are unsettled or unfinished on any node."""
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     query = sa.select(*_WHOSE).select_from(attempts.join(runs).join(crews, own))
     more = sa.or_(crews.c.settled_ns.is_(None), attempts.c.ended_ns.is_(None))

@@ -1,8 +1,9 @@
 """Repository of the parts of attempts on one node. No other module uses the `crews` table.
 
-The server inserts one row for each node of a new attempt, before it sends any order. The state in a row is the last
-state that the node reported, or UNREACHABLE if reports stop. The server changes a row together with the version of its
-attempt (`attempts.change`). So of two concurrent reports for one attempt, at least one sees the change of the other.
+The server inserts one row for each node of a new attempt, before it sends any order. A row contains the last state that
+the node reported, or UNREACHABLE if reports stop. The server changes a row together with the version of its attempt
+(`attempts.change`). Of two concurrent reports for one attempt, at least one report therefore sees the other report's
+change.
 """
 
 from __future__ import annotations
@@ -26,20 +27,17 @@ CrewId = tuple[str, int, int]
 """Run, fence and node rank: the identity of an attempt's part on one node."""
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
-"""Reasons with which the server gives up an attempt without a report. The server ignores later reports."""
+"""Reasons with which the server abandons an attempt without a report. The server ignores later reports."""
 
 
 class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an attempt on one node, to insert.
 
-    Attributes:
-        number: rank of the node in the attempt, from 0 on.
-        node: the node's name.
-        boot_id: current boot of the node. The attempt has ended there once the node reports another boot.
-        first_rank: lowest global rank on the node, if each device has a rank.
-        gpus: number of devices on the node.
-        token_sha256: hash of the token of this part. The server can compute the token again from its key.
-        grace_s: seconds for which the ranks may run without an answer of the server.
+    Attributes: number: rank of the node in the attempt, from 0 on. node: the node's name. boot_id: current boot of the
+    node. Once the node reports another boot, the attempt has ended on the node. first_rank: lowest global rank on the
+    node, if each device has a rank. gpus: number of devices on the node. token_sha256: hash of the token of this part.
+    The server can compute the token again from its key. grace_s: seconds for which the ranks may run without an answer
+    of the server.
     """
 
     number: int = 0
@@ -55,19 +53,14 @@ class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
 class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an attempt on one node. `CrewOutcome` is separate because an outcome may be large.
 
-    Attributes:
-        node: the node's name.
-        state: the last state that the node reported; UNREACHABLE while the node sends no reports.
-        before: state before UNREACHABLE.
-        proven: after the end, True if none of the processes still exists.
-        sentence: the node's message about the attempt.
-        lease_ns: the last stored time of a report, up to 15 s old.
-        grace_s: the longest time that the server ever allowed the ranks to run without an answer, in seconds.
-        leave_ns: announced time when the ranks must leave the node, nanoseconds since 1970.
-        started_ns: start of user code.
-        halt_json: `gang_lifecycle.Halt` as JSON: the early report of the reason for the end, once received.
-        returned: True if all ranks on the node have returned and wait for the ranks of other nodes.
-        uncharged: True if the attempt has ended on the node and the ledger lacks its entries.
+    Attributes: node: the node's name. state: the last state that the node reported; UNREACHABLE while the node sends no
+    reports. before: state before UNREACHABLE. proven: after the end, True if none of the attempt's processes still
+    exists. sentence: the node's message about the attempt. lease_ns: the stored time of the last report, up to 15 s
+    old. grace_s: the longest time that the server ever allowed the ranks to run without an answer, in seconds.
+    leave_ns: announced time when the ranks must leave the node, nanoseconds since 1970. started_ns: start of user code.
+    halt_json: `gang_lifecycle.Halt` as JSON: the early report of the reason for the end, once received. returned: True
+    if all ranks on the node have returned and wait for the ranks of other nodes. uncharged: True if the attempt has
+    ended on the node and the ledger lacks its entries.
     """
 
     run_id: str
@@ -137,7 +130,7 @@ COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     nodes.c.name,
 ]
 """The columns of `crews` and of the node, for `from_row`."""
-_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # The join begins with the `crews` table.
+_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # `crews` is the first table of the join.
 _SELECT = sa.select(*COLUMNS).select_from(_JOINED)
 
 
@@ -192,7 +185,7 @@ def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, t
 
 
 def open_on(connection: sa.Connection, node_id: str) -> list[StoredCrew]:
-    """Return the attempts on a node that have not ended there."""
+    """Return the attempts that have not ended on a node."""
     query = _SELECT.where(crews.c.node_id == node_id, crews.c.ended_ns.is_(None))
     rows = connection.execute(query.order_by(crews.c.run_id, crews.c.fence))
     return [from_row(row) for row in rows]
@@ -230,7 +223,7 @@ def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[CrewOu
 
 
 def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
-    """Change a `crews` row if it has not changed since the read. Only `attempts.change` calls this.
+    """Change a `crews` row unless it has changed since the read. Only `attempts.change` calls this.
 
     Raises:
         StaleAttempt: the row has changed since the read; the function wrote nothing.
@@ -241,7 +234,7 @@ def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, obj
 
 
 def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
-    """Store values that do not depend on the state, such as the lease and the node's message."""
+    """Store values that do not depend on the attempt's state, such as the lease and the node's message."""
     connection.execute(crews.update().where(_is(*crew)).values(**values))
 
 
@@ -261,15 +254,15 @@ def stay(connection: sa.Connection, node_id: str) -> list[str]:
 
 
 def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
-    """Store the reason that a node reports after the server gave it up, and return False if one exists."""
+    """Store a reason that a node reports after the server abandoned it. Return False if one is stored."""
     first = sa.and_(_is(*crew), crews.c.late_reason.is_(None))
     return connection.execute(crews.update().where(first).values(late_reason=reason)).rowcount == 1
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Store the receipt of a node, or mark the node as sending none, and return False if the mark is already stored.
+    """Store the receipt of a node, or record that the node sends none. Return False if already stored.
 
-    The server also stores a receipt that arrives after the wait has ended.
+    The server also stores a receipt that arrives after the wait for receipts has ended.
     """
     first = crews.c.settled_ns.is_(None) if receipt is None else crews.c.receipt_json.is_(None)
     values: dict[str, object] = {"settled_ns": sa.func.coalesce(crews.c.settled_ns, at_ns), "uncharged": True}
@@ -283,7 +276,7 @@ def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) 
     """Recompute and store the token hashes of some `crews` rows with new keys.
 
     Args:
-        connection: of the transaction.
+        connection: connection of the transaction.
         keys: the new keys.
         after: the last row of the previous call; ``("", 0, 0)`` for the first.
         at_most: maximum number of rows in this call.
@@ -303,7 +296,7 @@ def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) 
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the `crews` rows of a run. The caller removes rows that refer to them first."""
+    """Remove the `crews` rows of a run. The caller first removes rows that refer to these rows."""
     connection.execute(crews.delete().where(crews.c.run_id == run_id))
 
 

@@ -1,8 +1,8 @@
 """Duration history: usage, durations and preemptions of earlier attempts, for predictions.
 
-The server rarely runs these queries: at its start, for a new run, and after the end of a run with the same name. The
-cost of each query is bounded. The database computes the sums. An index of successful runs finds the last few runs of a
-name. `LearnedDurations` caches the longest durations for budgets.
+The server rarely runs these queries: at its start, for a new run, and after the end of a run with the same name. Each
+query has a bounded cost. The database computes the sums. Queries find the last few runs of a name through an index of
+successful runs. `LearnedDurations` caches the longest durations for budgets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
 HALF_LIVES = 8
-"""Usage before this age has a weight of less than 1 in 250, so the query excludes it."""
+"""Maximum age of usage in the query. Older usage has a weight of less than 1 in 250."""
 _decode_teams = msgspec.json.Decoder(tuple[str, ...]).decode
-_PARTS = 28  # Intervals per half-life. The query treats each interval as one point, with an error of at most 1.3 %.
-# This text must equal the condition of the index: SQLite does not use the index if the query has a parameter.
+# Number of intervals per half-life. The query treats each interval as one point, with an error of at most 1.3 %.
+_PARTS = 28
+# The text must equal the condition of the index. SQLite does not use the index if the query has a parameter.
 _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
 
@@ -36,7 +37,7 @@ KEPT_MAX = 10_000
 
 
 def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
-    """Return the decayed usage of teams and users by ended attempts. Running attempts are excluded."""
+    """Return the decayed usage of teams and users by ended attempts. The result excludes running attempts."""
     part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
     took_ns = crews.c.ended_ns - attempts.c.created_ns
     part = ((now_ns - attempts.c.created_ns - took_ns // 2) // part_ns).label("part")

@@ -1,7 +1,7 @@
 """Repository of facts, the events on the devices of attempts. The server only adds rows.
 
 A node numbers the facts of an attempt and repeats each fact until the server acknowledges it. The server ignores a
-repeated fact. If the repeated fact has other contents, the server reports a contradiction and keeps the first fact.
+repeated fact. If the repeated fact has different contents, the server reports a contradiction and keeps the first fact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.crews import CrewId
 
-_ENDS = 50  # The number of first and last facts to read; at each end, fewer facts than this are not heartbeats.
+_ENDS = 50  # Number of facts to read at each end of an attempt; fewer facts than this at each end are not heartbeats.
 _WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)
 _decode = msgspec.json.Decoder(Fact).decode
 
@@ -27,7 +27,7 @@ def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[in
     """Insert facts that are not stored yet.
 
     Returns:
-        The numbers of the facts that contradict stored ones. The function did not insert contradicting facts.
+        The numbers of the facts that contradict stored facts. The function did not insert contradicting facts.
     """
     run_id, fence, number = crew
     if any(fact.attempt != f"{run_id}:{fence}" for fact in new):
@@ -84,7 +84,7 @@ def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[Cr
 
 
 def counts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, int]:
-    """Return the number of facts of each attempt on each node. The result omits zeros."""
+    """Return the number of facts of each attempt on each node. The result omits attempts without facts."""
     query = sa.select(*_WHOSE, sa.func.count()).group_by(*_WHOSE)
     rows = (row for some in _are(ids) for row in connection.execute(query.where(some)))
     return {(run_id, fence, number): count for run_id, fence, number, count in rows}
@@ -101,7 +101,7 @@ def _of(crew: CrewId) -> sa.ColumnElement[bool]:
 
 def _are(ids: Collection[CrewId]) -> Iterator[sa.ColumnElement[bool]]:
     for some in in_chunks(sorted(ids)):
-        # The run identifiers are added to the condition, because SQLite uses no index for triples and would read all
+        # The condition also contains the run identifiers, because SQLite uses no index for triples and would read all
         # facts.
         runs = facts.c.run_id.in_(sorted({run_id for run_id, _, _ in some}))
         yield sa.and_(runs, sa.tuple_(*_WHOSE).in_(some))

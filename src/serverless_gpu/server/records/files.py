@@ -50,7 +50,7 @@ def put(
     """Insert files of an attempt.
 
     Args:
-        replace: True to replace existing files of the same name; False to leave them unchanged.
+        replace: True to replace existing files of the same name; False to leave existing files unchanged.
 
     Returns:
         The names of the files that the function wrote.
@@ -83,7 +83,7 @@ def put(
 def of_attempt(
     connection: sa.Connection, run_id: str, fence: int, *, prefix: str = "", inline_max: int = INLINE_BYTES_MAX
 ) -> list[StoredFile]:
-    """Return the files of an attempt by name, the first files with their bytes.
+    """Return the files of an attempt by name. The first files include their bytes, up to a limit.
 
     Args:
         prefix: beginning of the names to return.

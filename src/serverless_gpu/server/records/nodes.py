@@ -23,7 +23,7 @@ from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 
 CREWS = "crews"
-"""The capability that a node announces if it accepts a part of a gang on several nodes."""
+"""The capability that a node announces if it supports gangs on several nodes."""
 _HELLOS_MAX = 4_096
 _decoder = msgspec.json.Decoder(AgentHello)
 _rules_decoder = msgspec.json.Decoder(NodeRules)
@@ -31,7 +31,7 @@ _NO_RULES = "{}"
 
 
 PENDING_MAX = 1_000
-"""The maximum number of nodes that may wait for an administrator's approval."""
+"""Maximum number of nodes that may wait for an administrator's approval."""
 UPGRADE = "upgrade"
 """The approver of nodes that joined before the server bound tokens to nodes."""
 
@@ -39,13 +39,10 @@ UPGRADE = "upgrade"
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     """The row of a node.
 
-    Attributes:
-        principal: the principal of the agent's token.
-        hello: the node's last hello, without attempts.
-        seen_ns: stored time of the last message, nanoseconds since 1970, up to some seconds old.
-        forgotten_ns: time when an operator declared the node dead, or None.
-        token_id: identifier of the token of the node's last hello.
-        rules: decisions of operators about the node. Only `rule` writes this field.
+    Attributes: principal: the principal of the agent's token. hello: the node's last hello, without attempts. seen_ns:
+    stored time of the last message, nanoseconds since 1970, up to some seconds old. forgotten_ns: time when an operator
+    declared the node dead, or None. token_id: identifier of the token of the node's last hello. rules: decisions of
+    operators about the node. Only the function `rule` writes this field.
     """
 
     id: str
@@ -81,13 +78,13 @@ class RuledNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every(connection: sa.Connection) -> list[StoredNode]:
-    """Return all nodes that are not forgotten, by name."""
+    """Return all nodes except forgotten nodes, by name."""
     query = sa.select(nodes).where(nodes.c.forgotten_ns.is_(None)).order_by(nodes.c.name)
     return [_from_row(row._mapping) for row in connection.execute(query)]
 
 
 def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
-    """Return a node by its identifier, even if it is forgotten, or None."""
+    """Return a node by its identifier, even if an operator has forgotten the node, or None."""
     return _first(connection, nodes.c.id == node_id)
 
 
@@ -97,12 +94,12 @@ def pool_of(connection: sa.Connection, node_id: str) -> str:
 
 
 def named(connection: sa.Connection, name: str) -> StoredNode | None:
-    """Return a node by its name, even if it is forgotten, or None."""
+    """Return a node by its name, even if an operator has forgotten the node, or None."""
     return _first(connection, nodes.c.name == name)
 
 
 def ruled(connection: sa.Connection) -> list[RuledNode]:
-    """Return the nodes with decisions of operators, without their hellos. Usually these are few nodes."""
+    """Return the few nodes with decisions of operators, without their hellos."""
     query = sa.select(nodes.c.id, nodes.c.name, nodes.c.rules_json).where(nodes.c.forgotten_ns.is_(None))
     rows = connection.execute(query.where(nodes.c.rules_json != _NO_RULES).order_by(nodes.c.name))
     return [RuledNode(id=row.id, name=row.name, rules=_rules_decoder.decode(row.rules_json)) for row in rows]
@@ -146,10 +143,10 @@ def drain(connection: sa.Connection, node_id: str, why: str) -> None:
 
 
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
-    """Return True if a node still has the boot, machine, pool and rules that were read.
+    """Return True if a node still has the boot, machine, pool and rules that the caller has read.
 
-    The check is a write without a change. On PostgreSQL, a concurrent change of the node therefore conflicts with this
-    transaction, and the database layer retries one of the two.
+    The check writes the row without a change. On PostgreSQL, a concurrent change of the node therefore conflicts with
+    this transaction. The database layer then retries one of these transactions.
     """
     same = sa.and_(
         nodes.c.id == node.id,
@@ -210,7 +207,7 @@ def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
 
 
 class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The binding of a token to a node: the node, the time of the request, the approver and its time."""
+    """The binding of a token to a node: the node, the request time, the approver and the approval time."""
 
     token: str
     node: NodeIdentity
@@ -220,12 +217,12 @@ class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def binding(self) -> TokenBinding:
-        """Return the binding in the form that `model/` uses."""
+        """Return the binding in the data structure that `model/` uses."""
         return TokenBinding(node=self.node, approved=self.approved_ns is not None)
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """A join token: the only node name that it admits, or "", and how many homes may still join."""
+    """A join token: the only node name that it admits, or "", and the number of homes that may still join."""
 
     token: str
     node: str
@@ -242,7 +239,7 @@ def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: st
     """Bind a token to an approved node. The new binding replaces the previous binding of the token.
 
     Args:
-        connection: of the transaction.
+        connection: connection of the transaction.
         token_id: identifier of the token.
         node: the node of the token. With the name "", the token is bound to the first node that uses it in a hello.
         by: the approver: a principal, the identifier of a join token, or "server".
@@ -302,7 +299,7 @@ def invitation(connection: sa.Connection, token_id: str) -> Invitation | None:
 
 
 def use(connection: sa.Connection, token_id: str) -> bool:
-    """Use a join token once, and return False if the token is used up. Only one concurrent call gets the last use."""
+    """Use a join token once, and return False if it is used up. Concurrent calls cannot share the last use."""
     left = sa.and_(invitations.c.token == token_id, invitations.c.uses_left > 0)
     done = connection.execute(invitations.update().where(left).values(uses_left=invitations.c.uses_left - 1))
     return done.rowcount == 1

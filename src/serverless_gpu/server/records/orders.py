@@ -3,8 +3,8 @@
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
 The server writes an order in the transaction of the decision. The server repeats the order until the node confirms it,
-across restarts on either side. An order may arrive twice. The node executes an order once, by its gang. The server does
-not deliver orders for attempts that have ended.
+across restarts on either side. An order may arrive twice. The node executes an order once, identified by its gang. The
+server does not deliver orders for attempts that have ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_start(connection: sa.Connection, node_id: str, crew: CrewId, *, at_ns: i
 
 
 def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: StopReason, at_ns: int) -> int | None:
-    """Insert the order to stop an attempt on a node, and return the order's number, or None if the order exists."""
+    """Insert the order to stop an attempt on a node. Return its number, or None if the order exists."""
     run_id, fence, number = crew
     own = sa.and_(orders.c.run_id == run_id, orders.c.fence == fence, orders.c.crew == number)
     same = sa.and_(own, orders.c.kind == "stop", orders.c.stop == why.value)
@@ -68,7 +68,7 @@ def take(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns:
 
 
 def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[str, int]], *, at_ns: int) -> None:
-    """Mark the start orders of a node's attempts as confirmed, even if the confirmation was lost."""
+    """Mark the start orders of a node's attempts as confirmed, even if the server lost the confirmation."""
     for run_id, fence in gangs:
         same = sa.and_(orders.c.node_id == node_id, orders.c.run_id == run_id, orders.c.fence == fence)
         untaken = sa.and_(same, orders.c.kind == "start", orders.c.taken_ns.is_(None))

@@ -18,7 +18,7 @@ _decoder = msgspec.json.Decoder(UsagePolicy)
 
 @lru_cache(maxsize=POLICIES_MAX)
 def _decode(text: str) -> UsagePolicy:
-    """Return a decoded policy. The result is cached, because each tick of the scheduler reads all policies."""
+    """Return a decoded policy. A cache serves the scheduler, which reads all policies in each tick."""
     return _decoder.decode(text)
 
 
@@ -49,12 +49,12 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a usage policy without holders. Runs of the policy keep their limits. Return True if it existed."""
+    """Remove a usage policy without holders, and return True if it existed. Its runs keep their limits."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return the maximum devices per user at once, by policy. Policies without a maximum are excluded."""
+    """Return, by policy, the maximum devices per user at once. The result omits policies without a maximum."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 

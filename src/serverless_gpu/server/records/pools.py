@@ -1,8 +1,8 @@
 """Repository of pools of nodes, and of the fair-share weights of teams and users.
 
-An on-demand pool serves runs that name no pool. A reserved pool serves only runs that name it. However, a reserved pool
-may lend idle devices to other runs that can release them in time. A team or user without a stored share has a weight of
-1.
+An on-demand pool serves runs that name no pool. A reserved pool serves only runs that name the pool. However, a
+reserved pool may lend idle devices to other runs that can release them in time. A team or user without a stored share
+has a weight of 1.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_shared(self) -> bool:
-        """Return True if an administrator allows several principals to share a uid on the pool's nodes."""
+        """Return True if an administrator has permitted several principals to share a uid on the pool's nodes."""
         return self.isolation == NO_ISOLATION
 
     @property
     def planned(self) -> Pool:
-        """Return the pool in the form that the scheduler uses."""
+        """Return the pool in the data structure of the scheduler."""
         is_reserved = self.kind == RESERVED
         return Pool(
             name=self.name,
@@ -76,7 +76,7 @@ def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
 
 
 def put(connection: sa.Connection, pool: StoredPool) -> None:
-    """Insert a pool, or update all of its columns except the creation time."""
+    """Insert a pool, or update all columns of the pool except the creation time."""
     said: dict[str, object] = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
     if pool.isolation is not None:
         said["isolation"] = pool.isolation
@@ -119,7 +119,7 @@ def put_share(connection: sa.Connection, share: StoredShare) -> None:
 
 
 def remove_share(connection: sa.Connection, kind: ShareKind, name: str) -> bool:
-    """Remove a share, so that the weight is 1 again, and return True if the share existed."""
+    """Remove a share, which resets the weight to 1. Return True if the share existed."""
     this = sa.and_(shares.c.kind == kind, shares.c.name == name)
     return connection.execute(shares.delete().where(this)).rowcount == 1
 

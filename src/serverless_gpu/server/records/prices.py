@@ -17,7 +17,7 @@ _OF_PRICE = Price.__struct_fields__
 
 
 class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the price book with the time when it was written."""
+    """A row of the price book, with the time at which the server wrote the row."""
 
     price: Price
     set_ns: int

@@ -41,12 +41,11 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 
 PREFIX = "sgpu_"
 TOKEN_EXPIRY_S = 90 * 86_400.0
-"""The default lifetime of a principal's token, in seconds."""
+"""Default lifetime of a principal's token, in seconds."""
 RENEWED_BELOW_S = 60 * 86_400.0
-"""The remaining lifetime in seconds below which use renews a node's token. Token files are replaced below half of it.
-"""
+"""Remaining seconds below which use renews a node's token. Token files are replaced at half of this time."""
 USED_EVERY_NS = 60_000_000_000
-"""The minimum number of seconds between two writes of a token's last use."""
+"""Minimum number of seconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
 _SECRET_CHARACTERS = 43
 _SECRET_BYTES = 32
@@ -95,7 +94,7 @@ def change_role(connection: sa.Connection, name: str, role: str) -> None:
 
 
 def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
-    """Disable a principal, and revoke all its tokens."""
+    """Disable a principal, and revoke all tokens of the principal."""
     found = principal(connection, name)
     if found.disabled:
         return
@@ -158,7 +157,7 @@ def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]])
 
 def _check_another_admin(connection: sa.Connection, name: str) -> None:
     admins = sa.and_(principals.c.role == "admin", principals.c.disabled_ns.is_(None), principals.c.name != name)
-    # The update makes two administrators who concurrently remove each other write to the same rows.
+    # The update forces two administrators who concurrently remove each other to write to the same rows.
     if not connection.execute(sa.update(principals).where(admins).values(role="admin")).rowcount:
         raise InvalidValue(f"{name!r} is the only administrator", hint="make another user an administrator first")
 
@@ -232,12 +231,9 @@ def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bo
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
     """A token to create.
 
-    Attributes:
-        principal: the owner of the token.
-        label: purpose of the token, as described by its owner.
-        scopes: names from `model.access_control.SCOPES`. A token without scopes allows everything that its owner may
-            do.
-        expires_ns: expiry, nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
+    Attributes: principal: the owner of the token. label: purpose of the token, as described by its owner. scopes: names
+    from `model.access_control.SCOPES`. A token without scopes permits every operation of its owner. expires_ns: expiry,
+    nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
     """
 
     principal: str
@@ -255,7 +251,7 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
     """Create a token. Each use renews an agent's token without an explicit expiry.
 
     Args:
-        connection: of the transaction.
+        connection: connection of the transaction.
         new: the owner and properties of the token.
         secret: result of `new_secret`. The caller creates the secret outside of the transaction, which may run twice.
         now_ns: nanoseconds since 1970.
@@ -321,7 +317,7 @@ def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ..
 
 
 def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: int) -> None:
-    """Store the use of tokens at most once a minute, and extend the tokens that use renews."""
+    """Store the use of tokens at most once per minute, and extend tokens that each use renews."""
     stale = sa.or_(tokens.c.used_ns.is_(None), tokens.c.used_ns < now_ns - USED_EVERY_NS)
     renewed_below_ns = now_ns + int(RENEWED_BELOW_S * 1e9)
     due = sa.and_(
@@ -334,7 +330,7 @@ def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: i
 
 
 def bound_lifetimes(connection: sa.Connection, *, now_ns: int) -> int:
-    """Set an expiry for tokens that an older version created without one, and return the number of tokens."""
+    """Set an expiry for tokens of older versions without an expiry, and return the number of tokens."""
     agents = sa.select(principals.c.name).where(principals.c.role == "agent")
     joining = tokens.c.scopes_json.contains(f'"{Resource.JOINING}"')
     renews = sa.and_(tokens.c.principal.in_(agents), sa.not_(joining))
@@ -367,7 +363,7 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
     """Return the caller that a token identifies.
 
     Args:
-        connection: read access suffices.
+        connection: connection with at least read access.
         secret: the token in the request; any text is possible.
         now_ns: nanoseconds since 1970.
         keys: keys of the server. Without keys, the server cannot recognize attempt tokens with an expiry.
@@ -385,7 +381,8 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
         raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     row = rows[0]
-    if row.disabled_ns is not None:  # This check comes first, because disabling a principal revokes its tokens.
+    # Check the principal first, because disabling a principal revokes the tokens of the principal.
+    if row.disabled_ns is not None:
         hint = (
             "ask an administrator to enable the principal and create a new token: `sgpu token create --for "
             f"{row.principal}`"

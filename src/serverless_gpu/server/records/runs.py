@@ -32,7 +32,7 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.runs import Target
 
 _LEFT_S_MIN = 1.0
-"""The shortest time limit of an attempt in seconds. Without this minimum, a limit of 0 would mean no limit."""
+"""Minimum time limit of an attempt in seconds. Without this minimum, a limit of 0 would mean no limit."""
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
 _decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
@@ -83,20 +83,15 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The row of a run, without its payload.
 
-    Attributes:
-        priority: priority class; the scheduler serves class 0 first.
-        detail: details in addition to the reason.
-        fence: fence of the current attempt; 0 before the first.
-        queued_ns: time since when the run queues; unchanged if the run waits again.
-        events: number of the run's last event.
-        tracked: link to the MLflow run of all attempts; "" until a node reports the link.
-        restored_ns: time when the server was restored from a backup during the run. Such a run gets no other attempt.
-        saved: fence of the newest attempt with a saved checkpoint; 0 for none.
-        unsaved: number of ended attempts in a row, up to the last, without a checkpoint.
-        ran: number of ended attempts that count against the maximum of the usage policy.
-        ran_ms: time for which user code of earlier attempts ran.
-        member_of: teams of the owner at submission, if the run names no team (`model/billing/budget.py`).
-        attempt: the current or last attempt.
+    Attributes: priority: priority class; the scheduler serves class 0 first. detail: details in addition to the reason.
+    fence: fence of the current attempt; 0 before the first attempt. queued_ns: time when the run entered the queue;
+    unchanged if the run waits again. events: number of the run's last event. tracked: link to the MLflow run of all
+    attempts; "" until a node reports the link. restored_ns: time when an operator restored the server from a backup
+    during the run. A restored run gets no other attempt. saved: fence of the newest attempt with a saved checkpoint; 0
+    for none. unsaved: number of consecutive ended attempts, up to the last attempt, without a checkpoint. ran: number
+    of ended attempts that count against the maximum of the usage policy. ran_ms: time for which user code of earlier
+    attempts ran. member_of: teams of the owner at submission, if the run names no team (`model/billing/budget.py`).
+    attempt: the current or last attempt.
     """
 
     id: str
@@ -134,7 +129,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec_now(self) -> RunSpec:
-        """Return the spec of the next attempt. The policy's remaining time reduces its limit."""
+        """Return the spec of the next attempt. The remaining time of the policy reduces the time limit."""
         left_s = self.left_s
         if left_s is None:
             return self.spec
@@ -191,7 +186,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run that only the node reads."""
+    """The part of a run's submission that only the node reads."""
 
     context_sealed: bytes
     call: bytes | None
@@ -200,11 +195,8 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of runs, including the access of the caller.
 
-    Attributes:
-        states: states to include; empty for all.
-        tags: tags that a run must have, all of them.
-        seen_by: the calling principal, or None for a caller who may see all runs.
-        teams: further teams whose runs the caller may see.
+    Attributes: states: states to include; empty for all. tags: tags that a run must all have. seen_by: the calling
+    principal, or None for a caller who may see all runs. teams: further teams whose runs the caller may see.
     """
 
     states: tuple[State, ...] = ()
@@ -325,14 +317,14 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
     """Seal contexts of unfinished runs under a new key, in batches.
 
     Args:
-        connection: of the transaction.
+        connection: connection of the transaction.
         old: the previous key.
         new: the new key.
         after: identifier of the last run of the previous call, "" for the first call.
         at_most: maximum number of runs in this call.
 
     Returns:
-        Identifier of the last run of this call, or "" if no more runs follow; and the number of sealed contexts.
+        Identifier of the last run of this call, or "" if no more runs follow, and the number of sealed contexts.
     """
     going_on = sa.and_(runs.c.state.not_in([state.value for state in TERMINAL]), runs.c.id > after)
     query = sa.select(runs.c.id, runs.c.context_sealed).where(going_on).order_by(runs.c.id).limit(at_most)
@@ -360,7 +352,7 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
         if value:
             query = query.where(column == value)
     for key, value in wished.tags.items():
-        # This is the text of one tag in the JSON of all tags. The return statement below removes false matches.
+        # The pattern is the text of one tag in the JSON of all tags. The return statement below removes false matches.
         text = msgspec.json.encode({key: value}).decode()[1:-1]
         query = query.where(runs.c.tags_json.contains(text, autoescape=True))
     if cursor:
@@ -378,7 +370,7 @@ def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[
 
 
 def promise(connection: sa.Connection, promises: Mapping[str, Reservation | None]) -> None:
-    """Store the latest start times that the server promised to waiting runs, or remove these times."""
+    """Store or remove the latest start times that the server promised to waiting runs."""
     change = runs.update().where(runs.c.id == sa.bindparam("run")).values(promised_json=sa.bindparam("json"))
     rows = [{"run": run_id, "json": one and msgspec.json.encode(one).decode()} for run_id, one in promises.items()]
     connection.execute(change, rows)
@@ -405,7 +397,7 @@ def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredR
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return the submission times of runs, when their wait for a first attempt began."""
+    """Return the submission times of runs. The wait for a first attempt begins at this time."""
     query = sa.select(runs.c.id, runs.c.created_ns)
     found = (connection.execute(query.where(runs.c.id.in_(some))) for some in in_chunks(list(run_ids)))
     return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
@@ -444,7 +436,7 @@ def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
 
 
 def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
-    """Change a run if its row has not changed since the read. Only `transitions.py` calls this.
+    """Change a run unless its row has changed since the read. Only `transitions.py` calls this.
 
     Raises:
         StaleAttempt: the row has changed since the read; the function wrote nothing.
@@ -465,19 +457,19 @@ def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
 
 
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
-    """Mark runs that were active when the server was restored. The scheduler places no further attempt of a marked run."""
+    """Mark the active runs of a restored server. A marked run gets no further attempt."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Mark a run as settled if it ended with this attempt, and return True if the mark is new."""
+    """Mark a run as settled if it ended with this attempt. Return True if the run was unsettled before."""
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
 
 
 def _from_rows(connection: sa.Connection, rows: Iterable[Sequence[typing.Any]]) -> list[StoredRun]:
-    """Return runs with their attempts, complete with all nodes."""
+    """Return runs with their complete attempts on all nodes."""
     found = [_from_row(row) for row in rows]
     gangs = {run.id: run.attempt for run in found if run.attempt is not None and run.attempt.num_nodes > 1}
     if not gangs:

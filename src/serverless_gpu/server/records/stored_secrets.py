@@ -6,20 +6,20 @@
     order           ─▶ the values of these versions, to the attempt's node
 
 A run can use the secrets of its owner. With `team=`, the run can also use the secrets of that team while its owner is a
-member. If both have a secret of the same name, the owner's secret takes precedence.
+member. If owner and team have a secret of the same name, the owner's secret takes precedence.
 
 Failure cases:
 
 - A user rotates a secret after the placement. The attempt still uses the old version, which the server deletes after
   the attempt has ended.
 
-- A user deletes a secret after the placement. The server deletes all values at once. An unconfirmed order then arrives
-  without the value. The node refuses such an order, and the next placement ends the run. An attempt that already has
-  the value continues.
+- A user deletes a secret after the placement. The server immediately deletes all values. An unconfirmed order then
+  arrives without the value. The node refuses an order without the value, and the next placement ends the run. An
+  attempt that already has the value continues.
 
 - The key is lost. The server does not start. With `--key-lost`, the server deletes the values that it cannot decrypt.
 
-- A value is damaged. The server treats a damaged value as missing, and does not place runs that need it.
+- A value is damaged. The server treats a damaged value as missing, and does not place runs that need the value.
 
 No log, audit entry or answer contains a value. A copy of the database without the key file reveals no values.
 """
@@ -62,11 +62,11 @@ def put(
     """Store the next version of a secret. Return the version, and True if the value is new.
 
     Args:
-        connection: of the transaction.
+        connection: connection of the transaction.
         sealer: encrypts the value.
         whose: the owner of the secret.
         name: a valid name.
-        value: the value. The same value again creates no version, so that a client can repeat the request.
+        value: the value. An unchanged value creates no version, so that a client can repeat the request.
         by: the author of the change.
     """
     last = _last(connection, whose, name)
@@ -160,7 +160,7 @@ def values(
 
 
 def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[SecretOwner, str, int]]:
-    """Return the secrets, version by version, whose values another key encrypted."""
+    """Return the secrets and versions whose values another key encrypted."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name, secrets.c.version, secrets.c.sealed)
     rows = connection.execute(query.where(secrets.c.sealed.is_not(None)).order_by(secrets.c.name, secrets.c.version))
     return [(SecretOwner(row.kind, row.owner), row.name, row.version) for row in rows if not sealer.is_mine(row.sealed)]
@@ -170,7 +170,7 @@ def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> li
     """Delete every value that another key encrypted. The owner must set the secret again.
 
     Returns:
-        Names of the affected secrets, each once.
+        Distinct names of the affected secrets.
     """
     lost = sealed_by_another(connection, sealer)
     for whose, name, version in lost:
@@ -250,7 +250,7 @@ def _require_open(sealer: Sealer, whose: SecretOwner, name: str, row: sa.Row[Any
 
 
 def _about(whose: SecretOwner, name: str, version: int) -> str:
-    """Return the identity that is encrypted with a value. The value does not decrypt in another row."""
+    """Return the identity to encrypt with a value, so that the value does not decrypt in another row."""
     return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
 
 

@@ -1,4 +1,4 @@
-"""Usage: sums of the ledger for reports, and its rows for billing tables.
+"""Usage: sums of the ledger for reports, and ledger rows for billing tables.
 
 The SQL adds up a million charges in a second, by any grouping of a report:
 
@@ -9,8 +9,8 @@ The SQL adds up a million charges in a second, by any grouping of a report:
 
 If a report reads charges, two sums of few columns find the most expensive groups. All other sums cover only these
 groups. The SQL reads tags from `account_tags`. Both databases join this table by index and do not parse the JSON of a
-million accounts. A run counts in the group of its first charge, so each run belongs to exactly one group. Observed
-utilisation has its own table with the same groups.
+million accounts. A run counts in the group of its first charge, so each run belongs to exactly one group. A separate
+table contains observed utilisation with the same groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms
 
 
 ACCOUNTS_FEW = 20_000
-"""The maximum number of accounts for daily sums. Above it, sums have nearly as many rows as charges."""
+"""Maximum number of accounts for daily sums. With more accounts, sums have nearly as many rows as charges."""
 _PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 FOLDED = "charges"
@@ -61,7 +61,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[bool]]:
-    """Return the SQL condition for the accounts that a caller may see."""
+    """Return the SQL condition that selects the accounts that a caller may see."""
     if seen_by is None:
         return []
     return [sa.or_(accounts.c.owner == seen_by, accounts.c.team.in_(teams))]
@@ -92,9 +92,8 @@ def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
 class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of `demand`.
 
-    Attributes:
-        from_ns: start of the interval, nanoseconds since 1970; `to_ns` is its end.
-        team: the team whose usage to include; "" for any team. The other filters work in the same way.
+    Attributes: from_ns: start of the interval in nanoseconds since 1970. `to_ns` is the end of the interval. team: the
+    team whose usage to include; "" for any team. The other filters work in the same way.
     """
 
     from_ns: int
@@ -107,7 +106,7 @@ class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
 def demand(
     connection: sa.Connection, asked: DemandFilter, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[tuple[int, DemandRow]]:
-    """Return the daily usage of attempts from ledger entries after `after`, each with its entry number."""
+    """Return the daily usage in ledger entries after `after`, each with its entry number."""
     later = charges.alias("later")
     same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "crew", "day")))
     same_crew = sa.and_(*(utilisations.c[name] == charges.c[name] for name in ("run_id", "fence", "crew")))
@@ -142,12 +141,9 @@ def _demand(row: sa.RowMapping) -> DemandRow:
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request for a usage report.
 
-    Attributes:
-        by: fields by which the report groups usage.
-        window: the days that the report covers.
-        where: fields and the values that usage must have to count.
-        seen_by: the principal whose usage counts, in addition to `teams`; None for all usage.
-        limit: maximum number of groups.
+    Attributes: by: fields by which the report groups usage. window: the days that the report covers. where: fields and
+    the values that counted usage must have. seen_by: the principal whose usage counts, in addition to `teams`; None for
+    all usage. limit: maximum number of groups.
     """
 
     by: tuple[str, ...]
@@ -249,7 +245,7 @@ class _Report:
         return daily, [], [sa.func.sum(daily.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
 
     def _is_plain(self, by: tuple[str, ...]) -> bool:
-        """Return True if the report uses no field that plain accounts lack."""
+        """Return True if the report needs no field that plain accounts lack."""
         return not any(field == "environment" or field.startswith(TAG) for field in (*by, *self._wanted.where))
 
     @staticmethod
@@ -340,7 +336,8 @@ class _Report:
             tagged = self._is_among(field, accounts, values)
             ids = list(self._connection.scalars(sa.select(accounts.c.id).where(tagged).limit(self._wanted.limit * 2)))
             if len(ids) < self._wanted.limit * 2:
-                # A list of days and accounts uses the index on both. A range of days would read all rows of the range.
+                # A list of days and accounts uses the index on day and account. A range of days would read all rows of
+                # the range.
                 days = table.c.day.in_(range(*self._wanted.window))
                 return [days, table.c.account_id.in_(ids), *self._conditions(table)]
         return [*self._conditions(table), self._is_among(field, table, values)]
@@ -365,7 +362,7 @@ class _Report:
         return [row for row in self._connection.execute(query) if any(value is not None for value in row)]
 
     def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> ReportRow:
-        # On PostgreSQL a sum is a Decimal. A sum of NULLs is None; for money, that means "unpriced".
+        # PostgreSQL returns a sum as a Decimal. A sum of NULLs is None; for money, None denotes "unpriced".
         sums = {name: int(value or 0) for name, value in zip(names, row[-len(names) :], strict=True)}
         micros = row[-len(names) + names.index("micros")] if "micros" in names else None
         sums.pop("micros", None)
@@ -377,7 +374,7 @@ class _Report:
 
 
 def sums_of_rows() -> list[sa.Label[Any]]:
-    """Return the sums of charges as plain numbers, so that a query can sum them again."""
+    """Return the sums of charges as plain numbers, so that a query can add the sums again."""
     earlier = charges.alias("earlier")
     same_run = sa.and_(earlier.c.run_id == charges.c.run_id, earlier.c.seq < charges.c.seq)
     is_first = sa.and_(charges.c.number == 1, ~sa.exists(sa.select(sa.literal(1)).where(same_run)))

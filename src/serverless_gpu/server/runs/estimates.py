@@ -3,9 +3,9 @@
     spec, target ─▶ valid? ─▶ usage policy ─▶ a run without a row ─▶ its demand ─▶ `Planner.estimate`
                                                                       └▶ prices of the possible devices ─▶ cost
 
-The estimate fails for the same reasons as the submission. Some reasons keep a run waiting even while devices are free.
-Examples are a drained server, a suspended owner, an exhausted policy limit and a budget without capacity. The answer
-contains all reasons that would delay the run.
+The estimate fails for the same reasons as the submission. A run can wait even while devices are free. Example reasons
+are a drained server, a suspended owner, an exhausted policy limit and an exhausted budget. The answer contains all
+reasons that would delay the run.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class EstimateService:
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:
-    """Return the run in the form in which the server would store it."""
+    """Return the run as the server would store it."""
     new = NewRun(
         id=new_run_id(),
         owner=who.name,
@@ -143,7 +143,8 @@ routes = Routes("estimates")
 SPEC_BYTES_MAX = 1 << 20
 
 
-# The permission to submit a run includes estimates. Callers with other roles can read the same data from other routes.
+# The permission to submit a run includes estimates. Callers with other roles can read the same data through other
+# routes.
 @routes.post("/estimates", needs=writing("runs"), limit=SPEC_BYTES_MAX)
 def make_estimate(call: Call, estimates: EstimateService, body: EstimateRequest) -> EstimateView:
     """Estimate the start time and the cost of a run. The server stores nothing."""

@@ -2,7 +2,7 @@
 
 Every user sees the order of the queue, with owner, team and demand of each run. Only callers that may see a run also
 receive the identifier, name and wait sentence of that run. The wait sentence can name another run that is ahead or that
-uses the devices. The owner can then ask the owner of that run.
+uses the devices. Users can then contact the owner of that run.
 """
 
 from __future__ import annotations
@@ -51,21 +51,19 @@ class QueueViews:
         self._sentences = sentences
 
     def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-        """Return the waiting runs in the order of the queue. With `mine`, the result contains only the caller's own
-        runs.
-        """
+        """Return the waiting runs in queue order; only the caller's own runs with `mine`."""
         order = () if mine else self._sentences.order(limit)
         owner = who.name if mine else None
 
         def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
-            # Runs that the scheduler has not read yet follow last.
+            # Runs that the scheduler has not read yet follow at the end.
             ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
             found = {run.id: run for run in runs.find_many(connection, ids)}
             return ids, found, sum(runs.queued_by_pool(connection).values())
 
         ids, found, waiting = self._database.read(work)
         now_ns = self._clock.wall_ns()
-        # A promised start in the past is no longer a prediction. Wait sentences omit such times too.
+        # A promised start in the past is no longer a prediction. Wait sentences also omit past start times.
         reserved = {
             each.run_id: each for each in self._sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
         }
@@ -78,7 +76,7 @@ class QueueViews:
             )
             for run in there
         ]
-        # Only the view of each entry shows that no node may serve a run now. Runs without a possible node delay no
+        # Only the view of each entry shows that no node may execute a run now. Runs without a possible node delay no
         # other run, so these runs come last.
         entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
         return QueueView(entries=tuple(entries), waiting=waiting)
@@ -151,7 +149,7 @@ routes = Routes("queue")
 
 
 class QueueQuery(Query, frozen=True, kw_only=True):
-    """The query for the queue: the maximum number of entries. `mine` selects the caller's own runs."""
+    """Parameters of the queue view: the maximum number of entries. `mine` selects the caller's own runs."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     mine: bool = False
@@ -171,11 +169,11 @@ def list_shares(call: Call, queue_views: QueueViews) -> ShareList:
 
 @routes.put("/shares/{kind}/{name}", needs=writing("shares"))
 def put_share(call: Call, pools: PoolService, kind: str, name: str, body: ShareRequest) -> ShareView:
-    """Set the share of a team or user. Shares matter only while others also need devices."""
+    """Set the share of a team or user. Shares matter only while several teams or users need devices."""
     return pools.put_share(call.who, kind, name, body.weight)
 
 
 @routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
 def remove_share(call: Call, pools: PoolService, kind: str, name: str) -> ShareView:
-    """Remove a share, so that the weight is 1 again."""
+    """Remove a share, which resets the weight to 1."""
     return pools.remove_share(call.who, kind, name)

@@ -9,21 +9,21 @@
 The loop removes only complete runs, after all of their attempts are settled and charged. The loop first makes
 provisional ledger entries final (`charging.py`), and the entries remain in the ledger. Garbage collection
 (`environments.py`) removes the parts of the results. Each tick removes only a few runs, so that the database has time
-for other work. The loop retains output of runs that ended within the last hour, because users still read this output.
-Output of running runs does not count for `logs_gib`. Otherwise one run with much output would remove the output of
-others.
+for other work. The loop retains output of runs that ended within the last hour, because users still read recent output.
+Output of running runs does not count for `logs_gib`. Otherwise a run with much output would cause the removal of other
+runs' output.
 
 Failure cases:
 
-- The server is killed between the transaction and the removal of the output. The next tick finds the output without a
-  run and removes it.
+- The server is killed between the transaction and the removal of the output. The next tick removes the output without a
+  run.
 
 - The database is unavailable. The loop logs the error and retries.
 
-- An operator sets the clock back. The ages of runs are then negative, so the loop removes nothing.
+- An operator sets the clock back. The ages of runs are then negative, and the loop removes nothing.
 
-- The clock is ahead, for example after a battery failure. The loop removes nothing within an hour of a start, or of a
-  logged step by more than a day.
+- The clock is ahead, for example after a battery failure. The loop removes nothing within an hour after a start, or
+  after a logged clock step of more than a day.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIRST_S = 3600.0
 STEP_S = 86_400.0
 EVERY_S = 600.0
 AT_ONCE = 200
-"""The maximum number of runs in one tick. After a full tick, the next tick follows immediately."""
+"""Maximum number of runs in one tick. After a full tick, the next tick follows immediately."""
 _log = logging.getLogger(__name__)
 
 
@@ -103,8 +103,8 @@ class Retention:
         return removed
 
     def _trim_output(self) -> None:
-        """Remove output without a run, and the oldest output over the size limit."""
-        # The files must be read before the database, because a run exists before its output.
+        """Remove output without a run. Also remove the oldest output over the size limit."""
+        # Read the files before the database, because a run exists before its output.
         sizes = self._logs.run_sizes()
         ended = self._database.read(lambda connection: runs.endings(connection, list(sizes)))
         gone = sizes.keys() - ended.keys()

@@ -1,6 +1,6 @@
 """Services and routes of runs: submit, list, watch and stop them; read output, results and costs.
 
-`RunQueries` reads and streams runs. `StopService` requests that runs stop. `submission.py` accepts them.
+`RunQueries` reads and streams runs. `StopService` requests that runs stop. `submission.py` accepts runs.
 
 The server stores a stop request with its author and sends an order to the nodes of the run. A stop request and the end
 of a run may coincide. The request that the database stores first takes effect. A run whose results are durable before
@@ -65,7 +65,7 @@ from serverless_gpu.wire.runs import (
 )
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""Stop reasons for callers. Other reasons follow from limits, so callers cannot use them."""
+"""Stop reasons for callers. Callers cannot use other stop reasons, because these reasons follow from limits."""
 
 
 class RunQueries:
@@ -131,7 +131,7 @@ class StopService:
         self._announcer = announcer
 
     def request(self, who: Caller, reach: str, *, run_id: str, why: StopReason) -> RunView:
-        """Ask a run to stop."""
+        """Request that a run stops."""
         if why not in ASKED_BY_PEOPLE:
             raise InvalidValue(
                 f"clients cannot use the stop reason {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}"
@@ -171,7 +171,7 @@ Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
-    """The query for runs. `state` and `tag` (``key=value``) accept commas. `costs` adds costs."""
+    """Parameters of the run list. `state` and `tag` (``key=value``) accept commas. `costs` adds costs."""
 
     state: Label = ""
     owner: Label = ""
@@ -184,7 +184,7 @@ class RunsQuery(Query, frozen=True, kw_only=True):
 
 
 class WatchQuery(Query, frozen=True, kw_only=True):
-    """The reader's position. `ranks` is "all" or numbers with commas. The default is the run's live ranks."""
+    """Position of a stream's reader. `ranks` is "all" or numbers with commas; by default the live ranks."""
 
     after: Count = 0
     offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
@@ -200,13 +200,13 @@ class LogQuery(Query, frozen=True, kw_only=True):
 
 
 class FenceQuery(Query, frozen=True, kw_only=True):
-    """The query for an attempt; 0 selects the current attempt."""
+    """Parameter that selects an attempt by its fence; 0 selects the current attempt."""
 
     fence: Fence = 0
 
 
 class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
-    """The query for a receipt: the attempt (0 for the current one) and optionally a NODE_RANK."""
+    """Parameters of a receipt: the attempt (0 for the current attempt), and optionally a NODE_RANK."""
 
     crew: Annotated[int, msgspec.Meta(ge=0, lt=NODES_MAX)] | None = None
 
@@ -280,7 +280,7 @@ def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
 
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
 def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, run: str) -> CostView:
-    """Return the usage and the cost of all attempts of a run so far."""
+    """Return the current usage and cost of all attempts of a run."""
     at = metering.now(clock, leases)
 
     def work(db: sa.Connection) -> Cost:
@@ -296,7 +296,7 @@ def read_log(
     """Return output of a rank. The headers contain `SGPU-Next-Offset` and, at the end, `SGPU-Complete`."""
     stored = database.read(lambda db: _visible(call, db, run))
     fence = query.fence or stored.fence
-    # The state must be read before the size. The reader then misses no concurrent output; in the worst case the reader
+    # Read the state before the size. The reader then misses no concurrent output. In the worst case, the reader
     # receives some output twice.
     complete = stored.state in TERMINAL or fence < stored.fence
     data, size = b"", 0

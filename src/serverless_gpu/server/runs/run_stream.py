@@ -13,9 +13,9 @@ output. The receipt follows the ending and closes the stream. For a run on sever
 messages. The first ending follows as soon as the cause is known and no retry is possible. This early ending contains
 the reports and files that have arrived so far. The second ending follows after all nodes have ended.
 
-The server limits the output rate: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s and a burst. The
-stream replaces excess output by a gap message with the last lines. The log files contain the complete output. If a run
-has more output streams than `LIVE_STREAMS_MAX`, the reader receives those of the first ranks.
+The server limits the output rate: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s with a burst.
+The stream replaces excess output by a gap message with the last lines. The log files contain the complete output. If a
+run has more output streams than `LIVE_STREAMS_MAX`, the reader receives only the streams of the first ranks.
 
 Failure cases:
 
@@ -54,13 +54,14 @@ Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 8_000_000
-"""The maximum output of each rank in bytes that a late or returning reader receives at once."""
+"""Maximum output in bytes of each rank that a late or returning reader receives immediately."""
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
-"""Seconds between keep-alive messages of an idle stream. Longer silence means a broken connection."""
-_LINE_COST_BYTES = 64  # The cost of a line in addition to its bytes, as in node/output/logs.py.
+"""Seconds between keep-alive messages of an idle stream. Longer silence indicates a broken connection."""
+_LINE_COST_BYTES = 64  # Cost of a line in addition to its bytes, as in node/output/logs.py.
 _LAST_LINES_BYTES = 4 << 10
-_LOOK_BYTES_MAX = 1 << 20  # The maximum output in one look, so that one reader does not block a thread for long.
+# Maximum output in one read of the files, so that one reader does not block a thread for long.
+_LOOK_BYTES_MAX = 1 << 20
 _CLOSED_S = 1.0  # Seconds until an empty token bucket allows output again.
 
 Place = tuple[int, int, Stream]
@@ -89,18 +90,19 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     run: RunView  # The current view of the run.
     events: tuple[StateMessage, ...] = ()  # New events for the reader, in order, without the ending message.
     ended: EndedMessage | None = None  # The ending message, once the run's state is final.
-    early: EndedMessage | None = None  # The early ending message, if it is known before all nodes have ended.
-    may_be_early: bool = False  # True if the ending may become known without another event, only because time passes.
+    # The early ending message, if the server knows the ending before all nodes have ended.
+    early: EndedMessage | None = None
+    may_be_early: bool = False  # True if the ending may become known without another event, after some time.
     settled: SettledMessage | None = None  # The last message of the stream, with the receipt.
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a reader in a stream."""
 
-    after: int = 0  # `seq` of the reader's last event.
+    after: int = 0  # Number (`seq`) of the reader's last event.
     # The next byte to read of each output stream.
     offsets: dict[Place, int] = msgspec.field(default_factory=dict)
-    # The ranks whose output the reader wants; None for the run's live ranks.
+    # The ranks whose output the reader has requested; None for the run's live ranks.
     ranks: tuple[int, ...] | Literal["all"] | None = None
 
 
@@ -126,7 +128,7 @@ class RunStream:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield messages until the run is settled or the hub closes, and yield None as a keep-alive."""
+        """Yield messages until the run is settled or the hub closes. Yield None as a keep-alive."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -143,11 +145,11 @@ class RunStream:
             silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
-        """Return the next messages in order, up to a limit. Blocks while it reads the database and the files."""
+        """Return the next messages in order, up to a limit. The call reads the database and files, and blocks."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
         self._soon = look.may_be_early
-        # An ending is final and may contain the files of thousands of ranks. The stream therefore reads the ending
+        # An ending is final and may contain the files of thousands of ranks. The stream therefore reads the ending only
         # once, even before much output.
         self._kept = look if look.ended is not None and self._output.more_to_read else None
         return found
@@ -173,7 +175,7 @@ class RunStream:
         if look.early is not None and not self._early and not self._output.more_to_read:
             self._early = True  # The output of other nodes and the final ending still follow.
             found.append(look.early)
-        # A change of the wait reason without a change of its sentence sends no message.
+        # A changed wait reason with an unchanged sentence sends no message.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
         if is_new and not over:
             self._sentence, self._tracked = look.run.sentence, look.run.tracked
@@ -196,7 +198,7 @@ class RunStream:
 
 
 class _Output:
-    """The output of a run's ranks that one reader has already received."""
+    """The output of a run's ranks that the reader has already received."""
 
     def __init__(self, run_id: str, position: Position, files: Files, clock: Clock) -> None:
         self._run_id = run_id
@@ -216,8 +218,9 @@ class _Output:
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
         """Return new output of an attempt, up to a limit.
 
-        `shown` contains the ranks with live output, or None for all. If the attempt is `over`, a gap message replaces
-        output over the limit.
+        `shown` contains the ranks with live output, or None for all ranks. If `over` is true, a gap message replaces
+        output
+        over the limit.
         """
         self.more_to_read = self.flooded = False
         found: list[StreamMessage] = []

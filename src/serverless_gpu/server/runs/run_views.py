@@ -113,7 +113,7 @@ def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
 
 
 def sentence(run: StoredRun, *, waits_for: str = "") -> str:
-    """Return the sentence of a run for users: its wait reason, its node's message, or why it ended."""
+    """Return the sentence of a run for users: its wait reason, its node's message, or its end reason."""
     attempt = run.attempt
     if run.reason is not None:
         return reason_sentence(run.reason, run.detail)
@@ -207,7 +207,7 @@ def settled_message(outcome: CrewOutcome) -> SettledMessage:
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> RunSnapshot:
-    """Return the state of a run, with the events that the reader of a stream lacks."""
+    """Return the state of a run, and the events that the reader of a stream has not received."""
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")

@@ -3,8 +3,8 @@
     request ─▶ valid? ─▶ are its blobs stored? ─▶ below the limit? ─▶ run + event + audit, one transaction ─▶ wakeup
 
 The client generates the run identifier and stores it on disk before the request. If a client repeats a request after a
-lost answer, the server returns the existing run. Another request with the same identifier is a conflict and changes
-nothing.
+lost answer, the server returns the existing run. A different request with the same identifier causes a conflict and
+changes nothing.
 
 The server does not unpickle the call. The context contains the caller's environment variables, so the server encrypts
 the context before it writes to the database. `QueueLimits` bounds the waiting runs of a principal.
@@ -115,7 +115,7 @@ class SubmissionService:
         low = self._low()
         payload = request.spec.payload
         has_bytes = bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
-        # A repeated request needs none of these checks, so the server looks for an existing run first.
+        # A repeated request needs no further checks, so the server searches for an existing run first.
         if low or not has_room or has_bytes:
             before = self._database.read(lambda connection: runs.find(connection, request.id))
             if before is not None:
@@ -159,10 +159,10 @@ class SubmissionService:
         return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-        """Store a run. Between two attempts, read missing packages that its policy compares."""
+        """Store a run. Between two tries, read missing packages that the run's policy compares."""
         packages: dict[str, Packages | None] = {}
         brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
-        while True:  # Each iteration reads packages that were missing before.
+        while True:  # Each iteration reads packages that the previous iteration lacked.
             try:
                 return self._database.write(lambda connection: self._create(connection, new, who, at_ns, brought))
             except PackagesNotLoaded as unread:
@@ -208,10 +208,10 @@ class SubmissionService:
 
 
 class QueueLimits:
-    """Caches free queue slots by owner. The server counts waiting runs only when the slots are used up.
+    """Caches free queue slots by owner. The server counts waiting runs only when an owner has no free slots.
 
     Each new run decrements the free slots of its owner. Between two counts, runs usually leave the queue and rarely
-    return. The cached number is therefore wrong by at most the few runs that return to the queue.
+    return. The cached number is therefore wrong by at most the number of runs that return to the queue.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class QueueLimits:
         self._room: dict[str, int] = {}
 
     def enter(self, owner: str) -> bool:
-        """Use a free slot, and return False if the caller must count rows first."""
+        """Use a free queue slot. Return False if the caller must count rows first."""
         with self._lock:
             room = self._room.get(owner, 0)
             if room > 0:
@@ -227,7 +227,7 @@ class QueueLimits:
             return room > 0
 
     def counted(self, owner: str, free: int) -> None:
-        """Store the free slots of an owner after a count."""
+        """Store the number of free slots of an owner after a count."""
         with self._lock:
             if len(self._room) >= _OWNERS_MAX:
                 self._room.clear()

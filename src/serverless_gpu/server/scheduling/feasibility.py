@@ -1,4 +1,4 @@
-"""Refuses or ends runs that no node could ever serve.
+"""Refuses or ends runs that no node could ever execute.
 
 `Feasibility` checks a run before the server queues it:
 
@@ -9,14 +9,14 @@
 `FeasibilityCache` caches feasible demands for some seconds. The server therefore checks only one of a thousand equal
 requests. The cache also stores which runs were queued before nodes were known.
 
-The server always queues a run with the `wait` option. `UnsatisfiableRuns` ends queued runs that no node can serve for
+The server always queues a run with the `wait` option. `UnsatisfiableRuns` ends queued runs that no node can execute for
 `unsatisfiable_after`, also after a node left:
 
     a node leaves, a pool shrinks ─▶ "no node has H100 …" ── no change in time ─▶ FAILED/unsatisfiable
                                      └─ a node joins ─▶ it waits like any other run; the timer is reset
 
-The server stores this timer in memory, so the timer starts again after a restart. Time without a running server
-therefore does not end a run. A silent or drained node can return, so such a node counts until an operator forgets it.
+The timer exists only in memory, so the timer starts again after a restart. Downtime of the server therefore does not
+end a run. A silent or drained node can return, so the server counts the node until an operator forgets it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KEPT_S = 10.0
 _ALIKE_MAX = 1_000
 _UNDECIDED_MAX = 10_000
 KNOWN_S = 86_400.0
-"""Seconds after its last message for which a silent node still counts as known."""
+"""Seconds after its last message during which a silent node still counts as known."""
 EVERY_S = 30.0
 AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
 class Feasibility:
-    """Checks that a node could serve a run."""
+    """Checks that a node could execute a run."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Feasibility:
         self._engine_nodes = engine_nodes
 
     def refuse(self, connection: sa.Connection, run: StoredRun) -> bool:
-        """Refuse a run that no known node could ever serve.
+        """Refuse a run that no known node could ever execute.
 
         Return True if the known nodes suffice for a decision. Otherwise the caller passes the run to
         `FeasibilityCache.defer`.
@@ -95,7 +95,7 @@ class Feasibility:
         return is_decided
 
     def decide(self, connection: sa.Connection, asked: QueuedRun) -> tuple[bool, Shortage | None]:
-        """Return True if the known nodes suffice for a decision, and the shortage if none could serve the run."""
+        """Return True if the known nodes suffice for a decision, and the shortage if no node fits the run."""
         alike, now_ns = like(asked), self._clock.boottime_ns()
         if self._feasible.knows(alike, now_ns):
             return True, None
@@ -127,30 +127,30 @@ class FeasibilityCache:
         self._undecided: dict[str, None] = {}
 
     def knows(self, alike: QueuedRun, now_ns: int) -> bool:
-        """Return True if a recent check found a node for such a demand."""
+        """Return True if a recent check found a node for an equal demand."""
         with self._lock:
             return now_ns < self._until_ns.get(alike, 0)
 
     def note(self, alike: QueuedRun, now_ns: int) -> None:
-        """Cache that some node could serve a demand."""
+        """Record in the cache that some node could satisfy a demand."""
         with self._lock:
             if len(self._until_ns) >= _ALIKE_MAX:
                 self._until_ns.clear()
             self._until_ns[alike] = now_ns + round(KEPT_S * 1e9)
 
     def defer(self, run_id: str) -> None:
-        """Store a run that was queued before all nodes were known."""
+        """Store a run that the server queued before it knew all nodes."""
         with self._lock:
             if len(self._undecided) < _UNDECIDED_MAX:
                 self._undecided[run_id] = None
 
     def undecided(self) -> list[str]:
-        """Return the runs that were queued before all nodes were known."""
+        """Return the runs that the server queued before it knew all nodes."""
         with self._lock:
             return list(self._undecided)
 
     def settle(self, run_id: str) -> None:
-        """Remove a run from the deferred runs, because it is decided or no longer waits."""
+        """Remove a run from the deferred runs, because the server has decided it or the run no longer waits."""
         with self._lock:
             self._undecided.pop(run_id, None)
 
@@ -182,7 +182,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some runs that have waited too long without a suitable node, and return the number of all such runs."""
+        """End some runs that waited too long for a suitable node. Return the number of runs over the limit."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
@@ -221,9 +221,7 @@ class UnsatisfiableRuns:
         return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
-        """Return, for each run that no node can ever serve, the reason. The function computes the reason once for equal
-        demands.
-        """
+        """Return the reason for each run that no node can ever execute, computed once for equal demands."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for run in waiting:

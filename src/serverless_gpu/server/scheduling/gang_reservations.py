@@ -7,7 +7,7 @@
          Impossible   the run returns to the queue
     stop request before the reservation ─▶ the attempt ends at once
 
-A gang that also uses nodes outside the engine waits as a whole, because early ranks would find no peers.
+A gang that also uses nodes outside the engine waits as a whole. Ranks that start early would find no peers.
 
 After a crash, the server reads the open orders and the engine's reservations and continues. Engines store their
 reservations. An order without a reservation was therefore never sent, unless a node has confirmed the order.
@@ -30,7 +30,7 @@ from serverless_gpu.server.records import crews, orders, runs
 from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.nodes import StoredNode
 
-_UNKNOWN = "\0"  # An earlier server process may have stored an outdated sentence.
+_UNKNOWN = "\0"  # An earlier server process may have stored an outdated wait reason.
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class EngineReservations:
-    """Reserves gangs with an engine. Of the methods, only `give_back` is thread-safe.
+    """Reserves gangs with an engine. Only the method `give_back` is thread-safe.
 
     Nodes that the engine does not know joined the server without the engine.
     """
@@ -125,7 +125,7 @@ class EngineReservations:
             return [
                 (run.id, run.fence)
                 for run in runs.find_many(connection, ids)
-                # A run may have started after the backup from which the server was restored.
+                # The run may have started after the backup from which an operator restored the server.
                 if run.restored_ns is None and (run.id, run.fence) not in taken
             ]
 
@@ -135,7 +135,7 @@ class EngineReservations:
         self._has_looked = True
 
     def _wanted(self, run_id: str, fence: int, shares: Sequence[tuple[str, Share]]) -> _Asked | None:
-        """Return the request to the engine, or None if the engine has none of the nodes."""
+        """Return the request to the engine, or None if the gang uses no node of the engine."""
         engine = self._engine
         own = tuple(share for _, share in shares if engine is not None and engine.has(share.node))
         if engine is None or not own:
@@ -156,7 +156,7 @@ class EngineReservations:
         elif isinstance(answer, Impossible):
             del self._asked[gang]
             if not self.give_back(asked.run_id, asked.fence, answer.sentence):
-                # An earlier process may have sent the order; then the node reports the outcome.
+                # An earlier process may have sent the order. The node then reports the outcome.
                 self._say(asked, answer.sentence)
         else:
             self._say(asked, answer.sentence)

@@ -4,14 +4,14 @@
                                          ├─ difference ─▶ Planner.apply ─▶ Planner.decide ─▶ placements, preemptions
     state that the planner knows ────────┘
 
-The sync treats decisions of the planner (placements, preemptions) as known to the planner. Storing a decision can fail:
-a user cancels the run, the node restarts, or the database is unavailable. The next tick then reads the actual state and
-applies the difference. The sync therefore never has to undo a decision.
+The sync counts decisions of the planner (placements, preemptions) as part of the planner's known state. Storing a
+decision can fail: a user cancels the run, the node restarts, or the database is unavailable. The next tick then reads
+the actual state and applies the difference. The sync therefore never has to undo a decision.
 
-The planner's clock is the wall clock time at the start plus the boottime since then. This clock never goes back, and
-its times are readable dates. If an operator moves the wall clock by more than `OFF_S`, the sync creates a new planner
-from the database. The database stores the promised latest start of each run, and the sync passes these times to a new
-planner.
+The planner's clock is the wall clock time at the start plus the boottime since the start. The planner's clock never
+moves backwards, and its times are readable dates. If an operator moves the wall clock by more than `OFF_S`, the sync
+creates a new planner from the database. The database stores the promised latest start of each run, and the sync passes
+these times to a new planner.
 
 Failure cases:
 
@@ -106,11 +106,11 @@ class PlannerSync:
         return self._clock.boottime_ns() + self._base_ns
 
     def underway(self) -> list[Placement]:
-        """Return decided placements that are not stored yet, in queue order."""
+        """Return decided placements that the database does not contain yet, in queue order."""
         return list(self._underway.values())
 
     def tried(self, placements: Iterable[Placement]) -> None:
-        """Mark placements as tried. The next read shows which of the placements are stored."""
+        """Mark placements as tried. The next read shows which of the placements the database contains."""
         for placement in placements:
             del self._underway[placement.run_id]
 
@@ -183,14 +183,14 @@ class PlannerSync:
         self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
-        """Return the changes of runs. Departing runs come first, because they free devices."""
+        """Return the changes of runs. Departing runs precede new runs, because departing runs free devices."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
         running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
         self._unseen.difference_update(reading.running)
         for run_id in (*self._waiting, *self._running):
             is_here = run_id in waiting or run_id in running
             had_devices = run_id in self._running and run_id not in running and run_id not in self._unseen
-            if not is_here or had_devices:  # A waiting run that had devices before has used them.
+            if not is_here or had_devices:  # A waiting run that had devices before has already used device time.
                 yield Gone(run_id)
         for run_id, now_running in running.items():
             if self._running.get(run_id) != now_running:
@@ -222,5 +222,5 @@ def _about(change: Gone | DevicesTaken | Arrived) -> str:
 
 
 def _news(before: Mapping[str, V], now: Mapping[str, V]) -> list[V]:
-    """Return the values in one mapping that are new or different in the other."""
+    """Return the values that are new or different in the second mapping."""
     return [value for key, value in now.items() if before.get(key) != value]

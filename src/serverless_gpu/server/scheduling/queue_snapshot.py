@@ -1,4 +1,4 @@
-"""Reads the queue: waiting and running runs in the planner's form, and limits on starts.
+"""Reads the queue: waiting and running runs as input of the planner, and limits on starts.
 
     queue, running runs ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
                                                      └─── no ──▶ rows, past ─▶ `queued_run` (StoredRun → QueuedRun)
@@ -14,8 +14,8 @@ Each tick reads durations for at most `LEARN_AT_ONCE` names. The snapshot ignore
     estimate, for one run that is not submitted yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: the user's devices now, including this run
 
-A run that is held back waits outside the queue order. Its wait sentence contains the reason, and each tick checks the
-run again.
+A held-back run waits outside the queue order. Its wait sentence contains the reason, and each tick checks the run
+again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from serverless_gpu.server.records.runs import StoredRun
 
 LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
-"""The start time in the planner of runs that wait until another state changes."""
+"""Start time in the planner of runs that wait until another state changes."""
 _NAMES_MAX = 50_000
 _NOTHING: Mapping[str, int] = MappingProxyType({})
-_SAME = 0.25  # The relative change of a learned duration below which the snapshot ignores the change.
+_SAME = 0.25  # Relative change of a learned duration below which the snapshot ignores the change.
 _Name = tuple[str, str]
 
 
@@ -68,7 +68,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     running: Mapping[str, RunningRun]  # Runs with devices, by identifier.
     policy: QueuePolicy  # True if an operator drains the server.
     used: Used | None = None
-    """`used` and `promised` contain past usage and promised latest starts, if the caller requested them."""
+    """Past usage (`used`) and promised latest starts (`promised`), if the caller requested these values."""
     promised: tuple[Reservation, ...] = ()
 
 
@@ -85,7 +85,8 @@ class _Entry:
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
-    leaving: tuple[int, int] | None = None  # The attempt, and the time when the snapshot first saw a request to leave.
+    # The attempt, and the time when the snapshot first saw a request to leave the node.
+    leaving: tuple[int, int] | None = None
 
 
 class QueueSnapshot:
@@ -116,7 +117,7 @@ class QueueSnapshot:
         With `afresh`, the method also reads past runs. `underway` contains the devices of runs that the scheduler is
         about to place. The database still shows these runs as waiting.
         """
-        as_of = self._budget_admission.as_of()  # This value must be read before any row, see `LookInputs`.
+        as_of = self._budget_admission.as_of()  # Read this value before any row, see `LookInputs`.
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = pools.queue_policy(connection, self._settings.queue)
@@ -134,7 +135,7 @@ class QueueSnapshot:
         )
 
     def move(self, by_ns: int) -> None:
-        """Apply a step of the clock, so that pauses after failed starts have the same length."""
+        """Apply a clock step, so that pauses after failed starts keep their length."""
         for entry in self._known.values():
             if 0 < entry.wanted.not_before_ns < FOREVER_NS:
                 until_ns = entry.wanted.not_before_ns + by_ns
@@ -220,13 +221,13 @@ class QueueSnapshot:
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
-        # Another transaction just removed a run without an entry.
+        # Another transaction has just removed a run without a cache entry.
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}
         if server_drain is not None:
             return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
-        beside = out | closed | underway.keys()  # These runs use no capacity of a policy cap or a budget.
+        beside = out | closed | underway.keys()  # Runs in `beside` use no capacity of a policy cap or a budget.
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
         self._spending.look(connection, as_of)
         rooms = self._budget_admission.rooms(connection, there)
@@ -272,7 +273,7 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _kept_back(entry: _Entry, why: str) -> QueuedRun:
-    """Return a run outside the queue order. For the same reason, return the cached value."""
+    """Return a run outside the queue order. If the reason is unchanged, return the cached value."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
@@ -303,11 +304,11 @@ NO_PAST = Past()
 
 
 def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
-    """Return a stored run in the planner's form."""
+    """Return a stored run as input of the planner."""
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
-    # Runs with the caller's files use the caller's interpreter.
+    # Runs that contain the caller's files use the caller's interpreter.
     needs_python = run.snapshot or (isinstance(spec.payload, Function) and not run.target.machine)
     return QueuedRun(
         run_id=run.id,
@@ -357,7 +358,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
 
 
 def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
-    """Return the demand of a run after its user code began. The time limit counts from the start of user code."""
+    """Return the demand of a run after its user code began, when its time limit has begun."""
     if asked.limit_s is None:
         return asked
     less_s = START_S - max(0.0, after_s)
@@ -370,7 +371,7 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
     if last is None or last.ended_ns is None:
         return 0, ""
     pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
-    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # This bound limits the pause even after a clock change.
+    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # The bound limits the pause even after a clock change.
     if left_ns <= 0:
         return 0, ""
     at = format_clock(now_ns + left_ns)
@@ -380,7 +381,7 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
 
 
 def candidate_of(run: StoredRun) -> WaitingRun:
-    """Return a run in the form that policy caps and budgets use."""
+    """Return a run as input of policy caps and budgets."""
     resources = run.spec.resources
     return WaitingRun(
         run_id=run.id,

@@ -7,8 +7,8 @@
     nodes that cannot connect to each other      the gang is called off and placed again (`rendezvous.py`)
     an engine's events                           nodes become available or lost
 
-Each decision is one transaction, which checks that the run has not changed since the read. After a concurrent report,
-the reconciler does nothing, and the next tick checks again.
+Each decision is one transaction that checks that the run has not changed since the read. After a concurrent report, the
+reconciler does nothing, and the next tick checks again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Reconciler:
     def tick(self, now_ns: int) -> int | None:
         """Run every due check, and return the time of the next tick."""
         self._hear_engine()
-        # Reservations must be read before the database. The server stores a run before it reserves, so a reservation
+        # Read the reservations before the database. The server stores a run before it reserves, so a reservation
         # without a run is obsolete.
         reserved = self._engine.recover() if self._engine is not None else ()
         known = self._deliveries.known()
@@ -107,13 +107,13 @@ class Reconciler:
         return now_ns + round(EVERY_S * 1e9)
 
     def _is_held_back(self, run: ActiveRun) -> bool:
-        """Return True if the server holds back the orders of a gang until the engine has reserved it."""
+        """Return True if the server holds back the orders of a gang until an engine has reserved the gang."""
         deliveries = self._deliveries
         nodes_of_it = [crew.node for crew in run.crews]
         return deliveries.never_left(run.id, run.fence) and deliveries.is_held_back(run.id, run.fence, nodes_of_it)
 
     def _hear_engine(self) -> None:
-        """Note which nodes the engine reports as lost or found. Nodes join under the engine's node names."""
+        """Record which nodes the engine reports as lost or found. Nodes use the engine's node names."""
         if self._engine is None:
             return
         heard = self._engine.events()

@@ -1,4 +1,4 @@
-"""The scheduler: reads the state, decides, stores a few placements per transaction, notifies nodes.
+"""The scheduler: reads the state, decides, stores a few placements per transaction, and notifies nodes.
 
     a run waits, a node joined, devices are free ── wakeup ─▶ tick
         read      nodes, running runs, the queue           one transaction                 `queue_snapshot.py`
@@ -16,7 +16,7 @@ planner from the database at the start, after a failed tick, and after a clock c
     decision ─▶ does the other run still wait? ─▶ StopReason.PREEMPT by the server, naming the other run ─▶ node
             ranks write a checkpoint ─▶ attempt ends: PREEMPTED ─▶ the run waits again with its old age
 
-The preemptor skips a preemption if the other run no longer waits. The next decision uses the new state.
+The preemptor skips a preemption if the waiting run no longer waits. The next decision uses the new state.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 PREEMPTED_TOGETHER = 8
 AT_ONCE = 64
-"""The maximum number of placements in one tick. After a full tick, the next tick follows at once."""
+"""Maximum number of placements in one tick. After a full tick, the next tick follows immediately."""
 TOGETHER = 8
-"""The maximum number of placements in one transaction. Other writers wait at most for these placements."""
+"""Maximum number of placements in one transaction. Other writers wait at most for these placements."""
 SECRETS = "secrets"
-"""A capability in `AgentHello.takes`. The scheduler places runs with secrets only on nodes that announce it."""
+"""A capability in `AgentHello.takes`. Runs with secrets start only on nodes with this capability."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Scheduler:
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        """Store placements, then act on each. A placement that has become impossible does not block others."""
+        """Store placements, then act on each placement. An impossible placement does not block other placements."""
         at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:
@@ -164,7 +164,8 @@ class Scheduler:
             self._spending.entered()
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
-            self._hub.touch(run_key(placement.run_id))  # A run that ended without an order must wake its stream too.
+            # The server must also wake the stream of a run that ended without an order.
+            self._hub.touch(run_key(placement.run_id))
             if isinstance(came, TransitionResult):
                 self._announcer.announce(came)
             elif came is not None:
@@ -188,16 +189,17 @@ class Scheduler:
     def _intend(
         self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
     ) -> int | TransitionResult | None:
-        """Return the fence of the attempt, the transition if it ended at once, or None without an attempt."""
+        """Return the attempt's fence, or the transition if it ended immediately, or None without an attempt."""
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
-            return None  # A user cancelled the run in the meantime.
+            return None  # A user canceled the run in the meantime.
         if run.owner in owner_suspension.suspended_owners(connection, run.owner):
             return None  # An administrator suspended the owner in the meantime.
         if drain.find(connection) is not None:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
-            return None  # A node restarted, or an operator forgot it; its next hello wakes the scheduler.
+            # The node restarted, or an operator forgot the node. The next hello of the node wakes the scheduler.
+            return None
         if not uid_sharing.admits(connection, run.owner, on[0].pool):
             return None  # An administrator changed the isolation in the meantime.
         if len(on) > 1 and (len({node.pool for node in on}) > 1 or not all(node.takes_crews for node in on)):
@@ -255,7 +257,7 @@ class Scheduler:
     ) -> NewAttempt | None:
         """Return an attempt with the current prices and account. Later changes do not affect the attempt.
 
-        Return None if a budget that counts the attempt has too little left.
+        Return None if the remaining amount of a budget that counts the attempt is too small.
         """
         currency = self._settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)

@@ -25,12 +25,12 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import QueuedRun, Reservation, StartEstimate, TeamUse, Wait, WaitReason
 
 ASKED_S = 30.0
-"""Seconds after a request for which a run stays watched. A stream requests the reason every nine seconds."""
+"""Seconds after a request for which the module watches a run. A stream requests the reason every nine seconds."""
 ASKED_MAX = 10_000
 NEWS_MAX = 16
-"""The maximum number of watched runs to check after a tick. Later ticks check the others in turn."""
+"""Maximum number of watched runs to check after a tick. Later ticks check further runs in turn."""
 A_SECOND = 50
-"""The number of reasons to compute per second when more runs are watched."""
+"""Number of reasons to compute per second if more runs are watched."""
 _NOBODY = "the scheduler has not read the queue yet"
 
 
@@ -39,7 +39,7 @@ class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
 
     sentence: str = ""  # The wait reason as a sentence.
     wait: Wait | None = None  # The wait reason as separate values.
-    trouble: str = ""  # The reason why the server cannot write any run, or "".
+    trouble: str = ""  # The reason why the server cannot store any run, or "".
 
 
 NOTHING = WaitNotice()
@@ -53,7 +53,7 @@ class WaitReasons:
         self._planner: Planner | None = None
         self._now: Callable[[], int] = lambda: 0
         self._decision = 0
-        # Each cached reason has the time and the number of its decision.
+        # Each cached reason includes the time and the number of the planner's decision.
         self._told: dict[str, tuple[WaitNotice, int, int]] = {}
         self._ends: Callable[[str], int | None] = lambda _run_id: None
         self._asked: OrderedDict[str, tuple[WaitNotice, int]] = OrderedDict()
@@ -82,7 +82,7 @@ class WaitReasons:
                 self._told.pop(run_id, None)
 
     def close(self) -> None:
-        """Return no reasons until the planner is rebuilt, because the current planner may be wrong."""
+        """Stop returning reasons until the planner is rebuilt, because the current planner may be wrong."""
         with self._lock:
             self._planner = None
             self._told.clear()
@@ -126,7 +126,7 @@ class WaitReasons:
             return self._planner.estimate(wanted, self._now())
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return True if the planner has a run as waiting. This check is much faster than computing the reason."""
+        """Return True if a run waits in the planner. This check is much faster than computing the reason."""
         with self._lock:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
@@ -146,12 +146,12 @@ class WaitReasons:
             return {} if self._planner is None else self._planner.usage(self._now())
 
     def news(self) -> list[str]:
-        """Return watched runs whose reason has changed. With many runs, each call checks some of them in turn."""
+        """Return watched runs whose reason has changed. With many runs, each call checks a part of them."""
         seen, changed = 0, []
         with self._lock:
             turn = list(self._asked)
         for run_id in turn:
-            with self._lock:  # The lock is released between runs, because other threads need it too.
+            with self._lock:  # Release the lock between runs, because other threads also need the lock.
                 before, at_ns = self._asked.pop(run_id, (NOTHING, 0))
                 if not 0 <= self._now() - at_ns <= ASKED_S * 1e9:
                     continue
@@ -170,7 +170,7 @@ class WaitReasons:
             return NOTHING
         now_ns = self._now()
         kept = self._told.get(run_id)
-        # Nanoseconds for which a cached reason stays valid across decisions about other runs.
+        # Nanoseconds for which a cached reason remains valid across decisions about other runs.
         kept_ns = max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9
         if kept is not None and (kept[2] == self._decision or 0 <= now_ns - kept[1] < kept_ns):
             return kept[0]

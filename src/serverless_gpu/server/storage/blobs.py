@@ -3,14 +3,14 @@
     client, node ── missing(digests) ─▶ digests of missing parts ── put(digest, bytes) ─▶ store, under packs/<digest>
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
 
-Blobs use the same kind of store as environments, in a separate place: a directory of the server, or a bucket. A part
+Blobs use the same kind of store as environments, in a separate location: a directory of the server, or a bucket. A part
 exists completely or not at all. The part is durable when `put` returns. The server compares every part with its digest
-before storing and after reading.
+before it stores the part and after it reads the part.
 
-`collect` removes unreferenced parts in two steps, separated by a grace period. First `collect` condemns a part. After
-the grace period, `collect` deletes the part if it is still condemned. A request for a part's presence, or another
-`put`, removes the part from the list of condemned parts. The caller then has at least one grace period to create a
-reference to the part. The list is in memory, so a restarted server condemns parts again.
+`collect` removes unreferenced parts in two steps, separated by a grace period. First, `collect` condemns a part. After
+the grace period, `collect` deletes the part if it is still condemned. A query for the part, or another `put`, removes
+the part from the list of condemned parts. The caller then has at least one grace period to create a reference to the
+part. The list of condemned parts is in memory, so a restarted server condemns parts again.
 
 Failure cases:
 
@@ -18,7 +18,7 @@ Failure cases:
 
 * The disk is full: callers get ServerStorageFull.
 
-* The store does not answer: callers get StoreUnavailable after the store's own retries.
+* The store does not answer: callers get StoreUnavailable after the retries of the store.
 
 * A part is missing, or altered in the store: callers get NotFound and must send the part again.
 """
@@ -153,7 +153,8 @@ class Blobs:
         """Delete parts without references that are old enough. Only one collection may run at a time.
 
         Args:
-            in_use: returns the digests that runs and files refer to; called once, after `collect` has listed the store.
+            in_use: returns the digests to which runs and files refer. Called once, after `collect` has listed the
+                store.
             grace_s: minimum age of a part, and minimum time between condemnation and deletion, in seconds.
         """
         listed = {stored.key: stored for stored in self._store.list("packs")}
@@ -178,7 +179,7 @@ class Blobs:
             self._condemned.pop(key, None)
 
     def _delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete the parts that are still condemned. A concurrent `put` of a condemned part waits."""
+        """Delete the parts that are still condemned. A concurrent `put` of a condemned part waits for the deletion."""
         with self._changed:
             self._deleting = frozenset(key for key in keys if self._condemned.pop(key, None) is not None)
             doomed = tuple(self._deleting)
@@ -211,7 +212,7 @@ def _key(digest: str) -> str:
 
 
 def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
-    """Return a function that yields a given number of bytes of a file from an offset. The returned function blocks."""
+    """Return a blocking function that yields a given number of bytes of a file from an offset."""
     inline = file.inline
     if inline is not None:
         return lambda start, length: iter([inline[start : start + length]])

@@ -8,9 +8,9 @@ address and obey all rules. A unit's packs must be stored before the unit and co
 (`ContentChecks`).
 
 A unit's address does not cover the packs that it points into. The server therefore verifies a unit before it stores the
-unit. The server keeps an existing unit only if that unit is verified too, and replaces it otherwise. Of several
-snapshots with one address the server stores the first, because the differences do not matter. Only operators and the
-server itself write the notes of garbage collection (`gc/…`).
+unit. The server keeps an existing unit only if that unit is also verified, and otherwise replaces the unit. If several
+snapshots have one address, the server stores the first snapshot, because the differences do not matter. Only operators
+and the server itself write the notes of garbage collection (`gc/…`).
 
 The server verifies each unit once, a few at a time, never on the event loop:
 
@@ -18,12 +18,12 @@ The server verifies each unit once, a few at a time, never on the event loop:
                    ├ small ─ one of SMALL_AT_ONCE turns ─┐
                    └ large ─ one of LARGE_AT_ONCE turns ─┴─▶ read its packs, compare every file with its row
 
-The verification of a large unit takes seconds of one core. Large units therefore wait for each other, and small units
+The verification of a large unit needs seconds of one core. Large units therefore wait for each other, and small units
 do not wait for large units. A client whose request times out repeats the request. The repeated request uses the result
 of the first verification.
 
-A store of an earlier version may contain units that were never verified. Such units stay usable: a node verifies every
-byte during a restore, and requests `repair` if it finds an error.
+A store of an earlier version may contain units that were never verified. Unverified units remain usable. A node
+verifies every byte during a restore, and requests `repair` after an error.
 
 Failure cases:
 
@@ -33,9 +33,9 @@ Failure cases:
 
 * The disk is full: the client gets ServerStorageFull.
 
-* The store does not answer: the client gets StoreUnavailable after the store's own retries.
+* The store does not answer: the client gets StoreUnavailable after the retries of the store.
 
-* Packs contain other data than a unit's rows list: the check raises `ContentMismatch`.
+* Packs contain data that differs from a unit's rows: the check raises `ContentMismatch`.
 
 * The verification of a unit cannot start within WAIT_S: the client gets StoreUnavailable and tries again.
 """
@@ -79,7 +79,7 @@ SMALL_AT_ONCE = 4
 LARGE_AT_ONCE = 2
 LARGE_BYTES = 64 * 1024 * 1024
 LARGE_ROWS = 20_000
-"""Content bytes or rows above which a unit is large, because its check takes much time or memory."""
+"""Number of content bytes or rows above which a unit is large. Checking a large unit is slow or needs much memory."""
 WAIT_S = 10.0
 _KNOWN_MAX = 50_000
 
@@ -91,7 +91,7 @@ CHECKS_AT_ONCE = 2
 SEEN_S = 600
 """Seconds for which the server assumes that a snapshot still exists."""
 REPAIRED_S = 600
-"""Seconds for which the server does not check a unit again that `repair` found intact."""
+"""Seconds during which the server does not check a unit again that `repair` found intact."""
 REPAIR_WAIT_S = 10.0
 _SEEN_MAX = 10_000
 _PACKAGES_MAX = 64
@@ -123,14 +123,14 @@ class EnvironmentStore:
         )
         self._kept_free_bytes = kept_free_bytes
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
-        self._seen: dict[str, int] = {}  # snapshot → boottime of the last check
+        self._seen: dict[str, int] = {}  # snapshot → boottime of the last existence check
         self._packages: dict[str, Packages] = {}
         self._content = ContentChecks(self._read_pack)
         self._repairs = threading.Semaphore(1)
         self._whole: dict[str, int] = {}  # unit → boottime of the repair that found it intact
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object or a range of it in pieces. The first piece is read immediately.
+        """Yield an object or a range of it in pieces. The call itself reads the first piece.
 
         Raises:
             NotFound: the object does not exist.
@@ -141,7 +141,7 @@ class EnvironmentStore:
             try:
                 return self._nearby.read(key, start, length)
             except KeyError:
-                # A new document may have replaced the document that names the missing pack.
+                # A new document may have replaced the document that refers to the missing pack.
                 self._nearby.forget_documents()
                 raise NotFound(f"{key[:80]} is not on the server") from None
         first = self._piece(key, start, length)
@@ -156,7 +156,7 @@ class EnvironmentStore:
             may_manage: True if the sender may write notes of garbage collection.
 
         Raises:
-            NotAllowed: the object is such a note, and the sender may not write it.
+            NotAllowed: the object is a note of garbage collection, and the sender may not write the note.
             HashMismatch: the data does not match the key.
             EnvironmentMissing: a pack of the unit does not exist, or was altered and is removed now.
             EnvironmentRejected: the key is invalid, the object breaks the rules, or packs contain other data than the
@@ -186,7 +186,8 @@ class EnvironmentStore:
             if self._nearby is not None:
                 self._nearby.forget((key,))
         if self._nearby is not None and key.startswith("packs/"):
-            self._nearby.keep(key, wanted)  # The server reads the pack next to verify its unit, then nodes read it.
+            # The server reads the pack next to verify its unit. Later, nodes read the pack.
+            self._nearby.keep(key, wanted)
 
     def try_store(self) -> str:
         """Send a test request to the store, and return "" if the store answers."""
@@ -205,7 +206,7 @@ class EnvironmentStore:
         return self._store.present(keys)
 
     def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
-        """Return the given objects that are condemned, and True if a collection may be deleting now."""
+        """Return the given objects that are condemned, and True if a collection may currently delete objects."""
         documents = StoreBlobs(self._store, clock=self._clock)
         return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
 
@@ -223,10 +224,10 @@ class EnvironmentStore:
                 self._nearby.forget([key for key in keys if not key.startswith("gc/")])
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...]:
-        """Verify snapshots and units including their content, and remove those that no restore can use.
+        """Verify snapshots and units with their content, and remove objects that no restore can use.
 
-        The server trusts no claim of the caller, so every caller who may restore may call this. The server does not
-        read a unit again that was intact within the last `REPAIRED_S`.
+        The server trusts no claim of the caller, so every caller who may restore can request a repair. The server does
+        not read a unit again that was intact within the last `REPAIRED_S`.
         """
         now_ns = self._clock.boottime_ns()
         wanted = [
@@ -250,7 +251,7 @@ class EnvironmentStore:
         return tuple(bad)
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes fit, or None if that is unknown."""
+        """Return the number of bytes that still fit into the store, or None if unknown."""
         free = self._store.free_bytes()
         return None if free is None else max(0, free - self._kept_free_bytes)
 
@@ -280,7 +281,7 @@ class EnvironmentStore:
         known = self._packages.get(snapshot)
         if known is None:
             self.need(snapshot)
-            with self._checks:  # A large snapshot takes some hundred MB while it is decoded.
+            with self._checks:  # Decoding a large snapshot uses some hundred MB of memory.
                 known = packages_of(StoreBlobs(self._store, clock=self._clock).read_snapshot(snapshot))
             if len(self._packages) >= _PACKAGES_MAX:
                 self._packages.clear()
@@ -288,7 +289,7 @@ class EnvironmentStore:
         return known
 
     def collect(self, in_use: Collection[str]) -> CollectionResult:
-        """Condemn objects that no snapshot needs, and delete those condemned long enough ago."""
+        """Condemn objects that no snapshot needs, and delete objects that were condemned long enough ago."""
         done = collect(StoreBlobs(self._store, clock=self._clock), in_use=in_use)
         self._seen.clear()
         if self._nearby is not None:
@@ -316,7 +317,7 @@ class EnvironmentStore:
                 yield piece
 
     def _checked(self, key: str, data: bytes | memoryview) -> bytes | memoryview | None:
-        """Verify an object, and return the bytes to store, or None if the store already has the object."""
+        """Verify an object. Return the bytes to store, or None if the store already has the object."""
         if key.startswith("units/"):
             self._check_unit(key, data)
             return None if self._has_another(key, data) else data
@@ -365,7 +366,7 @@ class EnvironmentStore:
     def _read_pack(self, digest: str, length: int) -> bytes:
         key = f"packs/{digest}"
         try:
-            if self._nearby is not None:  # Read through the cache, because a node will need the pack too.
+            if self._nearby is not None:  # Read the pack through the cache, because a node will also need the pack.
                 return b"".join(self._nearby.read(key, 0, length))
             return self._store.get(key, 0, length)
         except KeyError:
@@ -416,7 +417,7 @@ class EnvironmentStore:
             )
 
     def _has_another(self, key: str, data: bytes | memoryview) -> bool:
-        """Return True if another verified version of the unit exists and is not about to be deleted."""
+        """Return True if a different, verified version of the unit exists that is not about to be deleted."""
         try:
             there = self._store.get(key)
             if there == data:
@@ -445,7 +446,7 @@ class ContentChecks:
 
         Args:
             data: the unit's document.
-            decode: returns the unit; called again for a large unit, which is not kept in memory while it waits.
+            decode: returns the unit. Called again for a large unit, which is not kept in memory while the check waits.
         """
         digest = blake3(data).hexdigest()
         if self._is_known(digest):

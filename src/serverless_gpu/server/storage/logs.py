@@ -4,19 +4,19 @@
                  next offset ◀────────┘                  │
     stream, page of a log, download ◀── read, sizes ─────┘
 
-Each piece contains its offset. A repeated piece changes nothing, an overlapping piece adds its new bytes, and a piece
-beyond the end is ignored. The response contains the next expected offset. Appended bytes survive the end of this
-process. `sync` makes them survive a power failure. The server calls `sync` before acknowledging the end of an attempt.
-Until then the node keeps its own copy.
+Each output piece contains its offset. A repeated piece changes nothing. An overlapping piece adds only its new bytes.
+The server ignores a piece beyond the end of the file. The response contains the next expected offset. Appended bytes
+survive the end of this process. After `sync`, appended bytes also survive a power failure. The server calls `sync`
+before it acknowledges the end of an attempt. Before the acknowledgment, the node keeps a copy.
 
-A file name is built only from checked parts: the identifier of a run, two integers, and one of three stream names. For
+A file name consists only of checked parts: the identifier of a run, two integers, and one of three stream names. For
 telemetry, `rank` is the number of the node.
 
 Failure cases:
 
 * The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the remaining
-  bytes later. The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If
-  bytes are still missing at the end of the run, the server adds a line about them to the log.
+bytes later. The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If bytes
+are still missing at the end of the run, the server adds a line about the missing bytes to the log.
 
 * Two requests write to one file: the file lock serializes them.
 
@@ -43,13 +43,14 @@ from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr", "telemetry")
 BYTES_MAX = (1 << 30) + (64 << 20)
-"""Maximum bytes of one stream. Nodes stop earlier (`node/output/logs.py`), but another sender may not."""
+"""Maximum bytes of one stream. Nodes stop earlier (`node/output/logs.py`), but other senders may not."""
 TOGETHER_MIN = 64
-"""Number of files from which one sync of the whole disk replaces a sync of each file."""
+"""Number of files from which one sync of the whole disk replaces a separate sync of each file."""
 
 _RUN_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
 _NAME = re.compile(rf"(0|[1-9][0-9]{{0,6}})\.({'|'.join(STREAMS)})")
-_CLOSED = 0o1600  # The sticky bit has no meaning for data files. Here it marks a file whose last line the server wrote.
+# The sticky bit has no meaning for data files. The server uses the bit to mark a file whose last line the server wrote.
+_CLOSED = 0o1600
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -94,7 +95,7 @@ class Logs:
             os.close(fd)
 
     def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
-        """Close a log with a line about missing bytes, if bytes are missing. Later appends are ignored.
+        """Close a log with a line about missing bytes, if bytes are missing. The log ignores later appends.
 
         Returns:
             The number of missing bytes; 0 if an earlier call has reported them.
@@ -106,7 +107,8 @@ class Logs:
             if missing <= 0 or _is_closed(fd):
                 return 0
             line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
-            with contextlib.suppress(OSError):  # This line may use the reserved disk space, which may also be full.
+            # The line about missing bytes may use the reserved disk space, which may also be full.
+            with contextlib.suppress(OSError):
                 os.write(fd, line)
             os.fchmod(fd, _CLOSED)
             return missing
@@ -114,7 +116,7 @@ class Logs:
             os.close(fd)
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
-        """Return bytes from an offset; none beyond the end of the file."""
+        """Return bytes from an offset; no bytes beyond the end of the file."""
         path = self._directory(run_id, fence) / _name(rank, stream)
         if offset < 0:
             raise InvalidValue(f"a log has no offset {offset}")
@@ -146,18 +148,19 @@ class Logs:
         """Make all appended bytes of an attempt durable.
 
         Raises:
-            OSError: the disk failed; the caller must not acknowledge anything.
+            OSError: the disk failed. The caller must not acknowledge anything.
         """
         directory = self._directory(run_id, fence)
         with self._lock:
             names = self._unsynced.pop(directory, None)
         try:
-            if names is None:  # Another process wrote these files before this one started.
+            if names is None:  # Another process wrote these files before the start of this process.
                 names = {entry.name for entry in _entries(directory)}
             if names:
                 if len(names) < TOGETHER_MIN or not _sync_disk(directory):
                     for name in names:
-                        with contextlib.suppress(FileNotFoundError):  # A reader may record a file before it exists.
+                        # A reader may record a file before the file exists.
+                        with contextlib.suppress(FileNotFoundError):
                             _sync(directory / name)
                 for path in (directory, directory.parent, self._root, self._root.parent):
                     _sync(path)
@@ -179,7 +182,7 @@ class Logs:
         }
 
     def remove(self, run_id: str) -> None:
-        """Delete all output of a run, and do nothing if the run has no output."""
+        """Delete all output of a run. If the run has no output, the method does nothing."""
         directory = self._directory(run_id, 1).parent
         with self._lock:
             for attempt in [path for path in self._unsynced if path.parent == directory]:
@@ -216,7 +219,7 @@ class Logs:
             self._unsynced.setdefault(directory, before).add(name)
 
     def _write(self, fd: int, data: memoryview) -> int:
-        """Write as many bytes as fit, and return their number."""
+        """Write as many bytes as fit, and return the number of written bytes."""
         free = free_bytes(fd)
         data = data if free is None else data[: max(0, free - self._kept_free_bytes)]
         written = 0
@@ -256,7 +259,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_disk(directory: Path) -> bool:
-    """Sync the file system of a directory, and return False if this operating system cannot sync a file system."""
+    """Sync the file system of a directory. Return False if this operating system has no such call."""
     if not hasattr(_libc, "syncfs"):
         return False
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

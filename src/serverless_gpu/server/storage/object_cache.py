@@ -4,11 +4,11 @@
          ├ another request reads it from the bucket  ─▶ the same bytes
          └ else: from the bucket, compared with its name, cached ─▶ from the file
 
-A pack's name is the digest of its bytes, so a copy of a pack never becomes outdated. A unit or snapshot contains data
-beyond its address, which another `put` may change. For example, a unit may then point at other packs. Copies of units
-and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart. A missing pack invalidates all copies
-of units and snapshots. The server compares every copy with its digest when it opens the copy. A defective disk
-therefore costs only another read of the bucket.
+A pack's name is the digest of its bytes, so a copy of a pack never becomes outdated. The address of a unit or snapshot
+does not cover all of its data. Another `put` may change that data. For example, a unit may then refer to different
+packs. Copies of units and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart. A missing pack
+invalidates all copies of units and snapshots. The server compares every copy with its digest when it opens the copy. A
+defective disk therefore causes only another read of the bucket.
 
 When the cache or the disk is full, the server removes the least recently used copies. If an object does not fit, the
 server serves the object from memory to all waiting requests and does not cache it.
@@ -56,15 +56,15 @@ PACKS_AT_ONCE = 8
 DOCUMENTS_AT_ONCE = 16
 """Maximum number of concurrent downloads of units and snapshots, which mostly wait for the network."""
 TURN_S = 15.0
-"""Seconds that a download waits for a free slot. The timeout limits the delay that a hanging bucket causes."""
+"""Seconds that a download waits for a free slot, which limits the delay from a hanging bucket."""
 FIRST_BYTES = 64 << 20
 """Bytes in the first request to the bucket. Every pack is shorter and thus needs only one request."""
 DOCUMENT_S = 600
 """Seconds for which a copy of a unit or a snapshot is valid."""
 WAIT_S = 40.0
-"""Seconds that a request waits for a shared download. This timeout is shorter than the client's timeout."""
+"""Seconds that a request waits for a shared download, fewer than the client's timeout."""
 FLOOR_BYTES_MAX = 10**9
-_FLOOR_SHARE = 20  # On a small disk, a twentieth stays free.
+_FLOOR_SHARE = 20  # On a small disk, one twentieth of the disk stays free.
 _COPIED = ("packs", "units", "snapshots")
 
 Judge = Callable[[str, bytes], None]
@@ -82,7 +82,7 @@ class ObjectCache:
         bytes_max: maximum size of all copies.
         judge: compares downloaded data with its key.
         clock: measures the age of copies.
-        kept_free_bytes: minimum of free space for the server; copies leave one gigabyte more.
+        kept_free_bytes: minimum of free space for the server. Copies leave an additional gigabyte free.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ObjectCache:
         self._told: set[str] = set()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object or a range of it in pieces. The cache verifies the object before this function returns.
+        """Yield a verified object, or a range of it, in pieces.
 
         Raises:
             KeyError: the object does not exist.
@@ -124,11 +124,11 @@ class ObjectCache:
         return itertools.chain((next(pieces),), pieces)
 
     def keep(self, key: str, data: bytes | memoryview) -> None:
-        """Cache an object that was just put into the bucket, to save its download."""
+        """Cache an object right after a `put` into the bucket, to save the download of the object."""
         self._kept(key, data)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Remove copies, because the bucket's objects were deleted or replaced."""
+        """Remove copies of objects that were deleted or replaced in the bucket."""
         with self._lock:
             for key in keys:
                 self._drop(key)
@@ -163,7 +163,7 @@ class ObjectCache:
 
     def _lead(self, key: str, flight: Future[_Copy]) -> None:
         try:
-            # An earlier download may have ended between the lookup and this one.
+            # An earlier download may have ended between the lookup and this download.
             copy = self._hit(key) or self._fetched(key)
         except BaseException as error:  # noqa: BLE001 - all waiting requests get the same error
             flight.set_exception(error)
@@ -181,7 +181,7 @@ class ObjectCache:
             except AlteredObject:
                 data = self._once_more(key)
             except EnvironmentRejected:
-                return _Bytes(data)  # The object breaks a rule or is of another version; the caller reports the error.
+                return _Bytes(data)  # The object breaks a rule or is of another version. The caller reports the error.
             return self._kept(key, data)
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ class ObjectCache:
             turns.release()
 
     def _once_more(self, key: str) -> bytes:
-        """Read altered data a second time, to find out if the transfer or the store altered the data."""
+        """Read altered data a second time, to determine if the transfer or the store altered the data."""
         data = self._whole(key)
         try:
             self._judge(key, data)
@@ -237,7 +237,7 @@ class ObjectCache:
             _log.warning("the server removes the copy of %s in %s: %s", key[:20], self._directory, error)
             self.forget((key,))
             return None
-        with contextlib.suppress(OSError):  # This time only determines the order of removal after a restart.
+        with contextlib.suppress(OSError):  # The file time only determines the order of removal after a restart.
             os.utime(self._place(key))
         with self._lock:
             if key in self._known():
@@ -256,14 +256,14 @@ class ObjectCache:
         return document.digest
 
     def _kept(self, key: str, data: bytes | memoryview) -> _Copy:
-        """Cache downloaded data and return the copy, or the bytes themselves if the disk is full."""
+        """Cache downloaded data and return the copy, or return the bytes if the disk is full."""
         place = self._place(key)
         fresh = place.with_name(f".new-{place.name}-{os.urandom(4).hex()}")
         with self._lock:
             self._drop(key)
             if not self._make_room(len(data)):
                 return _Bytes(data)
-            self._known()[key] = len(data)  # This reserves the space.
+            self._known()[key] = len(data)  # The new entry reserves the space.
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.write_bytes(data)
@@ -271,7 +271,7 @@ class ObjectCache:
             with self._lock:
                 if key in self._known():
                     fresh.rename(place)
-                else:  # The copy was removed for lack of space while it was written.
+                else:  # Another thread removed the copy for lack of space during the write.
                     fresh.unlink()
                     return copy
         except OSError as error:
@@ -349,7 +349,7 @@ class _Document(NamedTuple):
 
 
 class _Copy:
-    """An object that can be read in pieces, even after its file was removed."""
+    """An object whose pieces remain readable after the removal of its file."""
 
     size: int
 
@@ -376,7 +376,7 @@ class KeptFile(_Copy):
         self.size = os.fstat(self._fd).st_size
 
     def __del__(self) -> None:
-        # Several waiting requests share a copy, and a reader that disconnects does not close it.
+        # Several waiting requests share a copy, so a reader that disconnects does not close the copy.
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -392,13 +392,13 @@ def _pieces(copy: _Copy, start: int, end: int) -> Iterator[bytes]:
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
-    """Return keys and sizes of the packs on the disk, the last used at the end. Delete all other files."""
+    """Return keys and sizes of the packs on the disk, in order of last use. Delete all other files."""
     found: list[tuple[int, str, int]] = []
     for kind in _COPIED:
         for path in (directory / kind).glob("*"):
             status = path.stat()
             if kind != "packs" or path.name.startswith("."):
-                # The digest of a document is lost after a restart; other files are incomplete.
+                # A restart loses the digest of a document. Other files are incomplete.
                 path.unlink(missing_ok=True)
             else:
                 found.append((status.st_mtime_ns, f"{kind}/{path.name}", status.st_size))

@@ -12,9 +12,9 @@ run's row is durable:
     server/logs/<run>/     output of ranks
     server/gangs/<gang>    gangs placed by the machine's own engine
 
-A run that retention removed leaves a row in the audit. A run with files but without its row and without that audit
-entry was therefore acknowledged and then lost. A starting server logs such runs before any loop forgets a gang. `sgpu
-server check` reports lost runs at any time, and retention does not delete their output.
+A run that retention removed leaves a row in the audit. If a run has files but neither a row nor an audit entry about
+its removal, the database has lost the acknowledged run. A starting server logs such runs before any loop forgets a
+gang. `sgpu server check` reports lost runs at any time, and retention does not delete their output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 STORE_S = 40.0
-"""Seconds that one request waits for a bucket. This timeout is shorter than the client's timeout."""
+"""Seconds that one request waits for a bucket, fewer than the client's timeout."""
 LOOK_MAX = 2_000
 """Maximum number of runs that a start looks up, newest first. A rollback loses new runs."""
 _NAMED_MAX = 5
@@ -136,7 +136,7 @@ class MeteredStore(Store):
             return self._store.present(keys)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return all objects below a prefix. Metrics omit its duration, because the caller controls the pace."""
+        """Return all objects below a prefix. Metrics omit the duration, because the caller controls the pace."""
         return self._store.list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -145,7 +145,7 @@ class MeteredStore(Store):
             self._store.delete(keys)
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes the store can hold."""
+        """Return the number of further bytes that the store can hold."""
         return self._store.free_bytes()
 
     @contextlib.contextmanager

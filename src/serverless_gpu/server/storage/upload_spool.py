@@ -2,15 +2,15 @@
 
     request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── complete ─▶ memoryview ─▶ check, store
 
-A slow sender uses no memory. A killed server leaves no files behind, because the file has no name. No reader sees an
-incomplete body. Only threads of a separate pool wait for disks and stores. A bucket that takes half a minute per
+A slow sender uses no memory. A killed server leaves no files behind, because the spool file has no name. No reader sees
+an incomplete body. Only threads of a separate pool wait for disks and stores. A bucket that takes half a minute per
 request therefore does not delay heartbeats.
 
 Failure cases:
 
 * The disk is full: the sender gets ServerStorageFull, before the first byte if the size is known.
 
-* The sender disconnects or sends more than the route accepts: the body raises, and the file is removed.
+* The sender disconnects or sends more than the route accepts: reading the body raises, and the server removes the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class UploadSpool:
-    """Holds bodies until they are complete, and runs their processing in separate threads."""
+    """Stores bodies until they are complete, and processes bodies in separate threads."""
 
     def __init__(self, directory: Path, *, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._directory = directory
@@ -48,7 +48,7 @@ class UploadSpool:
         self._kept_free_bytes = kept_free_bytes
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run work on disks or stores in a thread of the separate pool and return its result."""
+        """Run work on disks or stores in a thread of the separate pool, and return its result."""
         return await to_thread.run_sync(work, limiter=self._threads)
 
     @contextlib.asynccontextmanager
@@ -105,7 +105,7 @@ def _mapped(file: IO[bytes]) -> Iterator[memoryview]:
     try:
         yield view
     finally:
-        # Free the disk space now; otherwise a stored traceback could keep the file open.
-        with contextlib.suppress(BufferError):  # The store may still hold a part of the view for a moment.
+        # Free the disk space now. Otherwise, a stored traceback could keep the file open.
+        with contextlib.suppress(BufferError):  # The store may still use a part of the view for a moment.
             view.release()
             mapped.close()

@@ -195,7 +195,7 @@ def test_F29_a_copy_that_is_not_what_it_was_is_read_from_the_bucket_again(
         copy.write_bytes(wrong)
         assert read(environments) == PACK
     assert len(store.got) == 4
-    assert golden("environment.nearby.thrown-away") in caplog.text
+    assert "removes the copy" in caplog.text and golden("environment.nearby.thrown-away") in caplog.text
 
 
 def test_F42_what_comes_altered_is_asked_for_once_more(store: FarAway, environments: EnvironmentStore) -> None:

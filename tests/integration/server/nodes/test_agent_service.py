@@ -104,7 +104,7 @@ def test_a_node_may_have_a_new_token(services: Services, agents: AgentService) -
 
 def test_a_name_is_one_principals_and_one_machines(services: Services, agents: AgentService, clock: FakeClock) -> None:
     agents.hello(NODE, hello())
-    with pytest.raises(NotAllowed, match="belongs to node"):
+    with pytest.raises(NotAllowed, match="principal node"):
         agents.hello(OTHER, hello())
     with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.another-machine"))):
         agents.hello(NODE, hello(machine="m2"))

@@ -436,7 +436,7 @@ def test_an_owner_decides_about_their_node_and_takes_nothing_back_that_others_de
     with pytest.raises(NotAllowed, match="root drains n1"):
         services.node_rules.drain(by(ALICE), NodeDrainRequest(on=True, stop=True, note="root said so"))
     services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
-    with pytest.raises(NotAllowed, match="root has put"):
+    with pytest.raises(NotAllowed, match="root has quarantined"):
         services.node_rules.quarantine(by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=False))
 
 

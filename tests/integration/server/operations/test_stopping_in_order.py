@@ -55,7 +55,7 @@ def test_F53_requests_that_go_on_finish_and_others_are_told_to_come_again(tmp_pa
         assert answer.startswith(b"HTTP/1.1 204"), answer
         server.wait_stopped()
     log = (tmp_path / "server" / "server.log").read_text()
-    assert "cuts them off" not in log and '"status":503' in log
+    assert "the server cancels" not in log and '"status":503' in log
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -67,7 +67,7 @@ def test_requests_that_do_not_finish_are_cut_off_in_the_end_or_at_a_second_signa
             wait_for(lambda: status(server, "/whoami")[0] == 503, "it is stopping")
             server.stop()
         server.wait_stopped()
-    assert "cuts them off" in (tmp_path / "server" / "server.log").read_text()
+    assert "the server cancels" in (tmp_path / "server" / "server.log").read_text()
 
 
 def test_a_request_that_comes_with_the_signal_is_answered_or_refused_and_never_dropped(tmp_path: Path) -> None:

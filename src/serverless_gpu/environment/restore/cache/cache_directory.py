@@ -12,16 +12,16 @@
     linked                  exists if trees may have links to files of units (`unit_integrity.py`)
     view                    mount point of overlays, in the namespaces of their users
 
-An entry whose name has no leading dot is complete, because a rename created it. The cache does not sync files to the
-disk before their first use, because syncing 30,000 files takes seconds. So after a reboot the cache reads unsynced
-files again before it trusts them.
+An entry whose name has no leading dot is complete, because a rename creates the entry. The cache does not sync files to
+the disk before their first use, because syncing 30,000 files takes seconds. After a reboot, the cache therefore
+verifies all files that were not synced.
 
 Locks are files with a flock. The kernel releases a lock when the holding process exits. The exclusive holder of a lock
-may remove the lock file. So a process that gets a lock checks that the path still names its file, and otherwise tries
-again. Executed programs inherit no lock descriptor unless the caller passes one on.
+may remove the lock file. A process that acquires a lock therefore checks that the path still names the locked file, and
+otherwise tries again. Executed programs inherit no lock descriptor unless the caller passes one on.
 
-Failure cases, all `StorageError`: a process holds a lock for too long, a directory cannot be written, or the disk is
-full (`DiskFull`).
+Failure cases: The cache raises `StorageError` if another process holds a lock for too long, or if a directory is not
+writable. The cache raises `DiskFull`, a subclass of `StorageError`, if the disk is full.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from serverless_gpu.json_codec import from_msgpack
 from serverless_gpu.units import format_bytes
 
 LINKED = "linked"
-"""Name of a marker file in the cache. If it exists, trees link to files of units, and the cache checks these files
+"""Name of a marker file in the cache. The file exists if trees link to files of units. The cache then checks linked
+files
 before each use.
 """
 _RENAME_EXCHANGE = 2
@@ -65,7 +66,7 @@ class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     settled: bool = False
     looked_ns: int = 0  # Time of the last check, on the boot-time clock of `boot`.
-    # Seal (`unit_integrity.py`) from the last time that the unit's bytes were verified; b"" before the first seal.
+    # Seal (`unit_integrity.py`) from the last verification of the unit's bytes, or b"" before the first seal.
     files: bytes = b""
     documents: bytes = b""
 
@@ -88,11 +89,12 @@ class CachePaths:
         self.view = root / "view"
         self.linked = root / LINKED
         self.layers = root / "layers"
-        # A lookup is faster than making a path, and an environment has hundreds of units.
+        # Looking up a path in a dictionary is faster than constructing the path, and an environment has hundreds of
+        # units.
         self._known: dict[str, Path] = {}
 
     def unit(self, address: str) -> Path:
-        """Return the directory of a unit; the directory need not exist."""
+        """Return the directory of a unit, which need not exist."""
         known = self._known.get(address)
         if known is None:
             known = self._known[address] = self.units / address[:2] / address
@@ -115,7 +117,7 @@ class CachePaths:
         return self.locks / f"{address}.making"
 
     def note(self, address: str) -> UnitNote | None:
-        """Return the record of a unit; None when the cache does not have the unit."""
+        """Return the record of a unit, or None if the cache lacks the unit."""
         return read_document(self.unit(address) / "note", UnitNote)
 
     def looked(self, address: str) -> Path:
@@ -135,7 +137,7 @@ class CachePaths:
 
 
 def read_document(path: Path, kind: type[_Value]) -> _Value | None:
-    """Return a document of the cache; None when the document is missing or not valid."""
+    """Return a document of the cache, or None if the document is missing or not valid."""
     try:
         return from_msgpack(path.read_bytes(), kind)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
@@ -180,7 +182,7 @@ def put_aside(directory: Path) -> Path:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory tree; ignore entries that another process deletes at the same time."""
+    """Delete a directory tree, and ignore entries that another process deletes at the same time."""
     with contextlib.suppress(FileNotFoundError):
         try:
             shutil.rmtree(directory)
@@ -237,7 +239,7 @@ def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, wait_s: float) -> Iterator[None]:
-    """Hold a lock while the block runs; see `lock`."""
+    """Acquire a lock as `lock` does, and hold the lock while the block runs."""
     fd = lock(path, shared=shared, wait_s=wait_s)
     try:
         yield
@@ -288,7 +290,7 @@ def occupied_bytes(size: int, files: int) -> int:
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether an error means that the disk, or the user's quota, is full."""
+    """Return True if an error means that the disk, or the user's quota, is full."""
     return error.errno in _FULL
 
 

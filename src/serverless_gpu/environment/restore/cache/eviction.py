@@ -7,7 +7,7 @@ The last use of a unit is its fetch, or the last restore of an environment that 
 recently used unit first, together with the environments that contain it. The cache never evicts a unit in use.
 
 A restore records the units that it will use while it shares the lock `evicting` and holds the lock of its environment.
-So either the eviction reads this record, or the restore starts after the eviction and detects the removed units.
+Therefore either the eviction reads the restore's record, or the restore starts later and detects the removed units.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})
 
 
 def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
-    """Remove units and their environments until `excess` bytes are freed or all other units must stay."""
+    """Remove units and their environments until `excess` bytes are freed or no more units can be removed."""
     gone: list[Path] = []
     freed = 0
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
@@ -53,7 +53,7 @@ def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
 
 
 def forget(places: CachePaths, keep: int) -> None:
-    """Remove environments that are not in use, except the `keep` most recently used; keep their units."""
+    """Remove unused environments except the `keep` most recently used, but keep their units."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         unused = [each for each in environments(places) if not each.held]
@@ -65,7 +65,7 @@ def forget(places: CachePaths, keep: int) -> None:
 
 def sweep(places: CachePaths) -> None:
     """Delete unfinished directories of dead processes, and replaced directories that no process uses."""
-    # The lock prevents a race: a process that tries the same locks would make every environment look in use.
+    # Without this lock, a concurrent sweep would briefly hold the same locks, and every environment would look in use.
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
     for parent in (*_directories(places.units), places.trees):
@@ -81,7 +81,7 @@ def sweep(places: CachePaths) -> None:
 
 
 def evicting_lock(places: CachePaths) -> Path:
-    """Return the lock of an eviction; a restore shares it while it records its units."""
+    """Return the lock of an eviction, which a restore shares while it records its units."""
     return places.locks / "evicting"
 
 
@@ -99,7 +99,7 @@ def units(places: CachePaths) -> list[CachedUnit]:
 
 
 def environments(places: CachePaths) -> list[CachedEnvironment]:
-    """Return all environments that this node has restored, and whether they are in use."""
+    """Return all environments that this node has restored, and for each environment if it is in use."""
     found = []
     for directory in _directories(places.trees):
         members = read_document(directory / "members", list[str]) if _ADDRESS.fullmatch(directory.name) else None
@@ -171,7 +171,7 @@ def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
     """Move a unit's environments aside, then the unit, and return the moved directories.
 
     The step stops early if a process begins to use one of the environments. If the unit was moved, its directory is the
-    last one in the result.
+    last entry of the result.
     """
     aside: list[Path] = []
     for address in step.environments:
@@ -210,7 +210,7 @@ def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | Non
 
 
 def _delete_with_links(places: CachePaths, directory: Path) -> None:
-    """Delete a directory, and mark the unchanged units that its links led to.
+    """Delete a directory of links, and record that its unchanged units stay unchanged.
 
     Removing a link changes the file's change time, so the next check would otherwise suspect the unit.
     """
@@ -221,7 +221,7 @@ def _delete_with_links(places: CachePaths, directory: Path) -> None:
     members = read_document(directory / "members", list[str])
     members = members or read_document(places.environment(match["address"]) / "members", list[str]) or []
     lock = try_lock(linking_lock(places))
-    # Another process makes or checks links, so the next check reads the files whose links are deleted.
+    # Another process holds the linking lock. The next check then reads the files whose links this process deletes.
     if lock is None:
         delete(directory)
         return

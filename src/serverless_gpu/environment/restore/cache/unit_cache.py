@@ -8,21 +8,23 @@
              keep the old one
     evict  ─ remove the least recently used units; never a unit in use
 
-`UnitFetch` brings units from a store:
+`UnitFetch` fetches units from a store:
 
     all missing units ─ free space above the minimum of free disk; the least recently used units are removed first
       each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, which any process may then use
             another process fetches it? check it again after the others; the report names the awaited unit
 
-One stream unpacks all units (`unpack_each`), so a small unit does not wait for a separate round trip. A killed process
-leaves `.new-<address>` and a lock that the kernel has freed. The next process that gets the lock starts the unit again.
+A single stream unpacks all units (`unpack_each`), so a small unit does not wait for a separate round trip. A killed
+process leaves the directory `.new-<address>`. The kernel releases the process's lock, and the next process that
+acquires the lock unpacks the unit again.
 
 `cache_directory.py` defines the paths, `unit_integrity.py` checks units, and `eviction.py` removes them.
 
-Failure cases: the disk is full, so StorageError names it, and no half-written unit becomes visible (F27). A unit is
-damaged on the disk, and the cache fetches the unit again (F29). A process is killed, and the next process continues
-from the finished units. A unit is altered in transit or in the store: the cache fetches the unit once more, then raises
-EnvironmentCorrupt. Another process fetches one unit for over an hour (StorageError).
+Failure cases: If the disk is full, the cache raises a StorageError that names the disk, and no half-written unit
+becomes visible (F27). If a unit is damaged on the disk, the cache fetches the unit again (F29). If a process is killed,
+the next process continues from the finished units. If a unit is altered in transit or in the store, the cache fetches
+the unit once more, then raises EnvironmentCorrupt. If another process fetches one unit for over an hour, the cache
+raises a StorageError.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ from serverless_gpu.units import format_bytes
 CACHE_BYTES_MAX = 100 * 10**9
 """Default limit of the disk space of all units on a node, in bytes."""
 ENVIRONMENTS_MAX = 32
-"""Number of unused environments that the cache keeps. Each is a directory, or with links a tree of all files."""
+"""Maximum number of unused environments in the cache. A restored environment is a small directory or a tree of links.
+"""
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # On a small disk, one twentieth of its size stays free.
 _READERS = 8
@@ -101,7 +104,7 @@ IsGood = Callable[[str], bool]
 
 
 class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
-    """Units that are in the cache: their directories, and the units and bytes that this call fetched."""
+    """The result of `ensure`: unit directories, and the units and bytes that the call fetched."""
 
     directories: dict[str, Path]
     fetched: int = 0
@@ -111,7 +114,7 @@ class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
 class UnitCache(CachePaths):
     """The units and trees of a node.
 
-    The cache leaves `floor_bytes` free on the disk. None means 1 GB, or a twentieth of a smaller disk.
+    The cache leaves `floor_bytes` free on the disk. The default is 1 GB, or a twentieth of a smaller disk.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class UnitCache(CachePaths):
         *,
         accept: Callable[[Unit], None] = lambda unit: None,
     ) -> EnsuredUnits:
-        """Check units in the cache, and fetch the missing ones.
+        """Check units in the cache, and fetch missing units.
 
         The caller holds the lock of an environment that contains the units. `accept` raises an error when a unit does
         not match its snapshot. The cache calls `accept` before it fetches the first byte.
@@ -203,7 +206,7 @@ class UnitCache(CachePaths):
     def verify(self, address: str, blobs: StoreBlobs, report: Report = ignore_progress, *, read: bool = True) -> str:
         """Compare a unit with its rows, and replace a damaged unit.
 
-        Return the damage, or "". Without `read`, compare only the metadata of each file.
+        Return a description of the damage, or "". Without `read`, compare only the metadata of each file.
         """
         with locked(self.unit_lock(address), wait_s=WAIT_S):
             wrong = self._damage(address, read=read)
@@ -255,7 +258,7 @@ class UnitCache(CachePaths):
                 raise full(self.units, needed, self.floor_bytes)
 
     def settle(self, addresses: Iterable[str]) -> None:
-        """Sync units to the disk, so that the next boot need not read all units.
+        """Sync units to the disk, so that the cache need not read all units after the next boot.
 
         Call this method while the node is idle, because the sync may take seconds.
         """
@@ -267,7 +270,7 @@ class UnitCache(CachePaths):
                 self.write_note(address, msgspec.structs.replace(note, settled=True))
 
     def sizes(self) -> tuple[int, int]:
-        """Return the number of units in the cache, and the bytes that they occupy."""
+        """Return the number of units in the cache, and the bytes that all units occupy."""
         units = eviction.units(self)
         return len(units), sum(unit.size for unit in units)
 
@@ -281,8 +284,8 @@ class UnitCache(CachePaths):
     def look(self, snapshot: Snapshot) -> tuple[str, ...]:
         """Check the units of an environment, and put modified units aside.
 
-        The cache checks each unit once per boot of this machine, and again after `LOOK_S`. `trees.py` checks units with
-        links before each use.
+        The cache checks each unit once per boot of this machine, and again after `LOOK_S` seconds. `trees.py` checks
+        units with links before each use.
 
         The caller holds the environment's lock.
         """
@@ -310,13 +313,13 @@ class UnitCache(CachePaths):
         return made
 
     def expose(self, addresses: Iterable[str]) -> None:
-        """Record the current time as the last linking of these units. The caller holds the linking lock."""
+        """Record that trees link these units now. The caller holds the linking lock."""
         for address in addresses:
             expose(self.unit(address))
         self.linked.touch()
 
     def forget_made_of(self, address: str) -> None:
-        """Invalidate the trees and overlays of a damaged unit, so that their next user makes them again."""
+        """Invalidate all trees and overlays with a damaged unit, so that the next restore replaces them."""
         for environment in eviction.environments(self):
             if address in environment.units:
                 place = self.environment(environment.address)
@@ -345,7 +348,7 @@ class UnitCache(CachePaths):
         return 0 <= self.clock.boottime_ns() - looked_ns < LOOK_S * 10**9
 
     def _is_known(self, note: UnitNote) -> bool:
-        """Return True if a unit was checked in this boot, and within `LOOK_S`."""
+        """Return True if a unit was checked in this boot, within the last `LOOK_S` seconds."""
         return note.boot == self.boot and self._is_fresh(note.looked_ns)
 
     def _survived(self, address: str) -> bool:
@@ -353,7 +356,7 @@ class UnitCache(CachePaths):
         return self.note(address) is not None and not self._look(address)
 
     def _look(self, address: str) -> str:
-        """Check a unit whose lock is held. Move a damaged unit aside and return the damage, else ""."""
+        """Check a unit whose lock the caller holds. Move a damaged unit aside, and return its damage or ""."""
         note, unit = self.note(address), self.unit(address)
         if note is None or self._is_known(note):
             return ""
@@ -383,7 +386,7 @@ class UnitCache(CachePaths):
         return changed
 
     def _changed(self, address: str, note: UnitNote, seal: Sweep) -> str:
-        """Return the damage of a unit, or "". Read the whole unit if its seal differs or proves nothing."""
+        """Return the damage of a unit, or "". Read the whole unit if its seal differs or is inconclusive."""
         is_new_boot = note.boot != self.boot
         if exposed_since(self.unit(address)):  # Making a link also changes the change time of a file.
             return self._damage(address, read=not note.settled) if is_new_boot else ""
@@ -395,16 +398,16 @@ class UnitCache(CachePaths):
         return wrong
 
     def _mend_bytecode(self, address: str, seal: Sweep) -> str:
-        """Remove bytecode that was never recorded or was modified later; return the first modified path.
+        """Remove unrecorded or modified bytecode, and return the path of the first modified file.
 
-        Bytecode stays unrecorded when an earlier version or a killed process compiled it.
+        Bytecode is unrecorded if an earlier version of this package or a killed process compiled the file.
         """
         unit = self.unit(address)
         known = known_bytecode(unit)
         wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
         lock = try_lock(self.compiling_lock()) if wrong else None
         if lock is None:
-            return ""  # All bytecode is valid, or another process compiles now and the next check decides.
+            return ""  # All bytecode is valid, or another process is compiling and the next check decides.
         try:
             for path in wrong:
                 (unit / path).unlink(missing_ok=True)
@@ -423,9 +426,9 @@ class UnitCache(CachePaths):
 
 
 class UnitFetch:
-    """Fetches units for one call, while other processes may fetch too.
+    """Fetches units for one call. Other processes may fetch units at the same time.
 
-    The fetch calls `make_space` with the needed bytes, once at the start and before each unit.
+    The fetch calls `make_space` with the number of needed bytes, once at the start and before each unit.
     """
 
     def __init__(
@@ -449,7 +452,7 @@ class UnitFetch:
         self.fetched: list[Unit] = []
 
     def run(self, units: Iterable[Unit], is_good: IsGood) -> None:
-        """Fetch all units into the cache; `fetched` lists the units that this call fetched.
+        """Fetch all units into the cache. `fetched` lists the units that this call fetched.
 
         The fetch calls `is_good` while it holds the unit's lock.
         """
@@ -486,7 +489,7 @@ class UnitFetch:
         return self._fresh(unit.address)
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Run `work`; run it once more if bytes were altered in transit or other processes filled the disk."""
+        """Run `work`, and repeat `work` once if bytes were altered in transit or the disk became full."""
         for left in range(_TRIES - 1, -1, -1):
             try:
                 return work()
@@ -603,7 +606,7 @@ def moved_bytes(unit: Unit) -> int:
 
 
 def room(places: CachePaths, needed: int, floor: int) -> int:
-    """Return the number of bytes that must be freed for `needed` plus the minimum; 0 if none."""
+    """Return the number of bytes to free for `needed` bytes plus the minimum, or 0."""
     return max(0, needed + floor - free_bytes(places.root))
 
 

@@ -10,22 +10,23 @@
 A seal is a digest of the metadata of all files, computed when their bytes were verified. A rank cannot write to a unit
 through a mount. But a process of the cache's owner can reach the files by their path below the cache. A write that
 preserves the size and restores the modification time still changes the inode's change time, which no call can set. A
-file or directory that was moved into the unit has another inode. So a sweep detects both without reading a byte.
+file or directory that was moved into the unit has another inode. A sweep therefore detects modified and replaced files
+without reading a byte.
 
 A hard link is the file itself. The owner of a linked file can change the file for every environment that contains the
-unit. So the cache checks a unit that was ever linked before each use, file by file (`suspects`). All files of units
-have the same modification time, and an ordinary write changes this time. A write that restores this time still changes
-the change time, as does every link that is made or removed. So the cache touches `linked` again after it made links,
-and reads every file that changed later. `link_tree.py` checks each file right before it links the file. One listing of
-the directories serves both purposes.
+unit. Before each use, the cache therefore checks every file of a unit that was ever linked (`suspects`). All files of
+units have the same modification time, and an ordinary write changes this time. A write that restores the modification
+time still changes the change time. Making or removing a link also changes the change time. After making links, the
+cache therefore touches the file `linked`. A check reads every file whose change time is later. `link_tree.py` checks
+each file right before it links the file, with the same listing of the directory.
 
-The cache compiles bytecode after the seal. The cache records each bytecode file after its compilation. Bytecode of a
-linked unit is suspicious when it was modified after the link. `unit_metadata.py` may also add files after the seal.
-`unit_cache.py` decides how to treat a modified unit.
+The cache compiles bytecode after it has sealed a unit. The cache records each bytecode file after its compilation.
+Bytecode of a linked unit is suspicious if a process modified the bytecode after the last link. `unit_metadata.py` may
+also add files to a sealed unit. `unit_cache.py` decides how to treat a modified unit.
 
-Failure cases: a process of the cache's owner can also rewrite the records, and its changes stay undetected. Users who
-do not trust each other need separate uids. If the clock was set back, the check misses a change of a linked unit that
-also restores the file's time.
+Failure cases: A process that runs as the cache's owner can rewrite the records and hide its changes. Users who do not
+trust each other need separate uids. After the clock is set back, the check misses a change of a linked unit that also
+restores the file's time.
 """
 
 from __future__ import annotations
@@ -145,14 +146,14 @@ def linking(places: CachePaths) -> Iterator[None]:
 
 
 def expose(unit: Path) -> None:
-    """Record that all links to a unit's files are new or verified up to now."""
+    """Record that every link to a unit's files is new or was just verified."""
     with contextlib.suppress(FileNotFoundError):
         os.close(os.open(unit / "linked", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         os.utime(unit / "linked")
 
 
 def exposed_since(unit: Path) -> int:
-    """Return the time of a unit's last `expose` on the file system's clock; 0 if it was never linked."""
+    """Return the time of a unit's last `expose` on the file system's clock, or 0 without any."""
     try:
         return os.lstat(unit / "linked").st_ctime_ns
     except FileNotFoundError:
@@ -186,7 +187,7 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
 
 
 def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
-    """Return whether a file of a unit may have been modified.
+    """Return True if a file of a unit may have been modified.
 
     `folder` may be any path that ends with the file's directory in the unit. `since_ns` comes from `exposed_since`.
     """

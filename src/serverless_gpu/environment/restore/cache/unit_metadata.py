@@ -8,19 +8,20 @@
     [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
     #!python in a script of a wheel       → #!<interpreter of this tree>
 
-The outline generates RECORD from the unit's rows, so that `importlib.metadata` and pip see the files. The lines for
-scripts differ in each tree, and assembling adds them. Creating files is the largest cost of preparing mounts, above all
-on a disk with many recent deletions. With these additions, an environment of 200 distributions needs a hundred
-generated files, mostly scripts, not a thousand. If an environment needs other content than a unit has, the environment
-places its own generated file above the unit's file.
+The outline generates RECORD from the unit's rows, so that `importlib.metadata` and pip see the files. The RECORD lines
+for scripts differ in each tree, so restore adds these lines when it assembles the tree. Creating files is the largest
+cost of preparing mounts, above all on a disk with many recent deletions. With the added metadata, an environment of 200
+distributions needs a hundred generated files, mostly scripts, instead of a thousand. If an environment needs other
+content than a unit has, the environment places its own generated file above the unit's file.
 
 The kernel reads 127 bytes of a script's first line and splits the line at spaces. A script whose interpreter path does
-not fit starts as a /bin/sh script. Python reads the shell lines as a string. pip uses the same technique.
+not fit starts as a /bin/sh script. Python parses the shell lines as a string literal. pip uses the same technique for
+its scripts.
 
-Failure cases: the disk is full. Another process works on a unit, so the environment contains the generated files
-instead. Two addresses begin alike, so the second unit gets a name from later characters of its address. Entry points
-that are not text, or whose names are not file names, are left out. The module writes no file to the interpreter's own
-directory.
+Failure cases: If the disk is full or another process holds a unit's lock, the environment itself contains the generated
+files. If two addresses begin with the same characters, the second unit's name uses later characters of its address. The
+module skips entry points that are not text, or whose names are not file names. The module writes no file to the
+interpreter's own directory.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnitOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of a unit; restore assembles trees from summaries."""
+    """A summary of a unit, from which restore assembles trees."""
 
     size: int  # content bytes of the unit
     files: int
@@ -147,7 +148,7 @@ class SharedMetadata:
             for path, digest in added.items():
                 content = files.get(path)
                 if content is None:
-                    # Another environment added this file to the unit; an empty file hides it in this tree.
+                    # Another environment added this file to the unit. An empty file hides the added file in this tree.
                     files[path] = b""
                 elif digest == _digest(content):
                     del files[path]
@@ -164,7 +165,7 @@ class SharedMetadata:
                 self._add(address, {path: wanted[path] for path in paths})
 
     def layer(self, address: str, area: str) -> str:
-        """Return the name of a unit's area in `layers`; create this link if needed."""
+        """Return the name of a unit's area in `layers`, and create the link if needed."""
         target = f"../units/{address[:2]}/{address}/{area}"
         text = base64.urlsafe_b64encode(bytes.fromhex(address)).decode().rstrip("=")
         for start in range(len(text) - _NAME_LENGTH):
@@ -217,7 +218,7 @@ def _notes_directories(number: int, snapshot: Snapshot, outlines: Outlines) -> I
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically; replace a temporary file that a killed process left."""
+    """Write a file atomically, and replace a temporary file that a killed process left."""
     temporary = path.with_name(f".{path.name}.sgpu")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
@@ -235,7 +236,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def is_added(path: str) -> bool:
-    """Return whether a path of a unit may be an addition, such as `site/<name>.dist-info/RECORD`."""
+    """Return True if a path of a unit may be an addition, such as `site/<name>.dist-info/RECORD`."""
     folder, name = posixpath.split(path)
     return name in (*ADDED_NAMES, *(f".{each}.sgpu" for each in ADDED_NAMES)) and folder.endswith(".dist-info")
 
@@ -266,7 +267,7 @@ def script(reference: str, python: str) -> str:
 
 
 def shebang(python: str) -> str:
-    """Return the first line of a script for an interpreter; a long path needs several lines."""
+    """Return the shebang line of a script for an interpreter, or several lines for a long path."""
     simple = f"#!{python}\n"
     if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
         return simple
@@ -275,7 +276,7 @@ def shebang(python: str) -> str:
 
 
 def is_generic(content: bytes) -> bool:
-    """Return whether a script's first line names any Python, as in wheels."""
+    """Return True if a script's first line names any Python, as in wheels."""
     return _GENERIC.match(content) is not None
 
 

@@ -7,15 +7,16 @@
 The extractor never opens a path through a link. The extractor opens a directory from the new root name by name
 (`openat` with O_NOFOLLOW). New files are created only where no entry exists (O_EXCL). Links are made only after all
 files are written. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories of the
-current path open. Rows are ordered by path, so the next file is nearly always close to the current one.
+current path open. Rows are ordered by path, so the next file is nearly always close to the current file.
 
 Each file gets mode 0444 or 0555 when it is created; no other mode is possible. All files have the same modification
 time, so that their bytecode is valid wherever they are linked. The directory has mode 0700 until all of its content is
 complete and verified. The extractor removes the directory on any failure. The extractor does not sync files;
 `UnitCache.settle` syncs the file system later.
 
-Failure cases: bytes do not match their address (`EnvironmentCorrupt` names the pack, block or file). The disk is full
-or read-only (`StorageError`). The store raises an error.
+Failure cases: If bytes do not match their address, the extractor raises `EnvironmentCorrupt`, which names the pack,
+block or file. If the disk is full or read-only, the extractor raises `StorageError`. Errors of the store reach the
+caller unchanged.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ _Result = TypeVar("_Result")
 
 
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
-    """Unpack a unit into a directory and verify all of its content, or leave nothing behind.
+    """Unpack a unit into a new directory and verify its content. On an error, delete the directory.
 
-    The unit follows the rules (`StoreBlobs.read_unit`). The directory must not exist. The parent directory exists, and
-    no other process writes to it.
+    The caller has checked the unit (`StoreBlobs.read_unit`). The directory must not exist. The parent directory must
+    exist, and no other process may write to the parent directory.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
         pass
@@ -73,7 +74,7 @@ def unpack_each(
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is faster than one unit after another.
 
-    The stream takes the next job when it has capacity. The stream yields each directory as soon as it is complete. On
+    The stream starts the next job when it has capacity. The stream yields each directory as soon as it is complete. On
     an error, the stream deletes the directories that it has not yielded. Without `totals` of all jobs, the progress
     totals grow with each job that begins.
     """
@@ -170,7 +171,7 @@ class _Unpacker:
         for unit, directory in jobs:
             self._meter.begin(unit)
             work = self._open[directory] = _Work(unit, directory)
-            # Blocks of one pack are written in order, so that a large file never waits for a later block.
+            # Threads write the blocks of one pack in order, so that a large file never waits for a later block.
             for _, blocks in itertools.groupby(work.writer.used_blocks, key=lambda index: unit.blocks[index].pack):
                 piece = tuple(blocks)
                 work.outstanding += len(piece)
@@ -250,7 +251,7 @@ class _Work:
         self.writer = UnitWriter(unit, self._tree)
 
     def finish(self) -> int:
-        """Make all entries without content, and make the directory public; return the number of empty files."""
+        """Create all entries without content, publish the directory, and return the number of empty files."""
         with disk_errors(self.directory):
             count = self.writer.finish()
             os.chmod(self.directory, 0o755)
@@ -368,7 +369,7 @@ class DirectoryWalk:
 
 
 class UnitWriter:
-    """Writes the blocks of one unit; several threads may write blocks at the same time."""
+    """Writes the blocks of one unit. Several threads may write blocks at the same time."""
 
     def __init__(self, unit: Unit, tree: WrittenTree) -> None:
         self._unit = unit
@@ -397,7 +398,7 @@ class UnitWriter:
             raise EnvironmentCorrupt(f"{self._what}, block {index}: {error.message}") from None
 
     def finish(self) -> int:
-        """Make empty files and directories, then links; return the number of files."""
+        """Create empty files and directories, then links, and return the number of empty files."""
         with DirectoryWalk(self._tree) as walk:
             empty = [row for row in self._unit.rows if row.has_content and not row.size]
             for row in empty:
@@ -492,7 +493,7 @@ class _Stream:
 
 
 class _LargeFile:
-    """A file whose parts several threads write; the parts are hashed in order."""
+    """A file whose parts several threads write and hash in order."""
 
     def __init__(self, row: FileRow, tree: WrittenTree, what: str) -> None:
         self._row = row
@@ -505,7 +506,7 @@ class _LargeFile:
         self._failed = False
 
     def write(self, content: Iterator[bytes], start: int) -> bool:
-        """Write a part; return True if it was the last part and the whole file has the right digest."""
+        """Write a part, and return True if the file is now complete and has the right digest."""
         try:
             self._open()
             waiting: list[bytes] = []
@@ -543,7 +544,7 @@ class _LargeFile:
             raise
 
     def fail(self) -> None:
-        """Wake the threads that wait for a part that will not arrive."""
+        """Wake all threads that wait for a part that will not arrive."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()

@@ -7,7 +7,7 @@
 
 By itself, MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable. MLflow marks the run as
 finished with every `end_run` and at the end of every process. MLflow also refuses the run after `set_experiment`. The
-hook changes this in a rank:
+hook changes MLflow's behaviour in a rank:
 
 * `start_run` and its callers (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run every time.
 * `run_name` of the first rank names the job's run. The hook ignores the `run_name` of other ranks.
@@ -18,8 +18,8 @@ hook changes this in a rank:
 The hook does nothing if user code never imports MLflow. MLflow is the user's own installation, of any version. If a
 version lacks a name, the hook leaves the name unpatched and reports this once.
 
-Failure cases: The run is not known (`job.py`). The server does not answer (`writes.py`). `settle` waits for the server
-and for asynchronous logging for a bounded time, and then reports lost points.
+Failure cases: For an unknown run, see `job.py`. For a server that does not answer, see `writes.py`. `settle` waits for
+the server and for asynchronous logging for a bounded time, and then reports lost points.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def install(directory: str, rank: int) -> None:
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Wait at most `limit_s` seconds for asynchronous logging at process exit; report lost points."""
-    # A user's signal handler may raise here. The exception must not change the run's outcome.
+    """Wait at most `limit_s` seconds for asynchronous logging at process exit. Report lost points."""
+    # A user's signal handler may raise an exception here, which must not change the run's outcome.
     with contextlib.suppress(BaseException):
         for attached in _attached:
             attached.settle(limit_s)
@@ -95,7 +95,10 @@ class Finder:
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
-        """Patch a module when its loader executes the module; a caller of `find_spec` may not import it."""
+        """Patch a module when its loader executes the module.
+
+        A caller of `find_spec` may not import the module.
+        """
         awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
         awaited.add(fullname)
         if "exec_module" in vars(loader):
@@ -113,7 +116,7 @@ class Finder:
 
 
 def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
-    """Patch MLflow; never raise, because this runs inside the user's import."""
+    """Patch MLflow without raising an exception, because `attach` runs inside the user's import."""
     if _attached:
         return
     try:
@@ -167,8 +170,8 @@ class MlflowHook:
         """Make MLflow wait for the job's run before it creates a database in the working directory."""
         service: Any = importlib.import_module("mlflow.tracking._tracking_service.utils")
         original = getattr(service, "_get_default_tracking_uri", None)
-        # Earlier versions of MLflow lack this function. Their import has already waited for the job's run, unless
-        # the zygote imported MLflow.
+        # Earlier versions of MLflow lack this function. In earlier versions, the import has already waited for the
+        # job's run, unless the zygote imported MLflow.
         if original is not None:
 
             def default() -> str:
@@ -192,7 +195,7 @@ class MlflowHook:
                 self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
 
     def settle(self, limit_s: float) -> None:
-        """Wait for asynchronous logging; report points and values that MLflow did not receive."""
+        """Wait for asynchronous logging. Report points and values that MLflow did not receive."""
         if not self.job.run_id and not self._started:
             return  # Access to MLflow's store would create a database in the working directory.
         deadline = time.monotonic() + limit_s
@@ -208,7 +211,7 @@ class MlflowHook:
                 )
 
     def _flush(self, limit_s: float) -> bool:
-        """Make MLflow's threads write or hold their queued data; return whether they finished in time."""
+        """Make MLflow's threads write or hold their queued data. Return whether they finished in time."""
         finish = getattr(self.fluent, "_shut_down_async_logging", None) or self.mlflow.flush_async_logging
 
         def work() -> None:
@@ -224,7 +227,7 @@ class MlflowHook:
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the job's run if the call means that run; start any other run as MLflow does."""
+        """Start the job's run if the call denotes the job's run. Start any other run as MLflow does."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -237,8 +240,8 @@ class MlflowHook:
                     kwargs[name] = value
             with self._without_variables():
                 return original(*args, **kwargs)
-        # MLflow also removes MLFLOW_RUN_ID when it resumes a run. Otherwise other readers of the variable would
-        # start the run again.
+        # MLflow also removes MLFLOW_RUN_ID when it resumes a run. Otherwise other readers of the variable would resume
+        # the run again.
         os.environ.pop(RUN, None)
         if len(args) <= len(names):
             kwargs["log_system_metrics"] = False  # The node measures system metrics once for all of its ranks.
@@ -254,7 +257,10 @@ class MlflowHook:
         return run
 
     def patiently(self, start: Callable[[], Any]) -> Any:
-        """Start the job's run with retries; its server has answered before and may be restarting."""
+        """Start the job's run with retries.
+
+        The run's server has answered before and may be restarting.
+        """
         deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
         while True:
             try:
@@ -280,7 +286,7 @@ class MlflowHook:
             return False
 
     def _is_meant(self, asked: dict[str, Any]) -> bool:
-        """Return True if a `start_run` without an id means the job's run or a run below the job's run."""
+        """Return True if a `start_run` without an id denotes the job's run or a run below the job's run."""
         job = self.job
         if (
             not job.resolve_in_use()
@@ -300,7 +306,7 @@ class MlflowHook:
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
-        """Raise MLflow's error if its server does not answer; repeat a recent error without a request."""
+        """Raise MLflow's error if its server does not answer. Repeat a recent error without a request."""
         at, error = self._probed
         if time.monotonic() - at < _PROBE_S:
             raise error
@@ -329,7 +335,7 @@ class MlflowHook:
 
     @contextlib.contextmanager
     def _without_variables(self) -> Iterator[None]:
-        """Keep MLflow from resuming the job's run when the call means another run."""
+        """Keep MLflow from resuming the job's run when the call denotes another run."""
         ours = {RUN: self.job.run_id}
         if self.job.run_id and not self._our_server():
             ours[EXPERIMENT] = self.job.experiment_id  # An experiment id is valid only on its own server.
@@ -352,7 +358,8 @@ class MlflowHook:
         self, original: Callable[..., Any], client: Any, run_id: str, *args: Any, **kwargs: Any
     ) -> None:
         if run_id == self.job.run_id and run_id:
-            # Do not wait for held writes here. Each `end_run` of user code would wait for an unreachable server.
+            # Does not wait for held writes, because each `end_run` of user code would then wait for an unreachable
+            # server.
             self._flush(SETTLE_S)
         else:
             original(client, run_id, *args, **kwargs)
@@ -391,7 +398,7 @@ def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, 
 
 
 def _lightning_means(job: MlflowJob, asked: dict[str, Any]) -> bool:
-    """Return True if a Lightning logger's arguments mean the job's run."""
+    """Return True if a Lightning logger's arguments denote the job's run."""
     if not job.resolve(WAIT_S) or job.changed(URI):
         return False
     if asked.get("tracking_uri") and str(asked["tracking_uri"]).rstrip("/") != job.uri.rstrip("/"):

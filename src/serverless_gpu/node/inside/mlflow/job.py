@@ -58,7 +58,10 @@ class MlflowJob:
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
-        """Return True if the job's run is known, and set its variables; wait up to `wait_s` for the run."""
+        """Return True if the job's run is known, and set its variables.
+
+        Waits up to `wait_s` for the run.
+        """
         if self.run_id:
             return True
         given = self._look(wait_s)
@@ -69,7 +72,7 @@ class MlflowJob:
         return bool(self.run_id)
 
     def resolve_in_use(self) -> bool:
-        """Return True if the job's run is known; the first call of user code waits for the run."""
+        """Return True if the job's run is known. The first call of user code waits for the run."""
         return self.resolve(0.0 if self._has_waited else WAIT_S)
 
     @property
@@ -79,7 +82,7 @@ class MlflowJob:
         return not self.run_id and self._state == "away" and is_server and not self.changed(URI)
 
     def ask(self) -> bool:
-        """Ask the node to find the job's run after its server answered; return whether the run is known."""
+        """Ask the node to find the job's run after its server answered. Return True if the run is known."""
         if time.monotonic() < self._ask_again:
             return False  # A recent request of this rank did not find the run.
         with contextlib.suppress(OSError):
@@ -95,7 +98,10 @@ class MlflowJob:
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
-        """Set the experiment's name to the name of the run's experiment; the caller may have set another."""
+        """Set the experiment's name to the name of the run's experiment.
+
+        The caller may have set another name.
+        """
         if not self.changed(EXPERIMENT_NAME):
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
@@ -128,9 +134,10 @@ class MlflowJob:
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Give this rank its own MLflow database, unless the user configured another; return its URI.
+        """Give this rank its own MLflow database, unless the user configured another. Return its URI.
 
-        A configured run id or experiment id also counts. The caller's MLflow has this id in its default database.
+        A configured run id or experiment id also counts as a configuration. The caller's MLflow has the configured id
+        in its default database.
         """
         if any(self._before[name] or self.changed(name) for name in (URI, RUN, EXPERIMENT)):
             return ""
@@ -173,7 +180,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return True while a monitor updates the file; a monitor that has ended leaves an old file."""
+        """Return True while a monitor updates the file. A monitor that has ended leaves an old file."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
@@ -192,7 +199,7 @@ class MlflowJob:
 
 
 def _now_in(directory: str, otherwise: float) -> float:
-    """Return the current time of a directory's file system; a network file system has its own clock."""
+    """Return the current time of a directory's file system. A network file system has its own clock."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError:  # The file system does not support O_TMPFILE.

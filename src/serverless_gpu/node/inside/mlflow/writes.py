@@ -18,11 +18,11 @@
     keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: oldest batch first, one try per second ─▶ MLflow
                                                                                   settle: wait ─▶ give_up
 
-MLflow does not depend on the order of points, because points carry their step and time. A batch that arrives twice
-changes nothing. `HeldWrites` counts the points that it drops.
+MLflow does not depend on the order of points, because points carry their step and time. A repeated batch changes
+nothing. `HeldWrites` counts the points that it drops.
 
 Failure cases: If no thread can start, `HeldWrites` holds the writes in memory. The rank drops these writes when it
-ends. If the process forks, the child starts with an empty queue. The parent sends the writes that it holds.
+ends. If the process forks, the child starts with an empty queue. The parent process sends the writes that it holds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Items(NamedTuple):
         return sum(len(kind) for kind in self)
 
     def halves(self) -> list[Items]:
-        """Split the batch by kind, or in half if it has one kind; return [] for a single entry."""
+        """Split the batch by kind, or in half if it has one kind. Return [] for a single entry."""
         kinds = [number for number, kind in enumerate(self) if kind]
         if len(kinds) > 1:
             return [_NOTHING._replace(**{self._fields[number]: self[number]}) for number in kinds]
@@ -184,7 +184,7 @@ class Writes:
         self._held.give_up()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until MLflow has received all held writes; return False after `limit_s` seconds."""
+        """Wait until MLflow has received all held writes. Return False after `limit_s` seconds."""
         return self._held.wait(limit_s)
 
     def lost(self) -> int:
@@ -230,7 +230,7 @@ class Writes:
             return None
 
     def _has_answered(self, write: Callable[[], Any]) -> bool:
-        """Send a held batch again; return False if MLflow still does not answer."""
+        """Send a held batch again. Return False if MLflow still does not answer."""
         try:
             write()
         except self._error as error:
@@ -255,7 +255,10 @@ class Writes:
         return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
 
     def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
-        """Return each parameter once; MLflow refuses a repeated key in one batch, but not in later ones."""
+        """Return each parameter once.
+
+        MLflow refuses a repeated key in one batch, but accepts the key again in a later batch.
+        """
         first: dict[str, Any] = {}
         for param in params:
             if first.setdefault(param.key, param).value != param.value:
@@ -268,7 +271,7 @@ class Writes:
     def _in_parts(
         self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
     ) -> Any:
-        """Write a batch; split a refused batch, so that a bad value does not block the other values."""
+        """Write a batch. Split a refused batch, so that a bad value does not block the other values."""
         tries = [] if tries is None else tries
         tries.append(None)
         try:
@@ -348,7 +351,7 @@ def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def is_answer(error: Exception) -> bool:
-    """Return True if the server refused a request; a missing answer raises the same exception type."""
+    """Return True if the server refused a request. A missing answer raises the same exception type."""
     return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 
@@ -365,14 +368,17 @@ def _short(error: Exception) -> str:
 
 
 class Batch(NamedTuple):
-    """Writes sent together: `size` points and values; `send` returns whether MLflow has answered."""
+    """Writes that a rank sends together: `size` points and values.
+
+    `send` returns whether MLflow has answered.
+    """
 
     size: int
     send: Callable[[], bool]
 
 
 class HeldWrites:
-    """A queue of writes to send; calls `on_back` once the queue is empty again."""
+    """A queue of writes to send. Calls `on_back` once the queue is empty again."""
 
     def __init__(self, on_back: Callable[[], None], limit: int = HELD_MAX, again_s: float = _AGAIN_S) -> None:
         self._on_back = on_back
@@ -419,7 +425,7 @@ class HeldWrites:
                     self._thread = thread
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until the queue is empty; return False after `limit_s` seconds."""
+        """Wait until the queue is empty. Return False after `limit_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None and not self._batches, limit_s)
 
@@ -440,7 +446,7 @@ class HeldWrites:
                 return
 
     def _sent(self) -> bool:
-        """Send held batches while MLflow answers; return True once the queue is empty."""
+        """Send held batches while MLflow answers. Return True once the queue is empty."""
         while True:
             with self._changed:
                 if not self._batches:

@@ -11,14 +11,15 @@
 
 Failure cases:
 
-* Several nodes or processes are lost. Node 0 reports only the first loss, because the later losses follow from the
-  first.
-* A process without the secret connects to the link. `link.py` closes the connection, and the cluster continues.
-* Ray does not start on node n, or ends there. Node n sends a message to node 0, and both nodes report the failure.
-* The node task of node 0 has ended or never started. Node n reports a failure that names the machine of node 0.
-* Ray ends on node n because the head's Ray has ended, before node n receives "done". Node n waits `_SETTLE_S` seconds
-  for "done".
-* SIGTERM arrives. The node task ends this node's Ray and then itself by the signal.
+* If several nodes or processes are lost, node 0 reports only the first loss, because the first loss causes the later
+  losses.
+* If a process without the secret connects to the link, `link.py` closes the connection and the cluster continues.
+* If Ray does not start on node n, or ends on node n, node n sends a message to node 0. Node 0 and node n report the
+  failure.
+* If the node task of node 0 has ended or never started, node n reports a failure that names the machine of node 0.
+* If the end of the head's Ray ends Ray on node n before node n receives "done", node n waits `_SETTLE_S` seconds for
+  "done".
+* On SIGTERM, the node task ends this node's Ray and then itself by the signal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from .share import ClusterShare
 
 
 class RunCluster:
-    """Tracks all nodes of the run's cluster on node 0; this node's logs go to `kept` after the attempt."""
+    """Tracks all nodes of the run's cluster on node 0.
+
+    After the attempt, the supervisor stores this node's logs in `kept`.
+    """
 
     def __init__(self, share: ClusterShare, kept: str) -> None:
         self._share = share
@@ -48,7 +52,7 @@ class RunCluster:
         self._lost = ""
 
     def listen(self) -> None:
-        """Let the other nodes join, after forking the driver; raise OSError if the address is in use."""
+        """Let the other nodes join, after forking the driver. Raises OSError if the address is in use."""
         share = self._share
         if share.num_nodes > 1:
             self._head = link.HeadLink(share.head, share.secret, share.num_nodes, share.host)
@@ -73,14 +77,17 @@ class RunCluster:
         return [*(self._engine.watched if self._engine is not None else ()), *sockets]
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return a message about the first loss, or ""; wait up to `timeout_s` for a loss."""
+        """Return a message about the first loss of a node or Ray process, or "".
+
+        Waits up to `timeout_s` for a loss.
+        """
         until = time.monotonic() + timeout_s
         while not (lost := self._look()) and (left_s := until - time.monotonic()) > 0:
             linux.readable(self.fds(), left_s)
         return lost
 
     def done(self) -> None:
-        """Tell the other nodes that the driver has ended; call this before this node's Ray ends."""
+        """Tell the other nodes that the driver has ended. Call `done` before this node's Ray ends."""
         if self._head is not None:
             self._head.done()
             self._head = None
@@ -102,7 +109,7 @@ class RunCluster:
 
 
 def lost_engine(share: ClusterShare, engine: RayProcesses, name: str, kept: str) -> str:
-    """Return the message about a node whose Ray is gone.
+    """Return the message about a node whose Ray has ended.
 
     `name` is the process that has ended, and `kept` is the directory of the logs.
     """
@@ -121,7 +128,10 @@ class _Stopped(BaseException):
 
 
 class TaskNode(NamedTuple):
-    """A node task's view of its node; the logs of its Ray go to `kept` after the attempt."""
+    """A node task's view of its node.
+
+    After the attempt, the supervisor stores the logs of the node's Ray in `kept`.
+    """
 
     share: ClusterShare
     family: Family
@@ -132,8 +142,9 @@ class TaskNode(NamedTuple):
 def until_stopped(act: Callable[[], str]) -> str | None:
     """Return the result of `act`, or None when SIGTERM interrupted `act` with a `BaseException`.
 
-    Afterwards this process ignores SIGTERM, because the remaining work is bounded. A SIGTERM during this work is
-    normal. When one node reports a lost cluster, the other nodes get SIGTERM while they report the loss too.
+    After SIGTERM, this process ignores further SIGTERMs, because the remaining work is bounded. A SIGTERM during the
+    remaining work is normal. When one node reports a lost cluster, the other nodes get SIGTERM while they also report
+    the loss.
     """
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -146,7 +157,7 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 
 
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
-    """Run this node's part of the cluster until the driver has ended; return "" or the loss's message.
+    """Run this node's part of the cluster until the driver has ended. Return "" or the loss's message.
 
     `record` starts the recording of Ray's metrics once Ray is up. The recording process first calls the second argument
     of `record`, which closes its copy of the link.
@@ -171,11 +182,11 @@ class _MemberPart:
         until = time.monotonic() + _REACH_S
         self.link = link.MemberLink(share.head, share.secret, share.node_rank, share.host, until)
         self.address = ""  # Address of Ray's head.
-        self.over = False  # True when this node has nothing more to do.
-        self.lost = ""  # Reason of a loss, or "" when the driver has ended.
+        self.over = False  # True when this node's part of the cluster is complete.
+        self.lost = ""  # Reason of a lost node or Ray process, or "" when the driver has ended.
 
     def is_over(self) -> bool:
-        """Read the messages of node 0; return whether this node has nothing more to do."""
+        """Read the messages of node 0. Return True if this node's part of the cluster is complete."""
         for word in [] if self.over else self.link.take(time.monotonic()):
             if word.kind == link.ADDRESS:
                 self.address = word.text
@@ -194,7 +205,7 @@ class _MemberPart:
 
 
 def _join_head(part: _MemberPart, node: TaskNode, say: Callable[[str], None]) -> RayProcesses | None:
-    """Start this node's Ray and join the head; return None if this node's part has ended."""
+    """Start this node's Ray and join the head. Return None if this node's part has ended."""
     if part.over:
         return None
     share = node.share
@@ -227,5 +238,5 @@ def _stay_until_done(part: _MemberPart, node: TaskNode, engine: RayProcesses) ->
 
 
 def _on_sigterm(_number: int, _frame: types.FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # This process is ending, and ends its Ray first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The node task is ending, and ends its Ray first.
     raise _Stopped

@@ -17,13 +17,14 @@ can write into this connection can also write into Ray's connections, which are 
 Failure cases:
 
 * Node 0 closes a connection that sends no proof in time, too much data or an invalid message. Node 0 also closes a
-  connection that claims node 0, a taken number or an unknown number. Other nodes do not notice this.
-* A connection ends before node 0 has accepted the proof. Node n tries again until its deadline, because another process
-  may use that port for a moment.
-* An accepted connection ends without "done". The node task of the peer has then ended. The kernel's keep-alives detect
-  a vanished machine within `_SILENCE_S`.
-* A process forks while a link is open. The child closes its copy (`close`), because the peer reads end of file only
-  after the last copy is closed.
+  connection that claims the number 0, a number in use or an unknown number. Connections of the other nodes are not
+  affected.
+* If a connection ends before node 0 has accepted the proof, node n tries again until its deadline. Another process may
+  use the port of node 0 for a moment.
+* If an accepted connection ends without "done", the node task of the peer has ended. The kernel's keep-alives detect a
+  vanished machine within `_SILENCE_S`.
+* If a process forks while a link is open, the child closes its copy (`close`). The peer reads end of file only after
+  the last copy is closed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ TEXT_CHARACTERS_MAX = 1000  # Limit for the message of a lost node. With JSON es
 _HEADER = 4
 _NONCE_BYTES = 32
 PROVE_S = 10.0
-_UNPROVEN_MAX = 64  # Maximum number of unauthenticated connections. The head closes the oldest one over the limit.
+# Maximum number of unauthenticated connections. Over the limit, the head closes the oldest unauthenticated connection.
+_UNPROVEN_MAX = 64
 _FRAMES_MAX = 16  # Maximum number of frames in one read. The protocol has fewer messages.
 _HOST_CHARACTERS_MAX = 255
 _AGAIN_S = 0.2
@@ -59,7 +61,7 @@ class LinkState(NamedTuple):
     """A message from the other end of a link."""
 
     kind: str  # `JOINED` or `LOST` for a node, `ADDRESS` or `DONE` from the head.
-    node: int  # Node number, 0 for the head.
+    node: int  # Node number; 0 for the head.
     host: str = ""  # Name of the node, or its address while the name is unknown.
     text: str = ""  # Address of Ray's head, or the message of a loss.
     devices: int = 0  # Number of devices of a node that joined.
@@ -80,7 +82,7 @@ def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
 
 
 def pack(message: protocol.Message) -> bytes:
-    """Return a message as a frame; raise ValueError if the frame is too long."""
+    """Return a message as a frame. Raises ValueError if the frame is too long."""
     body = protocol.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise ValueError(f"a frame of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
@@ -109,7 +111,7 @@ def unpack(buffer: bytearray) -> list[protocol.Message]:
 
 
 class _Wire:
-    """One connection that sends and receives frames without waiting."""
+    """A connection that sends and receives frames without waiting."""
 
     def __init__(self, sock: socket.socket, since: float) -> None:
         sock.setblocking(False)
@@ -123,15 +125,15 @@ class _Wire:
         self._buffer = bytearray()
 
     def send(self, **message: object) -> None:
-        """Send one frame; raise OSError when the peer is gone or its buffer is full."""
+        """Send one frame. Raises OSError when the peer is gone or its buffer is full."""
         frame = pack(message)
         if self.sock.send(frame) != len(frame):
             raise OSError("the peer does not read")
 
     def receive(self) -> list[protocol.Message] | None:
-        """Return the received messages, or None at end of file; raise OSError or NonsenseError.
+        """Return the received messages, or None at end of file. Raises OSError or NonsenseError.
 
-        Messages before the end of file come first, and the next call returns None.
+        If messages arrived before the end of file, `receive` returns them first. The next call then returns None.
         """
         messages: list[protocol.Message] = []
         while True:
@@ -152,7 +154,7 @@ class _Wire:
 
 
 class _Guest(NamedTuple):
-    """A connection to the head; `node` is 0 until the peer has proved that it knows the secret."""
+    """A connection to the head. `node` is 0 until the peer has proved that it knows the secret."""
 
     wire: _Wire
     node: int = 0
@@ -209,7 +211,7 @@ class HeadLink:
         self._guests.clear()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return the messages since the last call; `now` is monotonic seconds."""
+        """Return the messages since the last call. `now` is monotonic seconds."""
         words: list[LinkState] = []
         self._accept(now)
         for guest in list(self._guests):
@@ -226,7 +228,7 @@ class HeadLink:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # The queue holds no further connection, or the peer has already closed the connection.
+            except OSError:  # The queue contains no further connection, or the peer has already closed the connection.
                 return
             try:
                 wire = _Wire(sock, now)
@@ -240,7 +242,7 @@ class HeadLink:
                 self._drop(unproven[0].wire)
 
     def _hear(self, guest: _Guest) -> list[LinkState]:
-        """Return the messages of one connection; the last message of a lost node is `LOST`."""
+        """Return the messages of one connection. The last message of a lost node is `LOST`."""
         words: list[LinkState] = []
         try:
             messages = guest.wire.receive()
@@ -262,7 +264,7 @@ class HeadLink:
         return words
 
     def _welcome(self, guest: _Guest, message: protocol.Message) -> _Guest:
-        """Return the connection with its node number; raise an error if the peer's proof is not valid."""
+        """Return the connection with its node number. Raises an error if the peer's proof is not valid."""
         node = protocol.integer(message, "node")
         nonces = (guest.wire.nonce, protocol.text(message, "nonce"))
         if not hmac.compare_digest(
@@ -279,7 +281,8 @@ class HeadLink:
         return welcome
 
     def _say(self, guest: _Guest, **message: object) -> None:
-        with contextlib.suppress(OSError):  # The peer is gone, and the next `take` notices that.
+        # The peer has closed the connection, and the next `take` detects the end of the connection.
+        with contextlib.suppress(OSError):
             guest.wire.send(**message)
 
     def _drop(self, wire: _Wire) -> None:
@@ -288,9 +291,10 @@ class HeadLink:
 
 
 class MemberLink:
-    """The end of a node other than node 0; only a connection attempt blocks, for `_CONNECT_S` at most.
+    """The end of a node other than node 0.
 
-    The node tries to connect to node 0 at `head` until the deadline `until` in monotonic seconds.
+    Only a connection attempt blocks, for `_CONNECT_S` at most. The node tries to connect to node 0 at `head` until the
+    deadline `until` in monotonic seconds.
     """
 
     def __init__(self, head: tuple[str, int], secret: str, node: int, host: str, until: float) -> None:
@@ -303,11 +307,14 @@ class MemberLink:
         self._wire: _Wire | None = None
         self._reason = "no process answered"
         self._nonce = ""  # Nonce of the head, once received.
-        self._known = ""  # Name of the head, once the head has proved the secret.
+        self._known = ""  # Name of the head, once the head has proved that it knows the secret.
         self._closed = False
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets to wait for with `select`; use a short timeout, because `take` also retries."""
+        """Return the sockets to wait for with `select`.
+
+        Use a short timeout, because `take` also retries.
+        """
         return [] if self._wire is None else [self._wire.sock]
 
     def joined(self, devices: int, cpus: int) -> None:
@@ -315,7 +322,7 @@ class MemberLink:
         self._say(joined=True, devices=devices, cpus=cpus)
 
     def lost(self, text: str) -> None:
-        """Report that Ray on this node is gone, with a message."""
+        """Report that Ray on this node has ended, with a message."""
         self._say(lost=text[:TEXT_CHARACTERS_MAX])
 
     def close(self) -> None:
@@ -324,7 +331,7 @@ class MemberLink:
         self._hang_up()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return the messages since the last call, connecting first if needed; `now` is monotonic seconds."""
+        """Return the messages since the last call, connecting first if needed. `now` is monotonic seconds."""
         if self._closed:
             return []
         if self._wire is None and now >= self._again:
@@ -378,7 +385,7 @@ class MemberLink:
         return []
 
     def _break(self, error: Exception, now: float) -> list[LinkState]:
-        """Close the connection; try again later, unless the head has already proved the secret."""
+        """Close the connection. Try again later, unless the head has already proved the secret."""
         self._hang_up()
         if self._known:
             self._closed = True
@@ -396,7 +403,8 @@ class MemberLink:
 
     def _say(self, **message: object) -> None:
         if self._wire is not None and self._known:
-            with contextlib.suppress(OSError):  # The head is gone, and the next `take` notices that.
+            # The head has closed the connection, and the next `take` detects the end of the connection.
+            with contextlib.suppress(OSError):
                 self._wire.send(**message)
 
     def _hang_up(self) -> None:

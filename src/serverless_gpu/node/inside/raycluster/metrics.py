@@ -13,16 +13,16 @@ process writes no figure for the metric, not 0.
 
 Failure cases:
 
-* Ray has not started yet, hangs or has ended. The process tries again. The reader of the file recognizes old figures by
-  their time.
-* Ray's answer is incomplete or does not end. The process does not write the figures.
-* The disk is full. The earlier file remains.
-* A line is not a metric, or is longer than any line of Ray. The process ignores this line.
+* If Ray has not started yet, hangs or has ended, the process tries again. The reader of the file recognizes old figures
+  by their time.
+* If Ray's answer is incomplete or does not end, the process does not write the figures.
+* If the disk is full, the earlier file of figures remains.
+* If a line is not a metric, or is longer than any line of Ray, the process ignores the line.
 * Labels contain users' task names with any characters. The process parses labels by their quotes.
-* A gauge that Ray keeps as a difference between processes falls below 0 after a process has ended. The process reports
-  0.
+* A gauge that Ray computes as a difference between processes may fall below 0 after a process has ended. The metrics
+  process then reports 0.
 
-The process ends with its parent.
+The metrics process ends with its parent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .. import linux, protocol
 from . import ray_installation
 
 EVERY_S = 10.0
-"""Seconds between two reads; Ray updates its metrics at the same interval."""
+"""Seconds between two reads. Ray updates its metrics at the same interval."""
 _SOON_S = 2.0  # Seconds between reads until Ray reports its resources, for at most `_SOON_LOOKS` reads.
 _SOON_LOOKS = 60
 _LIMIT_S = 5.0
@@ -61,7 +61,7 @@ def missing() -> str:
 
 
 def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoReturn:
-    """Poll `address`:`port` forever, every `every_s` seconds; a forked process does only this."""
+    """Poll `address`:`port` forever, every `every_s` seconds. A forked process does only this."""
     linux.set_name("sgpu-raymetrics")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the driver handles Ctrl-C.
@@ -94,7 +94,7 @@ class _Answer:
         self._until = until
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of Ray's answer; raise OSError after the deadline, ValueError if not valid."""
+        """Return the figures of Ray's answer. Raises OSError after the deadline, ValueError if not valid."""
         buffer = self._head()
         figures = RayFigures()
         got, skipping = len(buffer), False
@@ -230,7 +230,7 @@ class RayFigures:
         self._distinct: dict[str, set[str]] = {}
 
     def add(self, line: bytes) -> None:
-        """Add the value of a line; ignore metrics that have no rule."""
+        """Add the value of a line. Ignore metrics that have no rule."""
         end = line.find(b"{", 0, _NAME_BYTES_MAX)
         if end < 0:
             end = line.find(b" ", 0, _NAME_BYTES_MAX)

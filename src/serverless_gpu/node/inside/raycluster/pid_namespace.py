@@ -5,14 +5,14 @@
       ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for all processes with
       └─                        Ray's names, finds only this cluster's processes
 
-The end of a family does not depend on its namespace. Every process below the node task dies with the node task
-(PR_SET_PDEATHSIG), and the stem ends all processes of the run.
+The end of a process family does not depend on its pid namespace. Every process below the node task dies with the node
+task (PR_SET_PDEATHSIG), and the stem ends all processes of the run.
 
 Failure cases: The kernel may refuse a namespace, as it often does in containers. Without a namespace, the node task
 becomes the subreaper of its descendants and ends them one by one. A namespace without its own /proc would be worse than
 no namespace, because Ray would look up its pids in another namespace's process list. A short-lived child therefore
 tries the namespace first. The child has a single thread, but the node task may have more threads, of a library or a
-profiler. In that case, users other than root get no namespace (EINVAL, and nothing has changed).
+profiler. If the node task has several threads, users other than root get no namespace (EINVAL).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Family:
     """A group of processes that this class starts, ends together and reaps.
 
     `refused` is the reason for having no namespace, or "". Raises OSError when no process can start. Raises OSError
-    also when this process is only partly in a namespace. The process must then end.
+    also when this process is only partly in a namespace. A process that is only partly in a namespace must end.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Family:
             self._fork(_be_init)
 
     def fork(self, run: Callable[[], int]) -> int:
-        """Start a process of the family; return its pid in this process's namespace, or raise OSError.
+        """Start a process of the family. Return its pid in this process's namespace, or raise OSError.
 
         The new process calls `run` with all descriptors and signal actions of this process. `run` returns the exit
         code.
@@ -65,7 +65,7 @@ class Family:
         return self._fork(run if self.refused else run_with_own_proc)
 
     def reap(self) -> float | None:
-        """Reap ended orphans; return the seconds until the next call, or None if none is needed.
+        """Reap ended orphans. Return the seconds until the next call, or None if none is needed.
 
         Without a namespace, every orphan of the run becomes a child of this process.
         """
@@ -76,7 +76,10 @@ class Family:
         return _REAP_S if self.refused else None
 
     def end(self) -> None:
-        """End and reap all processes of the family; the time is bounded, because a device call may not end."""
+        """End and reap all processes of the family within a bounded time.
+
+        The time is bounded, because a device call may not end.
+        """
         pause = select.poll()
         for _ in range(_END_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -117,7 +120,7 @@ def _be_init() -> NoReturn:
 
 
 def _probe() -> str:
-    """Return "", or the reason why a namespace is not possible; leave no process behind."""
+    """Return "", or the reason why a namespace is not possible. Leave no process behind."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -133,7 +136,7 @@ def _probe() -> str:
 
 
 def _enter() -> str:
-    """Put later children of this process into a new namespace; return the reason of a refusal, or "".
+    """Put later children of this process into a new namespace. Return the reason of a refusal, or "".
 
     Raises OSError when this process is only partly in a namespace.
     """

@@ -16,7 +16,7 @@ import site
 from collections.abc import Mapping
 
 OLDEST = (2, 49)
-"""The oldest tested version; older versions have other options of `ray start`."""
+"""The oldest tested version. Older versions have other options of `ray start`."""
 TOKENS_SINCE = (2, 52)
 DIRECTORIES_SINCE = (2, 55)
 
@@ -54,7 +54,7 @@ def version() -> str:
 
 
 def ray_version(num_nodes: int = 1) -> str:
-    """Return the version of the installed Ray; a cluster of one node may have an unknown version.
+    """Return the version of the installed Ray. A cluster of one node may have an unknown version.
 
     Raises ModuleNotFoundError without Ray. Raises RuntimeError for several nodes if they would all write to the head's
     directory.
@@ -80,7 +80,7 @@ def can_serve_clients() -> bool:
 
 
 def missing_parts() -> list[str]:
-    """Return the missing packages of `ray[default]`; agents and dashboard need all of them."""
+    """Return the missing packages of `ray[default]`. Agents and dashboard need all packages."""
     return [name for name in _PARTS if not _is_there(name)]
 
 

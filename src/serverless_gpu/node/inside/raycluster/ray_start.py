@@ -7,24 +7,24 @@
 Ray is ready when the node's agents have written their ports to files. The raylet registers with the head right after
 that. Ray versions without such files print a line in the output of `ray start`. Ray is gone when `ray start`, the
 raylet or the head's gcs_server has ended. The node task watches all three processes by pidfd. `ray start --block`
-checks its processes only once a second, and treats a SIGTERM to one of them as a requested stop.
+checks its processes only once a second. `ray start` treats a SIGTERM to one of its processes as a requested stop.
 
-Ports: The node task names all ports, so that clusters on one machine do not collide. Ray's defaults are fixed numbers,
-or numbers that its processes choose. The node task tests each port by binding it. The node task avoids the kernel's
-ephemeral range, where any connection could use a port before Ray starts.
+Ports: The node task names all ports, so that clusters on one machine do not collide. Ray's default ports are fixed
+numbers, or numbers that Ray's processes choose. The node task tests each port by binding it. The node task avoids the
+kernel's ephemeral range, where any connection could use a port before Ray starts.
 
-Environment: The caller's shell may belong to another Ray. The address, token or temporary directory of that Ray would
-connect this cluster to that other Ray. The node task therefore removes all variables that begin with ``RAY_``, except
-for those that tune libraries. The node task also removes the variables of torch's world, which the supervisor sets for
-every rank. A driver does not belong to torch's world, and Ray Train creates its own worlds.
+Environment: The caller's shell may belong to another Ray. The address, token or temporary directory of the other Ray
+would connect this cluster to the other Ray. The node task therefore removes all variables that begin with ``RAY_``,
+except for those that tune libraries. The node task also removes the variables of torch's world, which the supervisor
+sets for every rank. A driver does not belong to torch's world, and Ray Train creates its own worlds.
 
 Failure cases:
 
-* A watched process ends before Ray is ready, because another process took a port or an agent exceeded the raylet's
-  limit of 15 s. The node task tries again, up to `_TRIES_MAX` tries.
-* Ray is not ready after `START_S`. The node task does not try again.
+* A watched process may end before Ray is ready, because another process took a port or an agent exceeded the raylet's
+  limit of 15 s. The node task then tries again, up to `_TRIES_MAX` tries.
+* If Ray is not ready after `START_S`, the node task does not try again.
 
-Both cases end with `RayStartFailed`, which contains Ray's last output.
+A failed start raises `RayStartFailed`, which contains Ray's last output.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client:
     """Return the arguments that start the head, which is also a node with devices.
 
     `temporary` is Ray's directory for sessions. `client` means that this Ray can serve `ray://` connections. Without
-    the option for this port, such a Ray would use a fixed port. A Ray without `ray://` support refuses the option.
+    the option for the client port, a Ray with `ray://` support would use a fixed port. A Ray without `ray://` support
+    refuses the option.
     """
     arguments = [
         "--head",
@@ -87,7 +88,7 @@ def listens_at(share: ClusterShare) -> str:
 
 
 def ready_sentence(share: ClusterShare, shares: Sequence[ClusterShare], version: str, page: str) -> str:
-    """Return the message for a ready cluster; `page` is the dashboard's address, or ""."""
+    """Return the message for a ready cluster. `page` is the dashboard's address, or ""."""
     devices, cpus = sum(one.devices for one in shares), sum(one.cpus for one in shares)
     nodes = "1 node" if len(shares) == 1 else f"{len(shares)} nodes"
     gpus = f"{devices} {share.accelerator}, " if share.accelerator and devices else ""
@@ -128,7 +129,7 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
 
 TOKEN_FILE = "token"
 START_S = 180
-"""Seconds for Ray to start; the first import from a slow disk takes most of them."""
+"""Seconds for Ray to start. The first import from a slow disk needs most of the time."""
 LOOPBACK = "127.0.0.1"
 
 _WORLD_VARIABLES = frozenset(
@@ -144,8 +145,8 @@ _WORLD_VARIABLES = frozenset(
         "WORLD_SIZE",
     }
 )
-# Variables that tune libraries of user code, without locating a Ray cluster or granting access to a Ray
-# cluster's processes.
+# Variables that tune libraries of user code, without locating a Ray cluster or granting access to a Ray cluster's
+# processes.
 _KEPT_VARIABLES = frozenset(
     {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
@@ -166,7 +167,7 @@ _KEPT_VARIABLES = frozenset(
     }
 )
 # Ray Train queries the state API for its controller once a second. The dashboard's process serves this API. Without a
-# dashboard, the workers' output would contain this line once a second.
+# dashboard, the workers' output would contain an error line once a second.
 _REPEATED_LOG_LINE = "Failed to query Ray Train Controller actor state"
 _KEPT_PREFIXES = ("RAY_AIR_", "RAY_CGRAPH_", "RAY_DATA_", "RAY_EXPERIMENTAL_NOSET_", "RAY_TRAIN_", "RAY_TUNE_")
 _METRIC_PORT_VARIABLES = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
@@ -221,7 +222,10 @@ def port_variables(ports: Ports, address: str) -> dict[str, str]:
 
 
 def token_of(secret: str) -> str:
-    """Return the token of a run's cluster, which is the same on all nodes and only authenticates to Ray."""
+    """Return the token of a run's cluster, which is the same on all nodes.
+
+    The token only authenticates to Ray.
+    """
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
 
 
@@ -235,7 +239,7 @@ _PORT_TRIES_MAX = 2_000
 
 
 class Ports(NamedTuple):
-    """The ports of the Ray processes of one node; only the head uses some of them."""
+    """The ports of the Ray processes of one node. Only the head uses all ports."""
 
     gcs: int  # Port of the head, part of the cluster's address.
     object_manager: int  # Port of the raylet for objects.
@@ -251,7 +255,7 @@ class Ports(NamedTuple):
 
 
 def find_ports(address: str = LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> Ports:
-    """Return free ports at `address` ("" for all addresses of this machine); raise OSError.
+    """Return free ports at `address` ("" for all addresses of this machine). Raises OSError.
 
     `range_file` holds the kernel's ephemeral range.
     """
@@ -297,7 +301,7 @@ _WATCHED = frozenset({"gcs_server", "raylet"})
 _AGENTS = ("dashboard_agent_listen_port_", "runtime_env_agent_port_")
 _STARTED = "Ray runtime started"
 _SLOW = "Ray was not ready"
-# Logs in which Ray gives the reason for the end of a process, and the pattern of such a line.
+# Log files in which Ray gives the reason for the end of a process, and the pattern of the line with the reason.
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
 _FATAL_CHARACTERS_MAX = 600
@@ -306,7 +310,7 @@ _PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
 
 
 class RayStartFailed(Exception):
-    """Ray did not start on this node; the text contains Ray's last output."""
+    """Ray did not start on this node. The text contains Ray's last output."""
 
 
 class RayProcesses(NamedTuple):
@@ -318,9 +322,12 @@ class RayProcesses(NamedTuple):
     temporary: str  # Ray's directory for sessions.
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return the name of a process that has ended, or ""; wait up to `timeout_s` for an end."""
+        """Return the name of a Ray process that has ended, or "".
+
+        Waits up to `timeout_s` for the end of a process.
+        """
         ended = linux.readable(self.watched, timeout_s)
-        # `ray start` ends after another process has ended. Return the name of that process.
+        # `ray start` ends after another process has ended, so the function returns the name of the other process.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
         return names[0] if names else ""
 
@@ -342,7 +349,7 @@ class RayStartPlan(NamedTuple):
 def start(
     family: Family, plan: RayStartPlan, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> RayProcesses | None:
-    """Start Ray on this node; return when Ray is ready, or None when `stop` returns True.
+    """Start Ray on this node. Return when Ray is ready, or return None when `stop` returns True.
 
     Raises RayStartFailed when Ray does not start.
     """
@@ -356,8 +363,8 @@ def start(
             return engine
         words = engine.last_words()
         problem = f"{ended}: {words}" if words else ended
-        # End the remaining processes of this try. The agents end with the raylet, and all processes end with
-        # the family.
+        # End the remaining processes of this try. The agents end with the raylet, and all processes end with the
+        # family.
         for pid in (*linux.descendants(engine.pid), engine.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -421,7 +428,7 @@ def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
 
 
 def _watch(engine: RayProcesses) -> None:
-    """Also watch the processes on which `ray start` depends."""
+    """Also watch the processes on which the node's Ray depends."""
     for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
             name = file.read().strip()

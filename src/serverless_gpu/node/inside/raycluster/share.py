@@ -1,6 +1,6 @@
 """A node's share of the run's Ray cluster: its message, the names of its files, its directory.
 
-    supervisor ── makes the directory, holds its flock ──▶ stem, also holds the flock ──▶ rank: puts its cluster there
+    supervisor ── makes the directory, holds its flock ──▶ stem, also holds the flock ──▶ rank: uses it for the cluster
         │                                                  └─ removes the directory after the supervisor has died
         ├─ keeps the logs and removes the directory after the attempt's last process has ended
         └─ the agent removes abandoned directories (`node/supervisor/ray_cluster.py`)
@@ -12,8 +12,8 @@ its own directory accessible to all users. Ray's directory is therefore inside a
 enter.
 
 Failure cases: `remove_directory` does not touch a path that is not a directory of this user. If the owner cannot write
-to an inner directory, the function changes its mode. If a process still writes to the directory, the function tries a
-few more times. A later call removes the remaining files.
+to an inner directory, the function changes the mode of the inner directory. If a process still writes to the directory,
+the function tries a few more times. A later call removes the remaining files.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ FILES = "ray"
 
 
 class ClusterShare(NamedTuple):
-    """One node's share of the cluster: the dictionary ``"ray"`` in the supervisor's "go" message."""
+    """A node's share of the cluster: the dictionary ``"ray"`` in the supervisor's "go" message."""
 
-    # Short private path for Ray's temporary files, sockets and token. The supervisor creates and removes
-    # the directory.
+    # Short private path for Ray's temporary files, sockets and token. The supervisor creates and removes the directory.
     directory: str
     devices: int  # Number of the run's devices on this node, which Ray offers as GPUs.
     accelerator: str  # The type in ``accelerator_type:H100``, or "" for CPU slots.
@@ -67,7 +66,7 @@ def metrics_file(attempt: str, node_rank: int) -> str:
 
 
 def read_share(message: protocol.Message) -> ClusterShare:
-    """Return the share in a message; raise ValueError if the message is not valid."""
+    """Return the share in a message. Raises ValueError if the message is not valid."""
     head = message.get("head")
     if not isinstance(head, list) or len(head) != 2:
         raise ValueError(f'field "head" must be a list of host and port, not {head!r}')
@@ -101,9 +100,9 @@ def is_directory_name(name: str) -> bool:
 
 
 def remove_directory(path: str) -> bool:
-    """Remove the directory of a cluster with everything in it; return whether it is gone.
+    """Remove the directory of a cluster with everything in it. Return True if the directory is gone.
 
-    The function leaves a path alone if its name does not follow the supervisor's pattern.
+    The function ignores a path if its name does not follow the supervisor's pattern.
     """
     parent, name = os.path.split(path)
     if parent != DIRECTORY_PARENT or not is_directory_name(name):
@@ -121,9 +120,9 @@ def remove_directory(path: str) -> bool:
 
 
 def _remove_spilled(path: str) -> bool:
-    """Remove objects that Ray spilled to another disk; return True if no object remains on that disk.
+    """Remove objects that Ray spilled to another disk. Return True if no object remains on that disk.
 
-    The function leaves a target with another name alone.
+    The function ignores a target with another name.
     """
     try:
         elsewhere = os.readlink(os.path.join(path, SPILL))
@@ -146,7 +145,10 @@ def _is_ours(path: str) -> bool:
 
 
 def _open_all(path: str) -> None:
-    """Make all inner directories writable; a task may have created one that its owner cannot change."""
+    """Make all inner directories writable.
+
+    A task may have created a directory that its owner cannot change.
+    """
     for directory, _, _ in os.walk(path):
         with contextlib.suppress(OSError):
             os.chmod(directory, 0o700)

@@ -9,22 +9,22 @@
     driver ends ─▶ family ends ─▶ task ends as the driver did; the supervisor keeps Ray's logs, removes the directory
 
 Other nodes of a cluster have no driver (`cluster.py`). A node task reports to the supervisor as any rank does. The node
-task passes SIGTERM and the stack signals on to the driver. Both processes have the same memfd for stacks. The driver's
-events go through the node task, because only the node task knows whether Ray ended first.
+task passes SIGTERM and the stack signals on to the driver. The node task and the driver have the same memfd for stacks.
+The driver's events go through the node task, because only the node task knows whether Ray ended first.
 
 Failure cases:
 
-* Ray does not start on all nodes before the driver has begun. The failure is `start_failed`. No user code has run, so a
-  retry is safe.
-* A required process of Ray ends, or another node is lost. The failure is `engine_head_lost` and names node and process.
-  An exception that the driver raises afterwards becomes a note of the failure. The node task ends a driver that hangs
-  after `_CONSEQUENCE_S` seconds.
-* The driver cannot import Ray. The import in the user's function raises the error.
-* The driver fails or ends without an event, even before its start. The node task checks whether Ray is gone, and then
-  reports the failure as for any rank.
-* Ray ends after the driver has returned. The result remains valid, and the driver has `_FAREWELL_S` seconds to end.
-* The disk has no space for the token, or no process can start. The node task reports `start_failed`.
-* The node task dies. The kernel then ends init, driver and Ray (PR_SET_PDEATHSIG).
+* If Ray does not start on all nodes before the driver has begun, the failure is `start_failed`. No user code has run
+  then, so a retry is safe.
+* If a required process of Ray ends, or another node is lost, the failure is `engine_head_lost`. The failure names node
+  and process. An exception that the driver raises afterwards becomes a note of the failure. The node task ends a driver
+  that hangs after `_CONSEQUENCE_S` seconds.
+* If the driver cannot import Ray, the import in the user's function raises the error.
+* If the driver fails or ends without an event, the node task checks whether Ray has ended. The node task then reports
+  the driver's failure as for any rank.
+* If Ray ends after the driver has returned, the result remains valid. The driver then has `_FAREWELL_S` seconds to end.
+* If the disk has no space for the token, or no process can start, the node task reports `start_failed`.
+* If the node task dies, the kernel ends init, driver and Ray (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _STRANGER_S = 0.1
 # Seconds for a driver with a known outcome to end. Without Ray, the driver's shutdown may take a minute.
 _FAREWELL_S = 10.0
 _GATHER_S = 300.0  # Seconds for the other nodes to join once Ray's head runs.
-_KILLED_S = 1.0  # Seconds for a killed driver to end. The node task does not wait longer for a device call.
+_KILLED_S = 1.0  # Seconds for a killed driver to end. A hanging device call does not extend this limit.
 # Ray connects by itself at the first task, actor or object, but not for queries about the cluster. The node task makes
 # these functions connect first, so that user code of `ray_launch` needs no `ray.init()`.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
@@ -68,8 +68,8 @@ class RayTaskWork(NamedTuple):
     directory: str
     environment: dict[str, str]  # Variables of the rank, from the caller and from this package.
     report: protocol.Report  # Sends an event to the supervisor.
-    # The driver calls this function with a function that reports events. Runs the user's function; returns
-    # the exit code.
+    # The driver calls this function with a function that reports events. Runs the user's function; returns the exit
+    # code.
     drive: Callable[[protocol.Report], int]
     finish: Callable[[], int]  # Stores and reports None as the rank's result; returns the exit code.
     # Stores and reports an exception as the rank's failure; returns the exit code.
@@ -79,7 +79,7 @@ class RayTaskWork(NamedTuple):
 
 
 def run(share: ClusterShare, work: RayTaskWork) -> int:
-    """Run this node's part of the cluster until the driver has ended; return the exit code."""
+    """Run this node's part of the cluster until the driver has ended. Return the exit code."""
     try:
         version = ray_installation.ray_version(share.num_nodes)
     except (ModuleNotFoundError, RuntimeError) as error:
@@ -119,7 +119,7 @@ class _Task:
         self._say_what_is_missing()
 
     def head(self) -> int:
-        """Start the head and run the driver to its end; return its exit code, or a negative signal number."""
+        """Start the head and run the driver to its end. Return its exit code, or a negative signal number."""
         try:
             driver = Driver(
                 self.family, {**ray_start.stripped_variables(dict(os.environ)), **self.environment}, self.work.drive
@@ -146,10 +146,10 @@ class _Task:
         return self._attend(driver)
 
     def member(self) -> int:
-        """Run a node without a driver until the driver has ended; return the exit code.
+        """Run a node without a driver until the driver has ended. Return the exit code.
 
-        The node reports its start only after it has joined. Before that, no user code has begun on any node. A negative
-        number means the end by a signal.
+        The node reports its start only after it has joined. Before all nodes have joined, no user code has begun on any
+        node. A negative number means the end by a signal.
         """
         node = cluster.TaskNode(self.share, self.family, self.environment, self.kept)
 
@@ -186,7 +186,10 @@ class _Task:
         return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: RayProcesses | None) -> str:
-        """Wait for the other nodes; return the reason of a failure, or "" once all joined or the driver ended."""
+        """Wait for the other nodes. Return the reason of a failure, or "".
+
+        The wait also ends without a failure if the driver has ended.
+        """
         if engine is not None:
             self.cluster.begin(engine, ray_start.cluster_address(self.share, engine.ports))
         until = time.monotonic() + _GATHER_S
@@ -233,7 +236,7 @@ class _Task:
                 return self._cluster_gone(driver, gone)
 
     def _take(self, event: protocol.Message, driver: Driver) -> int | None:
-        """Pass a driver's event on; return the exit code if the end of Ray explains a failure."""
+        """Pass a driver's event on. Return the exit code if the end of Ray explains a failure."""
         if event.get("event") == "failed":
             failure = event.get("failure")
             record = failure if isinstance(failure, dict) else {}
@@ -268,7 +271,7 @@ class _Task:
         return self._lose(gone, consequence)
 
     def _without_ray(self, driver: Driver) -> int:
-        """Wait for a driver with a known outcome to end; its exit code no longer changes the outcome."""
+        """Wait for a driver with a known outcome to end. The driver's exit code does not change the outcome."""
         self.cluster.done()  # Otherwise other nodes would treat the end of their Ray as a loss.
         linux.readable([driver.pidfd], _FAREWELL_S)
         driver.kill()
@@ -317,7 +320,10 @@ def _not_started(share: ClusterShare, error: Exception) -> str:
 
 
 def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
-    """Return the record of a failure outside of the function; add the function's later error as a note."""
+    """Return the record of a failure outside of the function.
+
+    Adds the function's later error as a note.
+    """
     record: protocol.Message = {
         "type": "EngineHeadLost" if kind == _KIND else "RunError",
         "module": "serverless_gpu.errors",
@@ -372,7 +378,7 @@ class Driver:
         return bool(linux.readable([self.pidfd], 0))
 
     def end(self, number: int) -> None:
-        """Send the driver a signal, unless it has ended; never signal a reused pid."""
+        """Send the driver a signal, unless it has ended. Never signal a reused pid."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, number)
 
@@ -382,7 +388,7 @@ class Driver:
         linux.readable([self.pidfd], _KILLED_S)
 
     def reap(self) -> int:
-        """Wait for the driver's end; return its exit code, or a negative signal number."""
+        """Wait for the driver's end. Return its exit code, or a negative signal number."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def look(self, number: int) -> None:
@@ -399,7 +405,7 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
     os.environ.update(variables)
     with contextlib.suppress(Exception):
         ray = importlib.import_module("ray")
-        for name in _ASKED_FIRST:  # These functions would otherwise require an explicit `ray.init()`.
+        for name in _ASKED_FIRST:  # Without the patch, these Ray functions would require an explicit `ray.init()`.
             if (function := getattr(ray, name, None)) is not None:
                 setattr(ray, name, _connected(ray, function))
         # A driver must react to SIGTERM like any rank. Ray's handler would raise SystemExit, even in a function that

@@ -19,16 +19,16 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.db import tables
 
 HEAD = "0009"
-LOCK = 7_310_227_001  # Key of the migration's advisory lock; any number that no other program locks.
+LOCK = 7_310_227_001  # Key of the migration's advisory lock, a number that no other program locks.
 _PLACE = Path(__file__).parent
 
-_version = sa.Table(  # Same definition as the table that Alembic creates.
+_version = sa.Table(  # The definition equals the table that Alembic creates.
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
 )
 
 
 def revision(connection: sa.Connection) -> str | None:
-    """Return the revision of a database, or None if it has none."""
+    """Return the revision of a database, or None if the database has no revision."""
     if not sa.inspect(connection).has_table(_version.name):
         return None
     found: str | None = connection.scalar(sa.select(_version.c.version_num))
@@ -41,7 +41,7 @@ def is_current(connection: sa.Connection) -> bool:
 
 
 def bring(connection: sa.Connection) -> None:
-    """Migrate a database to this version, inside of the caller's transaction.
+    """Migrate a database to this version, in the caller's transaction.
 
     Raises:
         ServerProblem: the database has a newer version, or contains tables of another program.
@@ -67,7 +67,7 @@ def _make(connection: sa.Connection) -> None:
 
 
 def upgrade(connection: sa.Connection, to: str = "head") -> None:
-    """Run every missing revision up to the given one.
+    """Run every missing revision up to the given revision.
 
     Raises:
         ServerProblem: the revision of the database is unknown to this version.
