@@ -2,8 +2,7 @@
 
 from serverless_gpu import distributed
 
-@distributed(gpus=2, gpu_type="CPU")
-def hello(rank: int, world_size: int) -> str:
+@distributed(gpus=2, gpu_type="CPU") def hello(rank: int, world_size: int) -> str:
     return f"rank {rank} of {world_size}"
 
 hello.distributed()    # ['rank 0 of 2', 'rank 1 of 2']

@@ -1,4 +1,4 @@
-"""Reserves the name `serverless_gpu.data`. Importing the module raises an ImportError that names alternatives."""
+"""Reserves the name `serverless_gpu.data`. Importing it raises an ImportError with alternatives."""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ class ServerlessGpuError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
     ) -> None:
-        """Set the attributes that the class statement names. A class inherits all other attributes from its parent."""
+        """Set the attributes that the class statement names.
+
+        A class inherits all other attributes from its parent.
+        """
         super().__init_subclass__(**others)
         for name, value in (("code", code), ("status", status), ("retryable", retryable)):
             if value is not None:
@@ -211,7 +214,7 @@ class ServerNotConfigured(ServerProblem, code="server_not_configured", status=40
     """No server is configured for remote runs.
 
     Attributes:
-        is_missing: True if there is no configuration; False if its file cannot be read.
+        is_missing: True if no configuration exists, or False if its file cannot be read.
     """
 
     is_missing: bool = False
@@ -364,7 +367,7 @@ class ResultUnavailableHere(RunError, code="result_unavailable_here"):
 
 
 class UntrustedResult(RunError, code="untrusted_result"):
-    """Another principal made the result. Loading the result would run that principal's code in this process."""
+    """Another principal made the result. Loading the result would run that principal's code here."""
 
 
 def error_class(code: str) -> type[ServerlessGpuError]:

@@ -117,12 +117,15 @@ def warning() -> str:
 
 
 def _is_mine(path: str, place: str) -> bool:
-    """Return True if a file names this fault point. Remove the file, so that the point kills only one process."""
+    """Return True if a file names this fault point.
+
+    Remove the file, so that the point kills only one process.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             if file.read(100).strip() != place:
                 return False
         os.unlink(path)
-    except OSError:  # The file does not exist, or another process has removed it.
+    except OSError:  # Return True if a file names this fault point. Remove the file, so that only one process ends.
         return False
     return True

@@ -26,7 +26,7 @@ _ON_WINDOWS = ("serverless_gpu.cli.output", "serverless_gpu.compute", "serverles
 
 
 def load(module: str) -> ModuleType:
-    """Return a module of this package. Raise ImportError with the path of the file that hides a needed module."""
+    """Return a module of this package. Raise ImportError with the path of a file that hides a module."""
     if sys.platform == "win32" and module not in _ON_WINDOWS:
         refusal: Exception = importlib.import_module("serverless_gpu.operating_system").windows_refusal()
         raise refusal

@@ -26,12 +26,12 @@ _HINT = "use gpus=, cpus= and object_store_memory= of ray_launch to set the size
 
 
 def ray_init(*args: Any, **kwargs: Any) -> Any:
-    """Connect to the cluster of a `ray_launch` run. Outside of such a run, call `ray.init`.
+    """Connect to the cluster of a `ray_launch` run. Outside of a `ray_launch` run, call `ray.init`.
 
     A function may call `ray_init` more than once. The dashboard is an option of `ray_launch`.
 
     Args:
-        args: the address; omit it inside of a run.
+        args: the address, which callers omit inside of a run.
         kwargs: the arguments of `ray.init`.
 
     Returns:

@@ -98,8 +98,8 @@ def stop_reason() -> str | None:
     """Return the reason if this run must stop, else None.
 
     Returns:
-        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"`` or ``"idle"``; or ``"failure"`` if
-        another rank has failed and only two seconds remain for the stop.
+        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"``, ``"idle"`` or ``"failure"``. After
+        ``"failure"``, another rank has failed and only two seconds remain for the stop.
 
     Raises:
         UsageError: the first call did not come from the main thread.
@@ -219,7 +219,10 @@ _stop = _Stop()
 
 
 def _listen() -> None:
-    """Install the SIGTERM handler once, in the rank itself. Forked children of the rank only read the stop file."""
+    """Install the SIGTERM handler once, in the rank itself.
+
+    Forked children of the rank only read the stop file.
+    """
     if _stop.listening or _stop.forked or _STOP_FILE not in os.environ:
         return
     multiprocessing = sys.modules.get("multiprocessing.process")

@@ -93,7 +93,10 @@ def format_gpu_memory(size: int) -> str:
 
 
 def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
-    """Format an amount of money: ``1.23 USD``. Below one cent, show all digits, so that no cost looks like zero."""
+    """Format an amount of money: ``1.23 USD``.
+
+    Below one cent, show all digits, so that no cost looks like zero.
+    """
     if micros < 0:
         return "-" + format_micros(-micros, currency, exact=exact)
     if exact:
@@ -123,7 +126,10 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
 
 
 def format_joules(joules: float) -> str:
-    """Format energy: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``; ``0.0 Wh`` is less than 0.05 Wh."""
+    """Format energy: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``.
+
+    Energy below 0.05 Wh gives ``0.0 Wh``.
+    """
     watt_hours = joules / 3_600
     if abs(watt_hours) < 99.95:
         return f"{watt_hours:.1f} Wh"

@@ -1,7 +1,7 @@
 """The command line program `sgpu`. `program.py` lists its commands.
 
-This module imports only modules that Python itself has loaded. Loading the commands takes 0.1 s, and the user may press
-Ctrl-C in that time.
+`cli/__init__.py` imports only modules that Python loads at its start. Loading the commands takes 0.1 s, in which the
+user may press Ctrl-C.
 """
 
 from __future__ import annotations

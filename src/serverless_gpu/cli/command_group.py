@@ -23,7 +23,7 @@ HELP_CHARACTERS_MAX = 45
 
 
 class CommandEntry(NamedTuple):
-    """One command of a table."""
+    """A command of a table."""
 
     place: str  # Import path ``"module:attribute"`` below `serverless_gpu.cli`.
     summary: str  # First sentence of the command's help.

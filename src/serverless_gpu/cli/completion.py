@@ -1,7 +1,7 @@
 """Shell completion of run identifiers and of names that the server knows.
 
 The shell runs `sgpu` while the user types. Therefore a completer sends one request, never retries and never fails.
-Without an answer it completes nothing. Runs of this home come from their directories.
+Without an answer, the completer suggests nothing. For runs of this home, the completer reads their directories.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "mag
 def doctor(as_json: bool, limit: float) -> None:
     """Find what prevents runs on this machine.
 
-    The command checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. It
-    starts no agent. It exits with 1 if a check failed. Warnings and unknown results do not change the exit code.
+    The command checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. The
+    command starts no agent. The exit code is 1 if a check failed. Warnings and unknown results do not change the exit
+    code.
     """
     # Importing the doctor's modules at the top would make every other command start a fifth slower.
     examination = importlib.import_module("serverless_gpu.doctor.examination")

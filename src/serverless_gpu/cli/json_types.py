@@ -27,7 +27,7 @@ from serverless_gpu.wire.runs import AttemptView
 
 
 class RunCrew(TypedDict):
-    """One node that takes part in a run of the server."""
+    """A node of a run on the server."""
 
     node: str
     state: str
@@ -84,7 +84,7 @@ class RunFile(TypedDict):
 
 
 class RunDetails(ListedRun):
-    """Everything about one run, as `sgpu show` prints it."""
+    """All details of one run, as `sgpu show` prints them."""
 
     spec: RunSpec | None
     receipt: Receipt | None
@@ -182,14 +182,14 @@ class ListedDevice(TypedDict):
 
 
 class GpuList(TypedDict):
-    """Devices of this machine, and the reasons why others cannot be used."""
+    """Devices of this machine, and the reasons why some devices cannot be used."""
 
     devices: list[ListedDevice]
     unavailable: list[str]
 
 
 class TopFrame(TypedDict):
-    """One frame of `sgpu top`; null means unknown."""
+    """A frame of `sgpu top`, in which null means unknown."""
 
     at_ns: int
     node: str
@@ -199,7 +199,7 @@ class TopFrame(TypedDict):
 
 
 class DoctorFinding(TypedDict):
-    """One finding of a check."""
+    """A finding of a check."""
 
     outcome: str
     sentence: str
@@ -207,7 +207,7 @@ class DoctorFinding(TypedDict):
 
 
 class DoctorCheck(TypedDict):
-    """One check and its findings."""
+    """A check and its findings."""
 
     code: str
     group: str
@@ -351,7 +351,7 @@ UsageReport = TypedDict(
         "formulas": list[str],
     },
 )
-"""Use and cost, with a row for each group."""
+"""Usage and cost, with a row for each group."""
 
 Advice = TypedDict(
     "Advice",

@@ -1,4 +1,4 @@
-"""`sgpu node`: lists a server's nodes and sets rules for them (drain, calendar, quarantine)."""
+"""`sgpu node`: lists a server's nodes and controls their use (drain, calendar, quarantine)."""
 
 from __future__ import annotations
 
@@ -156,8 +156,9 @@ def approve(name: str) -> None:
 def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
     """Write a join file for new nodes.
 
-    By default the file admits one machine within a day; --uses and --for change that. With NAME, it admits only a
-    machine of that name. Copy the file to each machine and run this command there: sgpu join HOST --token-file FILE.
+    By default, the file admits one machine within one day. --uses and --for change these limits. With NAME, the file
+    admits only a machine of that name. Copy the file to each new machine. On the new machine, run: sgpu join HOST
+    --token-file FILE.
     """
     body = InviteRequest(name=name, uses=uses, expires_s=duration_s("--for", lifetime))
     join_file = load("serverless_gpu.engines.ray.pool_join")
@@ -203,7 +204,7 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
 
 
 def owner_text(view: NodeView) -> str:
-    """Return a text about the users whose runs a node accepts now, and the end of that time."""
+    """Return text about the users whose runs a node accepts now, and about the end of this permission."""
     calendar = view.rules.calendar
     who = "all" if view.shared else calendar.owner or "none"
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
@@ -275,9 +276,9 @@ def resume(name: str) -> None:
 def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
     """Show or set a node's owner and calendar.
 
-    Without options, the command shows both. Options that you leave out keep their value. Five minutes before the
-    node's shared time ends, the server warns the runs of other users. It then stops these runs with their grace
-    period. Runs with resume continue on another node.
+    Without options, the command shows the owner and the calendar. Omitted options keep their value. Five minutes before
+    the node's shared time ends, the server warns the runs of other users. At the end of the shared time, the server
+    stops the warned runs with their grace period. Runs with resume continue on another node.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:
@@ -302,8 +303,8 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
 def quarantine(name: str, gpu: str, note: str) -> None:
     """Exclude a GPU of a node from new runs.
 
-    GPU is a number or a uuid. The quarantine lasts until `sgpu node release`. A run that has the GPU keeps it. The
-    quarantine does not affect runs that the machine starts without the server.
+    GPU is a number or a uuid. The quarantine lasts until `sgpu node release`. A run that already holds the GPU keeps
+    the GPU. The quarantine does not affect runs that the machine starts without the server.
     """
     _set_quarantine(name, gpu, on=True, note=note)
 

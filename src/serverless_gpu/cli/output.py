@@ -4,8 +4,8 @@
                               its width unless the command has --wide
     json_option(TYPE)         adds --json; `sgpu schema COMMAND` prints the JSON schema of TYPE
 
-Messages go to stderr and start with "sgpu: ". Colours carry no meaning that the text lacks. NO_COLOR turns colours
-off.
+Messages go to stderr and start with "sgpu: ". The text contains all information that the colours show. NO_COLOR turns
+colours off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JsonType(NamedTuple):
 
 
 CELL_CHARACTERS_MIN = 8
-"""Minimum width of a cut cell, in characters."""
+"""Minimum width of a shortened cell, in characters."""
 SHORT_ID_CHARACTERS = 8
 """Displayed length of a run's identifier in a table on a terminal.
 
@@ -129,7 +129,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: boo
 def fit_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Return the cells of a table, cut so that its lines fit a width.
 
-    Identifiers of runs are cut first, then times, then the widest columns.
+    The function first cuts run identifiers, then times, then the widest columns.
 
     Args:
         head: The titles of the columns, which are never cut.

@@ -47,7 +47,7 @@ _KIND = click.Choice(["team", "user"])
 def queue(limit: int, mine: bool, wide: bool, as_json: bool) -> None:
     """List waiting runs in their order.
 
-    PLACE is the position among visible runs that need the same kind of devices. A run without a place is not in the
+    PLACE is the position among visible runs that need the same kind of devices. A run without a PLACE is not in the
     queue yet.
     """
     with server() as connection:
@@ -132,10 +132,10 @@ def set_pool(
 ) -> None:
     """Create or change a pool.
 
-    Without NAME, the command changes the pool `default`. Options that you leave out keep their value. A new pool is
-    on-demand: every run that names no pool may use it. Its nodes run only code of the server's first administrator.
-    Runs of other principals wait with the reason `isolation`. With --isolation none, you accept that these runs share
-    one operating-system user.
+    Without NAME, the command changes the pool `default`. Omitted options keep their value. A new pool is on-demand:
+    every run that names no pool may use it. The nodes of a new pool run only code of the server's first administrator.
+    Runs of other principals wait with the reason `isolation`. With --isolation none, you accept that runs of several
+    principals share one operating-system user.
     """
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
@@ -162,8 +162,8 @@ def set_pool(
 def delete_pool(name: str) -> None:
     """Delete a pool.
 
-    The pool must have no nodes and no waiting or running runs, and no price, budget or policy may name it. The pool
-    `default` cannot be deleted.
+    The pool must have no nodes and no waiting or running runs. No price, budget or policy may name the pool. You cannot
+    delete the pool `default`.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/pools/{_part(name)}", answer=PoolView)
@@ -184,9 +184,9 @@ def share() -> None:
 def list_shares(wide: bool, as_json: bool) -> None:
     """List weights and use of teams and users.
 
-    USED is the device time of the runs of a team or user. The queue orders by COUNTED: the use, plus one minute for
-    each device of running runs. USED and COUNTED decay with age, so that all teams and users get their share over
-    time. The table has a member of a team only if the member's weight within the team was set.
+    USED is the device time of the runs of a team or user. The server orders the queue by COUNTED, which is USED plus
+    one minute per device of running runs. USED and COUNTED decay with age, so that all teams and users get their share
+    over time. The table has a member of a team only if the member's weight within the team was set.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -212,7 +212,8 @@ def list_shares(wide: bool, as_json: bool) -> None:
 def set_share(kind: str, name: str, weight: float) -> None:
     """Set the weight of a team or a user.
 
-    A team's weight counts among all teams. A user's weight counts within the user's team. The default weight is 1.
+    A team's weight is relative to the weights of all teams. A user's weight is relative to the weights of the user's
+    team. The default weight is 1.
     """
     if not math.isfinite(weight):  # JSON cannot represent infinity and NaN.
         raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")
@@ -232,7 +233,7 @@ def delete_share(kind: str, name: str) -> None:
 
 
 def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
-    """Return an entry of the queue as a row. An invisible run has only an owner and a demand."""
+    """Return an entry of the queue as a row. The row of an invisible run has only an owner and a demand."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
     waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)

@@ -1,6 +1,6 @@
 """`sgpu`: the tables of its commands, and the handling of errors and exit codes.
 
-Only `sgpu gpus` starts an agent. No other command that only shows state starts a process.
+`sgpu gpus` starts an agent. No other command that only shows state starts a process.
 """
 
 from __future__ import annotations

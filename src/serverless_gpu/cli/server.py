@@ -1,9 +1,9 @@
-"""`sgpu up`, `down` and `server`: run the server in the foreground, and administer it.
+"""`sgpu up`, `down` and `server`: run the server in the foreground, and administer the server.
 
 `sgpu server logs` reads the log of this home's server, even while the server is not running. The log consists of JSON
 lines in files that rotate at a size (`server/core/server_log.py`). The command prints lines in the order in which the
-server wrote them. It prints an incomplete or invalid line unchanged. When the server rotates the log, the command
-first reads the old file to its end. Control characters in names and messages cannot affect the terminal.
+server wrote them. The command prints an incomplete or invalid line unchanged. When the server rotates the log, the
+command first reads the old file to its end. Control characters in names and messages cannot affect the terminal.
 """
 
 from __future__ import annotations
@@ -129,10 +129,10 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server in the foreground.
 
-    Without options the server uses a database in this home, this machine's devices and a loopback address. It writes
-    its token to a file that only you can read. Scripts and notebooks of this home use the server with @distributed(...,
-    remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the home. `sgpu server
-    config` shows the effective values.
+    Without options the server uses a database in this home, this machine's devices and a loopback address. The server
+    writes its token to a file that only you can read. Scripts and notebooks of this home use the server with
+    @distributed(..., remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the
+    home. `sgpu server config` shows the effective values.
     """
     refuse_incomplete()
     if faults.named():
@@ -186,7 +186,10 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
 
 def decide_sharing(found: Exposure) -> bool | None:
-    """Warn if several principals share a uid. On a terminal, ask the operator to allow or refuse it."""
+    """Warn if several principals share a uid.
+
+    On a terminal, ask the operator to allow or refuse the shared uid.
+    """
     warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
     for warning in warnings:
         say(f"sgpu: warning: {warning}", err=True)
@@ -260,7 +263,8 @@ def refuse_incomplete() -> None:
 def down(wait: str) -> None:
     """Stop the server of this home.
 
-    The server finishes open requests first. Running runs continue. Their nodes report when a server starts again.
+    The server finishes open requests first. Running runs continue. The nodes of these runs report to the server after
+    its next start.
     """
     limit_s = duration_s("--wait", wait)
     directory = durable_home(_HOME_REASON).root / "server"
@@ -293,8 +297,8 @@ def server_group() -> None:
 def config(wide: bool, as_json: bool) -> None:
     """Print all settings and their origin.
 
-    An option overrides a variable (SGPU_PORT), which overrides server.toml in the home. Passwords in addresses are
-    hidden.
+    An option overrides a variable (SGPU_PORT), which overrides server.toml in the home. The command hides passwords in
+    addresses.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -336,7 +340,7 @@ def drain(note: str, wait: str | None) -> None:
     """Start no new runs on the server.
 
     The drain lasts until `sgpu server resume`, also across restarts. Running runs continue. The server accepts new
-    runs. New runs wait, and their message names who drains the server and why.
+    runs. New runs wait, with a message that names the operator and the reason of the drain.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -391,8 +395,8 @@ def backup(directory: Path) -> None:
 def check(as_json: bool) -> None:
     """Check the invariants of the database.
 
-    The command only reads, and the server may run at the same time. It exits with 1 and prints each violation. It also
-    reports a database that was rolled back, and files of runs that the database does not have.
+    The command only reads, and the server may run at the same time. The command prints each violation, and then exits
+    with 1. The command also reports a database that was rolled back, and files of runs that the database does not have.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -439,10 +443,10 @@ def verify(backup: Path) -> None:
 def restore(backup: Path, nothing_ran_since: bool) -> None:
     """Restore a server from BACKUP.
 
-    The home must have no server; `sgpu up` starts the restored one. Runs that wait in the backup may have run since.
-    Therefore waiting runs become LOST, and their owners must submit them again. Running runs continue if their node
-    still has them. Tokens that were revoked after the backup are valid again, and secrets that were deleted after the
-    backup exist again. Revoke these tokens and delete these secrets again.
+    The home must not contain a server. Start the restored server with `sgpu up`. A run that waits in the backup may
+    have run after the backup. Therefore waiting runs become LOST, and the owners must submit these runs again. A
+    running run continues if its node still has the run. Tokens that were revoked after the backup are valid again, and
+    secrets that were deleted after the backup exist again. Revoke these tokens and delete these secrets again.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -464,11 +468,11 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
 def rotate(certain: bool) -> None:
     """Replace the server's key and all tokens.
 
-    Use this command if code of several principals shared one operating-system user. Also use this command if others
-    could read the server's directory. Stop the server first. The command seals secrets and variables of unended runs
-    with the new key. It does not change the values of secrets; change them at their source. It revokes every token
-    and makes new tokens for this machine's administrator and node. If the command is killed, run it again. Until then
-    `sgpu up` refuses to start.
+    Use this command if code of several principals shared one operating-system user. Also use this command if other
+    users could read the server's directory. Stop the server first. The command seals secrets and variables of unended
+    runs with the new key. The command does not change the values of secrets, so change each secret at its source. The
+    command revokes every token and creates new tokens for this machine's administrator and node. If the command is
+    killed, run the command again. `sgpu up` refuses to start until the rotation is complete.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -587,7 +591,7 @@ class FollowedFile:
                 return
             if is_same:
                 return
-            yield from self._lines()  # Read the rest of the old file, which the server has renamed.
+            yield from self._lines()  # Read the unread lines of the old file, which the server has renamed.
             os.close(self._fd)
             self._fd, self._held = -1, b""
 
@@ -607,7 +611,7 @@ class FollowedFile:
 
 
 def _kept_lines(path: Path, followed: FollowedFile) -> Iterator[bytes]:
-    """Yield the lines of all files, the oldest first. The follower reads the current file."""
+    """Yield the lines of all log files, oldest first. `followed` reads the current file."""
     for number in range(KEPT, 0, -1):
         try:
             with open(f"{path}.{number}", "rb") as file:
@@ -629,7 +633,7 @@ def _log_line_text(line: bytes) -> str:
     found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
-    # The message of an access line contains these fields.
+    # Fields that the message of an access log line already contains.
     said = (*_LOG_FIELDS, "method", "route") if found.get("logger") == "access" else _LOG_FIELDS
     about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
     told = f"{found.get('ts', '')} {found.get('level', '')!s:<7} {found.get('logger', '')}: {found.get('msg', '')}"

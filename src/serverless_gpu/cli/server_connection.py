@@ -1,10 +1,10 @@
-"""Connections to the server, and the time that commands wait for an unreachable one.
+"""Connections to the server, and the time for which commands wait for an unreachable server.
 
     about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
     all other commands                                                         fail at once
 
-Both fail with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` limits the wait. A waiting command reads the
-server's address and token again, because a restarted server may have new ones.
+Every command fails with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` limits the wait. A waiting command
+reads the server's address and token again, because a restarted server may have a new address and token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
-    """Return a connection. `home` names the file to read again while the connection waits.
+    """Return a connection. `home` contains the configuration that a waiting connection reads again.
 
     The function imports the HTTP client, which takes 60 ms.
     """
@@ -68,7 +68,7 @@ def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerPro
 
 @contextlib.contextmanager
 def patient_server(home: Path) -> Iterator[Connection]:
-    """Yield a connection for a command about one run. It waits for an unreachable server."""
+    """Yield a connection for a command about one run. The connection waits for an unreachable server."""
     connection = connect(find_profile(home, os.environ), patience_s=configured_patience_s(os.environ), home=home)
     try:
         yield connection
@@ -78,7 +78,10 @@ def patient_server(home: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
-    """Yield a connection to this user's server. It waits `patience_s` seconds for an unreachable server."""
+    """Yield a connection to this user's server.
+
+    The connection waits `patience_s` seconds for an unreachable server.
+    """
     home = remote_home(os.environ).root
     connection = connect(_profile(home), patience_s=patience_s, home=home)
     try:

@@ -1,17 +1,17 @@
-"""`sgpu submit`: submits a script or a program as a run, and follows the run unless it is detached.
+"""`sgpu submit`: submits a script or a program as a run, and follows the run unless the user detaches.
 
     sgpu submit --gpus 2 train.py --lr 1     a script: this Python runs it
     sgpu submit -m pkg.train --lr 1          a module: `python -m`, found in the working directory first
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
-The command checks the command line before it submits anything. It refuses a mistyped option before the program, a
-program that begins with a dash, and a missing script or module. It also refuses a program that ranks could not find, if
-this machine can know that.
+The command checks the command line before it submits anything. The command refuses a mistyped option before the
+program, a program that begins with a dash, and a missing script or module. A program that ranks could not find is also
+refused, as far as this machine can check.
 
-`--dry-run` prints the request, its server, start and cost, and sends only an estimate request. If the run would be
-refused, the dry run prints what it knows. The dry run then fails with the same message and exit code. A run that no
-node can ever serve never starts, and the dry run has the exit code of that run. If the server is unreachable, the
-start is unknown, and the output gives the reason.
+`--dry-run` prints the request, its server, start and cost, and sends only an estimate request. If the server would
+refuse the run, the dry run prints the known values. The dry run then fails with the message and exit code of the
+refusal. For a run that no node can ever serve, the dry run exits with the exit code of the run. If the server is
+unreachable, the start is unknown, and the output gives the reason.
 """
 
 from __future__ import annotations
@@ -184,12 +184,12 @@ class SubmitCommand(click.Command):
 def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
     """Run a script or a program on GPUs.
 
-    PROGRAM is a Python script (its name ends in .py), a module (-m NAME) or a program. All arguments after PROGRAM go
-    to it, without a first --. The command prints the output until the run ends.
+    PROGRAM is a Python script (its name ends in .py), a module (-m NAME) or a program. The program receives all
+    arguments after PROGRAM, without a leading --. The command prints the output until the run ends.
 
-    The exit code is 0 for success, or the program's own exit code. It is 124 after a timeout and 130 after a cancel. It
-    is 137 if a signal or a lack of memory ended a rank. It is 75 if the run, its node or the server is lost. It is 1
-    after any other failure.
+    The exit code is 0 for success, or the program's own exit code. Exit code 124 means a timeout, and 130 means a
+    cancel. Exit code 137 means that a signal or a lack of memory ended a rank. Exit code 75 means that the run, its
+    node or the server is lost. Exit code 1 means any other failure.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:
@@ -290,7 +290,10 @@ class _RankEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def print_dry_run(spec: RunSpec, *, as_json: bool) -> None:
-    """Print the request and its expected start. Raise the error that would refuse the run."""
+    """Print the request and its expected start.
+
+    Raise the error with which the server would refuse the run.
+    """
     command = spec.payload
     assert isinstance(command, Command)
     check_command(command)
@@ -339,7 +342,7 @@ def _rank_environment(home: Home, environment: str, store: StoreLocation | None)
 
 
 def _request_lines(spec: RunSpec, command: Command, url: str, imported: _RankEnvironment) -> Iterator[str]:
-    """Yield the lines of the request, including defaults that matter."""
+    """Yield the lines of the request, including relevant defaults."""
     resources = spec.resources
     per = "process per node" if command.per == "node" else "process per GPU"
     yield f"would run: {shlex.join(command.argv)}"
@@ -462,7 +465,7 @@ def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
 
 
 def _interpreter(path: str) -> tuple[str, ...]:
-    """Return the interpreter of a script that is not executable: that of its first line, or the shell."""
+    """Return the interpreter of a script that is not executable, from its first line, or the shell."""
     with open(path, "rb") as file:
         line = file.read(_HEAD_BYTES).partition(b"\n")[0]
     if line.startswith(b"#!"):

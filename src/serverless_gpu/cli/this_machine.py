@@ -169,13 +169,13 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     ok: bool
     problem: str = ""  # Reason why the server is unusable, or "".
-    principal: str = ""  # Name and role of the caller; "" if unknown.
+    principal: str = ""  # Name and role of the caller, or "" if unknown.
     version: str = ""
     waiting: int = 0  # Number of queued runs that the caller may see.
     going: int = 0  # Number of running runs that the caller may see.
     waits: tuple[str, ...] = ()  # Messages of a few of the caller's queued runs, oldest first.
-    nodes: dict[str, int] | None = None  # Number of nodes by state; None if the caller may not see nodes.
-    draining: str = ""  # Operator who drains the server, and the reason; "" without a drain.
+    nodes: dict[str, int] | None = None  # Number of nodes by state, or None if the caller may not see nodes.
+    draining: str = ""  # Operator who drains the server, and the reason, or "" without a drain.
     unwell: tuple[str, ...] = ()  # Problems that the server itself reports.
     checks: dict[str, float] = {}  # Duration of each health check in milliseconds, by name.
 
@@ -263,8 +263,8 @@ _RUNS_LOOKED_AT = 200
 def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     """Start MLflow's server and print its address.
 
-    The command does not restart a running server. STORE is your own store (sqlite:////path/mlflow.db, or a
-    directory), which gets its own server.
+    The command does not restart a running server. STORE is your own store (sqlite:////path/mlflow.db, or a directory),
+    which gets its own server.
     """
     home = durable_home("the MLflow server keeps its runs there")
     if store and ":" not in store:
@@ -350,7 +350,7 @@ def _start(home: Home, store: str) -> None:
 
 
 def _python(home: Home, store: str) -> str:
-    """Return an interpreter that has MLflow: this one, or that of the previous server."""
+    """Return an interpreter that has MLflow: this interpreter, or the previous MLflow server's."""
     if importlib.util.find_spec("mlflow") is not None:
         return sys.executable
     before = look(place_of(home, store), SystemClock())

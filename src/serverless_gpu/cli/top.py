@@ -3,14 +3,15 @@
     monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_table.py`) ─▶ Terminal
 
 `Feed` reads the monitor's frames. Device locks name the runs of other homes and users. Failure cases: The monitor
-cannot start, ends repeatedly (`Feed` retries every few seconds), or is silent. `problem` reports each of them.
+cannot start, ends repeatedly (`Feed` retries every few seconds), or is silent. `problem` reports each of these
+failures.
 
     with Terminal() as terminal:   alternate screen on, cursor off, no echo   ─▶   restored on every exit
         terminal.show(lines)       only lines that fit, without flicker
         terminal.wait(fds, 1.0)    until a descriptor is readable, a key is pressed or the window is resized
 
-Ctrl-Z restores the screen until `fg`. SIGTERM and a closed window end the command. A window may have no size. If stdin
-is not a terminal, only Ctrl-C works.
+Ctrl-Z restores the screen until `fg`. SIGTERM and a closed window end the command. A terminal may report no size. If
+stdin is not a terminal, Ctrl-C is the only key that works.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class Feed:
         self._heard_ns = self._clock.boottime_ns()
 
     def take(self) -> bool:
-        """Read frames, and reconnect to a monitor that has ended. Return True if there is a new frame."""
+        """Read frames, and reconnect to a monitor that has ended. Return True if a new frame arrived."""
         if self._channel is None:
             self._open_again()
         new = False

@@ -10,7 +10,7 @@
       rank 0: cpu 101 %, 3.1 GB, GPU 57.1 GiB   rank 1: cpu 99 %, 3.1 GB, GPU 57.1 GiB
 
 GPU memory is in GiB, as in nvidia-smi. Free CPU slots have no line. On a narrow terminal, the least important columns
-disappear first. Then bars become shorter, and then lines are cut. All functions of this module are pure.
+disappear first. Then `draw` shortens the bars, and finally cuts the lines. All functions of this module are pure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one device.
 
-    `owner` is None for a free device. `quarantined` is the reason, or "".
+    `owner` is None for a free device. `quarantined` is the reason for the quarantine, or "".
     """
 
     device: Device
@@ -100,7 +100,7 @@ class Around(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopTable:
-    """Return a frame as a table. The previous frame gives the network rates."""
+    """Return a frame as a table. The network rates need the previous frame."""
     owners = {**around.holders, **_owners(frame.attempts, around.user)}
     gpus = frame.sample.gpus
     rows = tuple(
@@ -172,7 +172,7 @@ def _owners(attempts: Sequence[WatchedAttempt], user: str) -> dict[str, DeviceOw
 
 
 def _ranks(attempts: Sequence[WatchedAttempt], samples: Sequence[RankSample]) -> list[tuple[RankSample, ...]]:
-    """Return the samples of each attempt's ranks. Samples are in order of the ranks, without ended ranks."""
+    """Return the samples of each attempt's ranks. The samples are in rank order, without ended ranks."""
     left = list(samples)
     found: list[tuple[RankSample, ...]] = []
     for attempt in attempts:
@@ -210,14 +210,14 @@ class Style(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """Text and its colour or weight. Only the text counts for widths."""
+    """Text and its colour or weight. Only the text determines the width."""
 
     text: str
     code: str = ""
 
 
 class _Column(NamedTuple):
-    """One column. If space is scarce, a column with a larger `keep` stays longer."""
+    """A column of the table. If space is scarce, a column with a larger `keep` stays longer."""
 
     head: str
     keep: int
@@ -333,7 +333,7 @@ def _widths(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int) -> li
     plain = Style(colour=False, unicode=True)
     table = [_cells(row, shown, bar, plain) for row in rows]
     widths = [max([len(column.head), *(len(cells[at].text) for cells in table)]) for at, column in enumerate(shown)]
-    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # The last column is cut if space is scarce.
+    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # `draw` cuts the last column if space is scarce.
 
 
 def _align(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, style: Style) -> list[str]:

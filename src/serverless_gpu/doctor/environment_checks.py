@@ -151,7 +151,7 @@ def _hf_transfer(facts: MachineFacts) -> list[Finding]:
 
 
 def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
-    """Return a failure for each import that failed with a matching text.
+    """Return a failure for each import that failed with a matching error text.
 
     Return a warning for an import that succeeded but printed a matching text.
     """

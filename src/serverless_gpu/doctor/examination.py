@@ -25,7 +25,7 @@ _CODE = 16
 def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
     """Return the lines of the report, and True if a check failed.
 
-    `limit_s` limits each probe. `paint` colours the name of an outcome.
+    `limit_s` is the time limit of each probe in seconds. `paint` colours the name of an outcome.
     """
     facts = gather(os.environ, limit_s)
     judged = judge(facts)
@@ -85,7 +85,10 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
 
 
 def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
-    """Return the unknown checks of each group by reason. The report has one line per reason."""
+    """Return the checks with the outcome "unknown", by group and reason.
+
+    The report has one line per reason.
+    """
     codes: dict[tuple[CheckGroup, str], list[str]] = {}
     for check, findings in judged:
         for finding in findings:
@@ -121,7 +124,7 @@ def as_builtins(judged: Judged, python: str) -> dict[str, object]:
 
 
 def _mend(check: Check, finding: Finding) -> str:
-    """Return the remedy of a finding. An unknown finding does not use its check's general remedy."""
+    """Return the remedy of a finding. A finding "unknown" does not use the general remedy of its check."""
     general = check.mend if finding.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED) else ""
     return finding.mend or general
 

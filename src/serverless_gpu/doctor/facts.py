@@ -1,7 +1,7 @@
-"""Values of a diagnosis: facts about this machine, checks that judge them, and their findings.
+"""Values of a diagnosis: facts about this machine, checks that judge the facts, and findings.
 
-Probes gather facts, and tests write them by hand. An area is `UnknownFact`, with a reason, if its probe failed or did
-not run.
+Probes gather facts, and tests construct facts by hand. An area is `UnknownFact`, with a reason, if its probe failed or
+did not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnknownFact(msgspec.Struct, frozen=True):
 class Disk(msgspec.Struct, frozen=True):
     """A file system at one path.
 
-    `files` is the number of inodes, 0 if the file system does not count inodes.
+    `files` is the number of inodes, or 0 if the file system does not count inodes.
     """
 
     place: str
@@ -43,7 +43,7 @@ class Disk(msgspec.Struct, frozen=True):
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The home directory."""
 
-    root: str = ""  # The path of the home; "" if no home is usable.
+    root: str = ""  # Path of the home, or "" if no home is usable.
     problem: str = ""
     hint: str = ""
     note: str = ""  # Reason why the home is not the requested directory, or "".
@@ -63,8 +63,8 @@ class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int = 0
     size_bytes: int = 0
-    days: float | None = None  # Retention of runs in days; None means forever.
-    size_bytes_max: int | None = None  # Maximum size of all ended runs; None means no limit.
+    days: float | None = None  # Retention time of runs in days, or None for no limit.
+    size_bytes_max: int | None = None  # Maximum size of all ended runs, or None for no limit.
     last_run: str = ""  # The latest run that has a receipt.
     warm: bool = False
     warm_reason: str = ""
@@ -73,7 +73,7 @@ class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
 class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The agent of this home."""
 
-    pid: int | None = None  # Process id of the agent; None if no agent runs.
+    pid: int | None = None  # Process id of the agent, or None if no agent runs.
     version: str = ""
     python: str = ""
     problem: str = ""  # Reason why the agent does not answer, or "".
@@ -85,22 +85,22 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of the server."""
+    """A node of the server."""
 
     name: str
     state: str
     sentence: str = ""
-    # Seconds since the last message of the node, by the server's clock; None if unknown.
+    # Seconds since the last message of the node, by the server's clock, or None if unknown.
     silent_s: float | None = None
-    clock: str = ""  # The clock difference as a text that follows the node's name; "" if the clocks agree.
+    clock: str = ""  # Text about the clock difference that follows the node's name, or "" if the clocks agree.
     drained: bool = False  # True if an operator drained the node, so that it starts no new runs.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The server that runs remote calls."""
 
-    url: str = ""  # The address of the server; "" if none is configured.
-    profile: str = ""  # The file that names the server; "" if environment variables name the server.
+    url: str = ""  # Address of the server, or "" if no server is configured.
+    profile: str = ""  # File that names the server, or "" if environment variables name the server.
     embedded: bool = False  # True if `sgpu up` of this home wrote the profile file.
     problem: str = ""  # Reason why the server's configuration is not usable, or "".
     hint: str = ""
@@ -108,20 +108,21 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     away: str = ""  # Reason why the server does not answer, or "".
     unwell: tuple[str, ...] = ()  # Problems that the server's `/health` reports.
     version: str = ""  # The server's version of this package.
-    # `protocol` is the server's own protocol, `protocols` are all that it accepts, and `own_protocol` is the client's.
+    # `protocol` is the server's protocol number, and `own_protocol` is the client's. `protocols` lists all protocols
+    # that the server accepts.
     protocol: int = 0
     protocols: tuple[int, ...] = ()
     own_protocol: int = 0
-    # Seconds by which the server's clock is ahead of this machine; None if the server sent no time.
+    # Seconds by which the server's clock is ahead of this machine, or None if the server sent no time.
     clock_ahead_s: int | None = None
     principal: str = ""  # The owner of the token.
     token_problem: str = ""  # Reason why the server rejects the token, or "".
-    nodes: tuple[ServerNode, ...] | None = None  # The server's nodes; None without permission to list nodes.
-    # Pools that run only the code of the first administrator; None without permission to list pools.
+    nodes: tuple[ServerNode, ...] | None = None  # Nodes of the server, or None without permission to list nodes.
+    # Pools that run only the code of the first administrator, or None without permission to list pools.
     closed_pools: tuple[str, ...] | None = None
     shared_pools: tuple[str, ...] = ()  # Pools in which several principals share one operating-system user.
-    principals: int | None = None  # Number of principals that may start runs; None without permission to list users.
-    # Seconds until the server's certificate expires, negative if it has expired. None without a readable certificate.
+    principals: int | None = None  # Number of principals that may start runs, or None without permission to list users.
+    # Seconds until the server's certificate expires, negative after its expiry. None without a readable certificate.
     certificate_left_s: float | None = None
 
 
@@ -163,14 +164,17 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a trial mount of an environment. `is_root` is True if root tried the mount."""
+    """The result of a trial mount of an environment. `is_root` is True if the root user tried the mount."""
 
     problem: str = ""
     is_root: bool = False
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory errors and capability of a GPU. None means that the GPU does not report the value."""
+    """The memory errors and compute capability of a GPU.
+
+    None means that the GPU does not report the value.
+    """
 
     capability: tuple[int, int] | None = None
     uncorrected_errors: int | None = None
@@ -184,7 +188,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     on_bus: int = 0  # The number of NVIDIA display controllers on the PCI bus.
     device_files: int = 0  # The number of `/dev/nvidia<n>` files.
     binding_problem: str = ""  # Reason why the NVML binding cannot be loaded, or "".
-    driver: str = ""  # The driver version; "" without a driver.
+    driver: str = ""  # Driver version, or "" without a driver.
     cuda: tuple[int, int] | None = None  # The newest CUDA version that the driver supports.
     devices: tuple[Device, ...] = ()
     unavailable: tuple[Unavailable, ...] = ()
@@ -192,9 +196,9 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     health: dict[str, GpuHealth] = {}
     held: dict[str, str] = {}  # The run that holds each device, by device UUID.
     quarantined: dict[str, tuple[str, str]] = {}  # Quarantine reason and path of the quarantine note, by device UUID.
-    # Reason why the doctor cannot read the kernel log, which has the driver's GPU errors; "" if the log is readable.
+    # Reason why the doctor cannot read the kernel log, or "". The kernel log contains the driver's GPU errors.
     kernel_log: str = ""
-    suspects: tuple[str, ...] = ()  # One message for each GPU that is probably broken.
+    suspects: tuple[str, ...] = ()  # A message for each GPU that is probably broken.
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +211,7 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """An installed package with an unmet requirement; `found` is "" if the required package is missing."""
+    """An installed package with an unmet requirement. `found` is "" if the required package is missing."""
 
     package: str
     version: str
@@ -232,7 +236,7 @@ class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of importing one module."""
 
-    outcome: str  # One of ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` and ``"untried"``.
+    outcome: str  # The outcome: ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` or ``"untried"``.
     error: str = ""
     written: str = ""
 
@@ -261,9 +265,9 @@ class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
 
     uri: str
     stage: str
-    store: str = ""  # The server's store without credentials; "" for the home's own store.
+    store: str = ""  # Store of the server, without credentials, or "" for the home's own store.
     database: str = ""
-    file: str = ""  # Path of the store's database file; "" for any other store.
+    file: str = ""  # Path of the store's database file, or "" for any other store.
     python: str = ""
     version: str = ""
     problem: str = ""
@@ -277,13 +281,14 @@ class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
     off: str = ""
     installed: bool = False
     uri: str = ""  # MLFLOW_TRACKING_URI without credentials.
-    # Reason why the tracking server does not answer, or ""; None if the URI is not an HTTP address.
+    # Reason why the tracking server does not answer, or "" if the server answers. None if the URI is not an HTTP
+    # address.
     away: str | None = None
     servers: tuple[TrackingServer, ...] = ()
 
 
 class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """A port on which a process listens. An `address` of "*" means all addresses."""
+    """A port on which a process listens. The `address` "*" denotes all addresses."""
 
     port: int
     address: str
@@ -293,7 +298,7 @@ class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The Ray cluster of this home's pool."""
 
-    directory: str = ""  # The directory of the pool's files; "" without a pool.
+    directory: str = ""  # Directory of the pool's files, or "" without a pool.
     address: str = ""
     version: str = ""
     without_token: tuple[str, ...] = ()  # Ray processes that require no token.
@@ -356,7 +361,7 @@ class CheckGroup(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One result of a check. `mend` is a more specific remedy than that of the check, or ""."""
+    """A result of a check. `mend` is a remedy that replaces the general remedy of the check, or ""."""
 
     outcome: CheckOutcome
     sentence: str
@@ -368,7 +373,7 @@ A = TypeVar("A")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table: a common problem, its cause and its remedy."""
+    """A row of the table of checks: a common problem, its cause and its remedy."""
 
     code: str  # Stable name of the check.
     group: CheckGroup  # Area of the check.
@@ -376,7 +381,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     symptoms: tuple[str, ...]  # Symptoms that users see, verbatim where possible.
     cause: str  # The cause, in one or two sentences.
     mend: str  # The remedy: a command or a sentence.
-    # Function that judges the facts; None for a problem that only a run can show. A check without findings does not
+    # Function that judges the facts, or None for a problem that only a run can show. A check without findings does not
     # apply.
     probe: Probe | None = None
 
@@ -384,7 +389,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 def about(
     look: Callable[[MachineFacts], A | UnknownFact],
 ) -> Callable[[Callable[[MachineFacts, A], Sequence[Finding]]], Probe]:
-    """Return a decorator for a check of one area. Without facts about the area, the check is "unknown"."""
+    """Return a decorator for a check of one area.
+
+    Without facts about the area, the check reports "unknown".
+    """
 
     def decorate(judge: Callable[[MachineFacts, A], Sequence[Finding]]) -> Probe:
         @wraps(judge)

@@ -221,9 +221,10 @@ def _torch(facts: MachineFacts) -> TorchFacts | None:
 
 
 def _runs(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Return True if a torch build has code for a GPU's capability.
+    """Return True if a torch build has code for a GPU's compute capability.
 
-    Binary code needs the same major version and no newer minor version. The driver can translate older PTX code.
+    Binary code runs only on a GPU of the same major version and the same or a newer minor version. The driver can
+    translate older PTX code.
     """
     for name in architectures:
         kind, _, digits = name.partition("_")

@@ -1,8 +1,8 @@
 """Checks servers: the server of remote calls, the Ray of a pool, and MLflow servers.
 
-Without a server, the report has a single line about servers. A machine outside of pools has no line about a pool
-(P-33). No finding about tracking prevents runs. A check returns no findings if an earlier check has found that its
-server is missing. So a server that does not answer is one failure, not six.
+Without a server, the report has a single line about servers. The report for a machine outside of pools has no line
+about a pool (P-33). No finding about tracking prevents runs. A check returns no findings if an earlier check has found
+that its server is missing. Therefore a server that does not answer is one failure, not six.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(abc.ABC):
-    """A cluster or machine that can run gangs. Methods return without long waits. Any thread may call a method.
+    """A cluster or machine that can run gangs.
+
+    Methods return without long waits. Any thread may call a method.
 
     Attributes:
         queues: True if the engine puts `Waiting` gangs into its own queue.

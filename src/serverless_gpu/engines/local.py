@@ -3,7 +3,7 @@
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
                                                else         ─▶ start it detached: it outlives this process
 
-The uplink does the work of a node. This engine carries no data and does not count devices. The node reports its
+The uplink does the work of a node. The local engine transfers no data and does not count devices. The node reports its
 devices, and the scheduler records which gang holds each device. A reservation is an empty file that the next server
 process finds.
 
@@ -65,7 +65,7 @@ class LocalEngine(Engine):
         return node == self._node.name
 
     def plan(self, gang: Gang) -> Request:
-        """Return the reservation that the agent would start as a gang."""
+        """Return the reservation of a gang that this machine's agent would start."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
         return Request(gang=gang, text=f"start {gang.id} with the agent of this machine: {shares}")
 

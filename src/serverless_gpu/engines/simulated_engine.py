@@ -255,7 +255,10 @@ class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Execution(msgspec.Struct, kw_only=True):
-    """One execution of user code, with times of the cluster's clock. `ended_ns` is None while the code runs."""
+    """An execution of user code, with times of the cluster's clock.
+
+    `ended_ns` is None while the code runs.
+    """
 
     run_id: str
     fence: int

@@ -6,20 +6,20 @@
     all     every object
 
 The auth middleware calls `reach` to decide whether a principal may use a route at all. The route then calls `covers`
-for the object that the request names. For an object out of reach the principal gets `NotFound`, never `NotAllowed`,
-because a refusal would reveal that the object exists. A token may have fewer rights than its owner, never more. The
-scopes of a token are a second table (`SCOPES`) that restricts its role.
+for the object that the request names. A principal that requests an object out of its reach receives `NotFound`, never
+`NotAllowed`. A refusal would reveal that the object exists. A token may have fewer rights than its owner, never more. A
+second table (`SCOPES`) restricts the role of a token to the token's scopes.
 
-The token of a node belongs to one node, with one name and one home directory:
+A node's token belongs to exactly one node, with one name and one home directory:
 
     a token of the server's own file, or of a join     ─▶ bound to a node before or at the node's first hello
     any other token at its first hello                 ─▶ pending until an administrator approves the node's name
     a second name or home with the same token          ─▶ refused in every case
     a second process of a home                         ─▶ refused while the first process is connected
 
-The server recognises a home directory by its instance, a random value that is stored in the directory. A restarted
-container is another machine with the same home directory. Each agent process generates a number at its start. With this
-number the server distinguishes two processes that use one home directory.
+The server recognises a node's home directory by its instance, a random value that the agent stores in the directory. A
+restarted container counts as another machine with the same home directory. Each agent process generates a number at its
+start. By this number, the server distinguishes two agent processes that use one home directory.
 """
 
 from __future__ import annotations
@@ -46,37 +46,43 @@ class AccessReach(StrEnum):
 class Resource(StrEnum):
     """Resources that principals read and change."""
 
-    RUNS = "runs"  # Runs with their attempts, logs, files and receipts; write: submit or stop a run.
-    NODES = "nodes"  # Nodes as users see them; write: delete a node.
+    # Runs with their attempts, logs, files and receipts. Write access permits submitting or stopping a run.
+    RUNS = "runs"
+    NODES = "nodes"  # Nodes as users see them. Write access permits deleting a node.
     # Settings of a node: drain, calendar and excluded GPUs. The reach "own" covers nodes that the caller owns.
     RULES = "node-rules"
     POOLS = "pools"
-    SHARES = "shares"  # Fair shares of the queue and device use; "team" covers the caller and the caller's teams.
-    POLICIES = "policies"  # Usage policies, and the principals that they are attached to.
+    # Fair shares of the queue and device usage. The reach "team" covers the caller and the caller's teams.
+    SHARES = "shares"
+    POLICIES = "policies"  # Usage policies, and the principals that administrators attach to the policies.
     PRICES = "prices"
-    BUDGETS = "budgets"  # Budgets; "team" covers the caller and the caller's teams.
-    USAGE = "usage"  # Use and its cost; "team" covers the caller and the caller's teams.
-    # Objects of captured environments; "own": read by address; "all": also list and delete.
+    BUDGETS = "budgets"  # Budgets. The reach "team" covers the caller and the caller's teams.
+    USAGE = "usage"  # Device usage and its cost. The reach "team" covers the caller and the caller's teams.
+    # Objects of captured environments. The reach "own" permits reading by address, and "all" also listing and deletion.
     ENVIRONMENTS = "environments"
-    BLOBS = "blobs"  # Parts of payloads and outputs, by their digest.
-    AGENTS = "agents"  # A node's own requests: join, heartbeat.
-    # A token from a join file only permits a machine to join as a node. The server then gives the machine another token
-    # with the scope "agent", which cannot admit further machines.
+    BLOBS = "blobs"  # Chunks of payloads and outputs, by digest.
+    AGENTS = "agents"  # Requests that a node sends for itself, such as join and heartbeat.
+    # A token from a join file only permits a machine to join as a node. The server then issues the machine another
+    # token with the scope "agent". An agent token cannot admit further machines.
     JOINING = "joining"
-    # Orders to a node. Orders contain environment variables of callers and tokens of attempts, so only the node's own
-    # token can read them. Reading orders is a write, because the server then marks the orders as sent.
+    # Server orders to a node. Only the node's own token can read the orders, because orders contain callers'
+    # environment variables and attempts' tokens. Reading orders is a write, because the server then marks the orders as
+    # sent.
     ORDERS = "orders"
     USERS = "users"
     TEAMS = "teams"  # Teams and their members.
-    TOKENS = "tokens"  # Tokens, without their secrets.
+    TOKENS = "tokens"  # API tokens, without their secret values.
     AUDIT = "audit"
     METRICS = "metrics"  # Aggregate metrics of the whole server.
-    SECRETS = "secrets"  # Names and versions of secrets; write: set, delete. No route returns a value.
+    # Names and versions of secrets. Write access permits setting and deleting a secret. No route returns a secret's
+    # value.
+    SECRETS = "secrets"
 
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
 
-# Role → resource → reach for reading and for writing. A role cannot access a resource that is missing in its row.
+# Role → resource → reach for reading and for writing. A role cannot access a resource that is missing in the role's
+# table row.
 POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
@@ -140,13 +146,13 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     },
 }
 
-# Keyed by plain strings, because the role and the resource of a request may be arbitrary text.
+# The keys are plain strings, because the role and the resource of a request may be arbitrary text.
 _ROWS: Mapping[str, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     str(role): row for role, row in POLICY.items()
 }
 _RESOURCES: Mapping[str, Resource] = {resource.value: resource for resource in Resource}
 
-# Scope of a token → the resources it covers; True where the scope also permits changes.
+# Scope of a token → the resources that the scope covers. True means that the scope also permits changes.
 SCOPES: Mapping[str, Mapping[Resource, bool]] = {
     "read": {resource: False for resource in Resource if resource is not Resource.ORDERS},
     "agent": {
@@ -169,9 +175,9 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
 
 
 def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> AccessReach:
-    """Return the reach of a role on a resource.
+    """Return the reach: the objects of a resource that a role may access.
 
-    An unknown role or resource has no reach. A token without scopes has all rights of its principal.
+    An unknown role cannot access any resource. A token without scopes has all rights of its principal.
     """
     row = _ROWS.get(role)
     wanted = _RESOURCES.get(resource)
@@ -184,7 +190,7 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
 
 
 def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:
-    """Return True when a principal with this reach may access an object."""
+    """Return True if a principal with the given reach may access an object."""
     if reached == AccessReach.ALL:
         return True
     if reached == AccessReach.NONE or not name:
@@ -203,31 +209,32 @@ def table() -> str:
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity that a node claims in its hello."""
+    """The identity that a node claims in its hello message."""
 
     name: str
     machine: str  # The machine that currently stores the node's home directory.
-    instance: str = ""  # Instance of the node's home; "" from an agent version that reports no instance.
+    instance: str = ""  # Instance of the node's home directory. "" from an agent version that reports no instance.
 
 
 class TokenBinding(msgspec.Struct, frozen=True, kw_only=True):
     """The node that a token belongs to."""
 
-    node: NodeIdentity  # The bound node; a name of "" stands for the first node that sends a hello.
-    approved: bool  # True after an administrator approved the node, or a join token admitted it.
+    # The node that the token is bound to. The name "" denotes the first node that sends a hello message.
+    node: NodeIdentity
+    approved: bool  # True after an administrator approved the node, or after a join token admitted the node.
 
 
 class HelloDecision(StrEnum):
-    """The answer to a hello with a valid token."""
+    """The server's answer to a node's hello message with a valid token."""
 
     ADMITTED = "admitted"
-    BOUND = "bound"  # This hello binds the token to the node.
-    MOVED = "moved"  # Another machine now uses the same home directory.
-    PENDING = "pending"  # An administrator has to approve the node's name.
+    BOUND = "bound"  # True if the hello message binds the token to the node.
+    MOVED = "moved"  # True if another machine now uses the node's home directory.
+    PENDING = "pending"  # True if an administrator must approve the node's name.
 
 
 class HelloRefused(msgspec.Struct, frozen=True):
-    """The reason for refusing a hello, and the remedy."""
+    """The reason why the server refuses a node's hello message, and the remedy."""
 
     why: str
     hint: str
@@ -237,7 +244,7 @@ _OWN_TOKEN = "create a separate token for each node: `sgpu node invite`"
 
 
 def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecision | HelloRefused:
-    """Decide on a hello. `binding` is None while the server has no binding for the token."""
+    """Accept or refuse a node's hello message. `binding` is None while the server has no binding for the token."""
     if binding is None:
         return HelloDecision.PENDING
     bound = binding.node
@@ -253,13 +260,13 @@ def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecisi
     if not binding.approved:
         return HelloDecision.PENDING
     if bound.instance != said.instance:
-        return HelloDecision.BOUND  # The node's earlier hello reported no instance.
+        return HelloDecision.BOUND  # The node's earlier hello message reported no instance.
     return HelloDecision.ADMITTED if bound.machine == said.machine else HelloDecision.MOVED
 
 
 def second_process(before: str, said: str, *, connected: bool) -> bool:
-    """Return True for a hello of a second process while the first process is still connected.
+    """Return True if a second agent process says hello while the first agent process is still connected.
 
-    The kernel closes the connections of a killed process, so the server accepts its successor without delay.
+    The kernel closes the connections of a killed agent, so the server accepts the next agent process without delay.
     """
     return bool(before) and before != said and connected

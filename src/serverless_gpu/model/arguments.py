@@ -1,8 +1,8 @@
-"""Short texts of a call's arguments, for users who view the run.
+"""Formats a call's arguments as short texts, for users who view the run.
 
-Only values with a cheap, short and harmless text are included. The `repr` of a user's class may take seconds or raise,
-so this module never calls it. The module leaves out names and values that look like secrets, because the server stores
-the texts and shows them to other users.
+The module formats only values whose text is cheap to compute, short and free of secrets. The `repr` of a user's class
+may take seconds or raise, so this module never calls it. The module leaves out names and values that look like secrets,
+because the server stores the texts and shows them to other users.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ _LEFT_OUT = frozenset({"rank", "world_size"})
 
 
 def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
-    """Return the arguments of a call as texts; a dictionary or dataclass gives one text for each entry.
+    """Return the arguments of a call as texts, one per entry for a dictionary or dataclass.
 
-    Leaves out `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of `CHARACTERS_MAX` characters, in UTF-8.
+    Omits the arguments `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of at most `CHARACTERS_MAX`
+    characters, in UTF-8.
     """
     texts: dict[str, str] = {}
     for name, text in _entry_texts({name: value for name, value in arguments.items() if name not in _LEFT_OUT}, "", 0):
@@ -82,7 +83,7 @@ def command_text(argv: Sequence[str]) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name suggests a secret: ``api_key`` and ``hfToken`` do, ``max_tokens`` does not."""
+    """Return True if a name suggests a secret, such as ``api_key`` or ``hfToken``, but not ``max_tokens``."""
     words = [word.lower() for word in _WORDS.findall(name)]
     counted = not _COUNTED.isdisjoint(words)
     return any(
@@ -92,7 +93,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_value(text: str) -> bool:
-    """Return whether a text looks like a secret: a known kind of token, or a URL with credentials."""
+    """Return True if a text looks like a secret: a known kind of token, or a URL with credentials."""
     return _SECRET_VALUE.search(text) is not None
 
 
@@ -111,12 +112,12 @@ def _entry_texts(values: Mapping[object, object], above: str, depth: int) -> Ite
 
 
 def _entries(value: object) -> Mapping[object, object] | None:
-    """Return the named parts of a value, or None for a value without named parts."""
+    """Return the entries or fields of a value by name, or None for a value without named entries."""
     kind = type(value)
     if isinstance(value, dict):
         return value if kind is dict else dict(dict.items(value))
     if dataclasses.is_dataclass(kind):
-        # This function reads `__dict__` and not attributes, because a field may be a property that runs user code.
+        # Read `__dict__` instead of attributes, because a field may be a property that runs user code.
         held: Mapping[str, object] = getattr(value, "__dict__", {})
         return {field.name: held[field.name] for field in dataclasses.fields(kind) if field.name in held}
     return (
@@ -146,7 +147,7 @@ def _text(value: object) -> str | None:
 
 
 def _plain(value: object) -> str | None:
-    """Return a scalar as text with Python's own methods, never those of a subclass; None for other values."""
+    """Return a scalar as text without calling methods of a subclass, or None for other values."""
     text: str | None = None
     if value is None or isinstance(value, bool):
         text = str(value)
@@ -181,7 +182,7 @@ def _items(values: Sequence[object] | set[object] | frozenset[object]) -> str | 
 
 
 def _clean(text: str, characters_max: int = CHARACTERS_MAX) -> str:
-    """Return a text that UTF-8 can encode: cut at the limit, and without lone surrogates."""
+    """Return a text truncated at the limit and without lone surrogates, which UTF-8 cannot encode."""
     if len(text) > characters_max:
         text = f"{text[: characters_max - 1]}…"
     return text.encode("utf-8", "replace").decode()

@@ -1,10 +1,10 @@
-"""Audit log as a hash chain: the digest of each entry covers the entry and the digest before it.
+"""Audit log as a hash chain: each entry's digest covers the entry and the preceding digest.
 
     sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
 
 Entries have numbers without gaps. Changing, removing or inserting an entry changes the digest of every later entry. A
-reader who kept a copy of a later digest (`sgpu audit export`) detects the change. The chain alone does not reveal that
-the last entries were removed. Only a comparison with a copy reveals their removal.
+reader with a copy of a later digest (`sgpu audit export`) detects the change. The chain alone does not reveal the
+removal of the last entries. Only a comparison with an exported copy reveals their removal.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
         at_ns: nanoseconds since 1970.
         principal: the principal that acted; "server" for the server itself.
         action: the kind of action, for example ``"run.create"``.
-        subject: identifier or name of the object of the action.
+        subject: identifier or name of the object that the action affects.
         detail: further data, never a secret or the value of a variable.
         token: identifier of the token that the principal used, or "".
-        sha256: digest of all other fields and of the entry before.
+        sha256: digest of all other fields and of the preceding entry's digest.
     """
 
     number: int
@@ -53,15 +53,15 @@ class ChainHead(msgspec.Struct, frozen=True):
 
 
 def digest(previous: str, link: ChainedEntry) -> str:
-    """Return the digest that an entry must have, given the digest of the entry before."""
+    """Return the digest that an entry must have after the preceding entry's digest."""
     said = (link.number, link.seq, link.at_ns, link.principal, link.action, link.subject, link.detail, link.token)
     return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
 def follow(links: Iterable[ChainedEntry], *, after: ChainHead) -> tuple[ChainHead, str]:
-    """Verify a chain from a known head up to its first defect.
+    """Verify an audit chain from a known head up to the first defect.
 
-    Returns the last intact entry, and the defect of the next entry or "".
+    Returns the last intact entry and the defect of the next entry. The defect is "" for an intact chain.
     """
     head = after
     for link in links:

@@ -4,12 +4,12 @@
     2026-03-29 in Europe/Berlin           23 hours: from 2026-03-28 23:00 UTC until 2026-03-29 22:00 UTC
     "mon-fri 19:00-07:00", "sat-sun"      ─▶ `Calendar`: whether a node is shared now, and the time of the next change
 
-The ledger has one row for each day. Reports and budgets both add up days with these functions, so that their weeks and
+The ledger has one row per day. Reports and budgets add up days with the functions of this module, so that weeks and
 months agree. The caller passes time zones as `zoneinfo` objects.
 
-The local time of the calendar's zone decides when a node is shared. Clock changes need no special rule. A window from
-02:00 to 03:00 does not occur on a day that skips this hour. The window occurs twice on a day that repeats the hour. A
-window whose end is before its begin ends on the next day.
+The local time of the calendar's zone decides when a node is shared. Clock changes need no special rule. On a day that
+skips an hour, a sharing window within that hour does not occur. On a day that repeats an hour, a window within that
+hour occurs twice. A sharing window whose end is earlier than its start ends on the next day.
 
 Failure cases: a day after the year 9999 raises `OverflowError`. An invalid window raises `InvalidValue` with the valid
 forms.
@@ -29,7 +29,7 @@ from serverless_gpu.errors import InvalidValue
 HOUR_NS = 3_600_000_000_000
 DAY_NS = 24 * HOUR_NS
 SINCE_MONDAY = 3
-"""1970-01-01 was a Thursday: day 0 is this many days after the Monday that begins week 0."""
+"""Number of days from the Monday of week 0 to day 0, because 1970-01-01 was a Thursday."""
 _SECOND_NS = 1_000_000_000
 _EPOCH = datetime.date(1970, 1, 1)
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -51,7 +51,7 @@ def format_day(day: int) -> str:
 
 
 def week_of(day: int) -> int:
-    """Return the week number of a day: weeks begin on Monday, and 1970-01-01 is in week 0."""
+    """Return the week number of a day. Weeks begin on Monday, and 1970-01-01 is in week 0."""
     return (day + SINCE_MONDAY) // 7
 
 
@@ -80,18 +80,19 @@ def format_month(day: int) -> str:
 
 
 def local_day(at_ns: int, zone: datetime.tzinfo) -> int:
-    """Return the number of the local day in a zone at a moment."""
+    """Return the local day number in a time zone at a moment."""
     return number_of((_EPOCH_UTC + datetime.timedelta(seconds=at_ns // _SECOND_NS)).astimezone(zone).date())
 
 
 def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
-    """Return the start of a day in a zone in nanoseconds since 1970, even where clocks skip midnight."""
+    """Return the start of a day in a time zone, in nanoseconds since 1970."""
     local = datetime.datetime.combine(date_of(day), datetime.time(), zone)
     found_ns = (local - _EPOCH_UTC) // datetime.timedelta(seconds=1) * _SECOND_NS
     if local_day(found_ns, zone) == day:
         return found_ns
     before_ns = found_ns - 86_400 * _SECOND_NS
-    while found_ns - before_ns > _SECOND_NS:  # Binary search for the first second of the local day.
+    # Binary search for the first second of the local day, because some clock changes skip midnight.
+    while found_ns - before_ns > _SECOND_NS:
         middle_ns = (before_ns + found_ns) // 2 // _SECOND_NS * _SECOND_NS
         before_ns, found_ns = (middle_ns, found_ns) if local_day(middle_ns, zone) < day else (before_ns, middle_ns)
     return found_ns
@@ -99,7 +100,7 @@ def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
 
 @functools.lru_cache(maxsize=64)
 def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]:
-    """Return the start of the day, week or month that contains a moment, and the start of the next one."""
+    """Return the start of the day, week or month that contains a moment, and the next start."""
     day = at_ns // DAY_NS if zone is datetime.UTC else local_day(at_ns, zone)
     days = range(day, day + 1)
     if period == "week":
@@ -117,19 +118,20 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
 WINDOWS_MAX = 32
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES = 24 * 60
-# Days to search. The next change is usually within 4 days. A window recurs after a week, or after two weeks when a
-# clock change skips the window.
+# Numbers of days to search for the next change of sharing. The next change is usually within 4 days. A window recurs
+# after a week, or after two weeks when a clock change skips the window.
 _AHEAD_DAYS = (4, 17)
 _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
 
 
 class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """A weekly window: days of the week and times of day."""
+    """A weekly sharing window: days of the week and times of day."""
 
     days: tuple[int, ...]  # Weekdays on which the window begins, 0 for Monday.
     begins: int = 0  # Start of the window in minutes since midnight.
-    ends: int = _DAY_MINUTES  # End in minutes since midnight, more than `begins`; over 1440 means the next day.
+    # End of the window in minutes since midnight. More than `begins`, and over 1440 for the next day.
+    ends: int = _DAY_MINUTES
 
     @property
     def text(self) -> str:
@@ -143,19 +145,19 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
 class Calendar(msgspec.Struct, frozen=True, kw_only=True):
     """The weekly times at which a node is shared."""
 
-    windows: tuple[WeeklyWindow, ...]  # Without windows the node is always shared.
+    windows: tuple[WeeklyWindow, ...]  # Sharing windows. Without windows the node is always shared.
     zone: datetime.tzinfo  # Time zone of the windows.
 
 
 def parse_calendar(texts: Sequence[str], zone: datetime.tzinfo) -> Calendar:
-    """Return a calendar. Raises InvalidValue for an invalid window, or for too many windows."""
+    """Return a calendar from text. Raises InvalidValue for an invalid window, or for too many windows."""
     if len(texts) > WINDOWS_MAX:
         raise InvalidValue(f"a calendar cannot have {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
     return Calendar(windows=tuple(parse_window(text) for text in texts), zone=zone)
 
 
 def parse_window(text: str) -> WeeklyWindow:
-    """Return the window that a text such as ``"mon-fri 19:00-07:00"`` describes."""
+    """Return the weekly window from a text such as ``"mon-fri 19:00-07:00"``."""
     words = text.lower().replace("–", "-").split()
     if not words or len(words) > 2:
         raise _bad(text, "expected days, times or both")
@@ -170,7 +172,7 @@ def parse_window(text: str) -> WeeklyWindow:
 
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:
-    """Return whether principals other than the owner may use a node at a moment."""
+    """Return True if principals other than the owner may use a node at a moment."""
     local = datetime.datetime.fromtimestamp(at_ns // _SECOND_NS, calendar.zone)
     minute = local.hour * 60 + local.minute
     today, yesterday = local.weekday(), (local.weekday() - 1) % len(_WEEKDAYS)
@@ -182,7 +184,7 @@ def is_shared(calendar: Calendar, at_ns: int) -> bool:
 
 
 def turns_at(calendar: Calendar, at_ns: int) -> int | None:
-    """Return when sharing next starts or stops, in nanoseconds since 1970; None for never."""
+    """Return the time at which sharing next starts or stops, or None for never."""
     if not calendar.windows:
         return None
     now = is_shared(calendar, at_ns)
@@ -197,7 +199,7 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
 
 
 def _seconds(calendar: Calendar, now: int, days: int) -> tuple[list[int], int]:
-    """Return the times of possible changes in seconds, and the second up to which the list is complete.
+    """Return possible change times in seconds, and the second up to which the list is complete.
 
     Possible changes are the starts and ends of windows, and clock changes.
     """
@@ -221,7 +223,7 @@ def _second(day: datetime.date, minute: int, fold: int, zone: datetime.tzinfo) -
 def _moved(zone: datetime.tzinfo, now: int, days: int) -> Iterator[int]:
     """Yield the seconds at which a zone's clock changes.
 
-    The function does not find two changes that cancel each other out within a day.
+    The function does not find two clock changes that cancel each other out within a day.
     """
     for number in range(days):
         low, high = (now + (number + step) * _DAY_MINUTES * 60 for step in (0, 1))

@@ -4,7 +4,7 @@
     devices, tariff ─┬─ × the time limit ──────────────────────────┐
                      └─ × duration of earlier runs of its name ────┴▶ `CostEstimate`   maximum and expected cost
 
-Each cost is rounded up to a whole micro once, like a charge. Without a price, clients show only the time.
+The functions round each cost up to a whole micro once, like a charge. Without a price, clients show only the time.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import CPU, time_unit
 from serverless_gpu.model.receipt import TextPrinter
 
-_MICROS_MAX = 10**18  # One million million currency units; the amount must fit in 64 bits.
+_MICROS_MAX = 10**18  # One trillion currency units, so that the amount fits in 64 bits.
 _NOT_BILLED = "lost by the platform, or used after the grace period of a stop"
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of a run over all of its attempts so far, and its cost.
+    """The device usage of a run over all attempts so far, and its cost.
 
     Attributes:
-        micros: cost in millionths of the currency unit; None if no used device has a price.
+        micros: cost in millionths of the currency unit, or None if no used device has a price.
         currency: name of the currency.
-        gpu_ms: used device-milliseconds; `billed_ms` excludes those that the platform lost.
+        gpu_ms: used device-milliseconds. `billed_ms` excludes attempts that failed because of the platform.
         unpriced_ms: billed device-milliseconds that have no price.
-        dbu_micros: millionths of a DBU.
-        queued_ms: milliseconds that the run waited; the fields of later segments are in device-milliseconds.
+        dbu_micros: cost in millionths of a DBU.
+        queued_ms: milliseconds that the run waited. The fields of later segments are in device-milliseconds.
         attempts: number of attempts.
-        is_final: True if no further use can follow.
+        is_final: True if no further device usage can follow.
         gpu_type: device type of the last attempt, or "".
     """
 
@@ -72,12 +72,12 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return "unpriced" if self.billed_ms else "nothing to pay" if self.gpu_ms else "nothing used"
 
     def used_text(self) -> str:
-        """Return time and money for a table column, with ``so far`` while more use can follow."""
+        """Return device time and cost for a table column, with ``so far`` while more usage can follow."""
         money = "" if self.micros is None else f", {self.amount()}"
         return f"{self._used(self.gpu_ms)}{money}{'' if self.is_final else ' so far'}"
 
     def rows(self) -> dict[str, str]:
-        """Return the non-empty rows by label."""
+        """Return the non-empty rows of the cost table by label."""
         not_billed_ms = self.gpu_ms - self.billed_ms
         spent = [(name.removesuffix("_ms"), getattr(self, name)) for name in SEGMENTS]
         rows = {
@@ -121,19 +121,20 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of one attempt."""
+    """The device usage of one attempt."""
 
     lines: tuple[LedgerLine, ...]  # One ledger line for each day of the attempt.
     currency: str = "USD"  # Currency of the costs in `lines`.
     gpu_type: str = ""  # Type of the attempt's devices.
     queued_ms: int = 0  # Time that the run waited for this attempt.
-    is_final: bool = True  # True if no further use of the attempt can follow.
+    is_final: bool = True  # True if no further device usage of the attempt can follow.
 
 
 def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
-    """Return the use of a run over all of its attempts, which the caller passes in order.
+    """Return the device usage and cost of a run from its attempts in order.
 
-    `waits_ms` is the time that the run has waited for its next attempt. `is_final` is True if no other attempt follows.
+    `waits_ms` is the time that the run has waited for the next attempt. `is_final` is True if no further attempt
+    follows.
     """
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
@@ -165,12 +166,12 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
     gpu_type: str  # Type of all devices.
     count: int  # Number of devices.
-    cpus: int = 0  # Requested cores; 0 without a requested number.
-    memory_bytes: int = 0  # Requested host memory; 0 without a requested amount.
-    tariff: Tariff = UNPRICED  # Tariff in force now.
+    cpus: int = 0  # Requested cores, or 0 if the user requested no cores.
+    memory_bytes: int = 0  # Requested host memory in bytes, or 0 if the user requested no memory.
+    tariff: Tariff = UNPRICED  # Prices in force now.
 
     def text(self) -> str:
-        """Return count and type of the devices: ``"8 H100"``, ``"1 CPU slot"``."""
+        """Return the count and type of the devices: ``"8 H100"``, ``"1 CPU slot"``."""
         if self.gpu_type == CPU:
             return f"{self.count} CPU slot{'' if self.count == 1 else 's'}"
         return f"{self.count} {self.gpu_type or 'GPUs'}"
@@ -179,25 +180,27 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 class AttemptDuration(msgspec.Struct, frozen=True, kw_only=True):
     """Time limit and expected duration of an attempt, in seconds; None if unknown."""
 
-    # Time limit from the first line of user code, including the grace period of the stop.
+    # Time limit from the first line of user code, including the grace period after the stop request.
     limit_s: float | None = None
     limit: str = "timeout"  # Name of the limit: ``"timeout"`` or ``"the policy's longest time"``.
-    expected_s: float | None = None  # 4 of 5 earlier runs of the same name held their devices for at most this time.
-    tries: int = 1  # Maximum number of attempts after failures of the run's own code.
+    # Expected duration: the 80th percentile of the device times of earlier runs of the same name.
+    expected_s: float | None = None
+    tries: int = 1  # Maximum number of attempts if the run's own code fails.
     resumes: bool = False  # True if the run continues as another attempt after each preemption.
 
 
 class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The estimated cost of a run, if a client submitted it now.
+    """The estimated cost of a run, as if a client submitted the run now.
 
     Attributes:
         currency: currency of all amounts.
         micros_per_hour: price of all devices together for one hour; None without a price.
-        at_timeout_micros: maximum cost, at the time limit; None without a time limit or a price.
-        resumes: True if the maximum covers one attempt only; each further attempt has the same limit again.
-        expected_micros: cost at the expected duration; None without earlier runs of its name, or without a price.
+        at_timeout_micros: maximum cost, at the time limit, or None without a time limit or a price.
+        resumes: True if the maximum covers one attempt only. Each further attempt then has the same limit again.
+        expected_micros: cost at the expected duration, or None without earlier runs of the same name or without a
+            price.
         expected_s: expected duration, in seconds.
-        basis: text that explains the amounts, or why they are unknown.
+        basis: text that explains the amounts, or why the amounts are unknown.
         at_timeout_gpu_ms: device-milliseconds at the time limit; None without a time limit.
         expected_gpu_ms: device-milliseconds at the expected duration; None if the duration is unknown.
         gpu_type: type of the devices, or "".
@@ -270,7 +273,7 @@ def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -
 
 
 def _micros(devices: Devices, ms: int) -> int | None:
-    """Return the cost of the devices for a time, rounded up once.
+    """Return the cost of the devices for a duration, rounded up once.
 
     Returns None without a price, or above `_MICROS_MAX`.
     """
@@ -286,7 +289,7 @@ def _micros(devices: Devices, ms: int) -> int | None:
 
 
 def _rate_text(devices: Devices, advice: str) -> str:
-    """Return the price of one hour as a sum of its parts."""
+    """Return the text of the price per hour as a sum: devices, cores and memory."""
     tariff = devices.tariff
     rate = _micros(devices, units.MS_PER_HOUR)
     if tariff.gpu_micros_per_hour is None:

@@ -1,12 +1,12 @@
-"""Receipt of a run on several nodes, combined from the accounts of its nodes.
+"""Receipt of a run on several nodes, combined from the receipts and charges of the nodes.
 
     node 0 ─ receipt, charge ─┐
     node 1 ─ receipt, charge ─┼─▶ `together`   amounts: sums of the charges, each rounded once
     node 2 ─ no receipt, charge ┘              times: those of the slowest node; notes: prefixed with the node's name
 
-The ledger decides the use and cost of each node by the reason of the whole attempt. A node that stops at the server's
-request does not know whether its time is billed. A device counts as free only if its own node reports it free. The
-state of devices on a silent node is unknown.
+The ledger computes the device usage and cost of each node from the final reason of the whole attempt. A node that stops
+at the server's request does not know whether the server bills its time. A device counts as free only after a report
+from the device's node. The state of devices on a silent node is unknown.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from serverless_gpu.model.receipt import Receipt, Segments
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """The recorded use of an attempt on one of its nodes."""
+    """The recorded device usage of an attempt on one node."""
 
     node: str
-    receipt: Receipt | None  # The receipt from the node; None if no receipt arrived.
-    used: Charge  # Charge for the node's facts, at the attempt's tariff and for the attempt's reason.
+    receipt: Receipt | None  # The node's receipt, or None if no receipt arrived.
+    used: Charge  # Charge for the node's facts, at the attempt's tariff and with the attempt's final reason.
     gpus: int = 0  # Number of the attempt's devices on the node.
 
 
 class GangOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that all nodes of an attempt share."""
+    """Final values that all nodes of an attempt share."""
 
     state: str
     reason: Reason | None  # Reason of the attempt's end, or None if the state needs no explanation.
 
 
 def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
-    """Return one node's receipt with use and cost from the ledger; None without a receipt."""
+    """Return one node's receipt with usage and cost from the ledger, or None without a receipt."""
     receipt = account.receipt
     if receipt is None:
         return None
@@ -50,13 +50,13 @@ def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
 
 
 def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | None:
-    """Return the combined receipt of an attempt on several nodes; None if no node has sent a receipt."""
+    """Return the combined receipt of an attempt on several nodes, or None without any receipt."""
     found = [(each.node, each.receipt) for each in accounts if each.receipt is not None]
     if not found:
         return None
     receipts = [receipt for _, receipt in found]
     used = _sum(each.used for each in accounts)
-    # Each segment has the time of the slowest node. `first_line_ms` has the earliest time of all nodes.
+    # For each segment, use the time of the slowest node. For `first_line_ms`, use the earliest time of all nodes.
     parts = [receipt.segments for receipt in receipts]
     slowest = {name: _most(getattr(part, name) for part in parts) for name in Segments.__struct_fields__}
     lines = [part.first_line_ms for part in parts if part.first_line_ms is not None]
@@ -85,7 +85,7 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
 
 
 def _sum(charges: Iterable[Charge]) -> Charge:
-    """Return the sum of charges; each charge is already rounded, as in the ledger."""
+    """Return the sum of charges that are already rounded, as in the ledger."""
     found = list(charges)
     priced = [charge.micros for charge in found if charge.micros is not None]
     names = ("gpus", "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "core_micros", "memory_micros", "dbu_micros")
@@ -98,7 +98,7 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt], str]) -> str:
-    """Return the common text of all nodes once; where nodes differ, the text of each node."""
+    """Return the text once if all nodes have the same text, else the text of each node."""
     texts = [(node, word(receipt)) for node, receipt in found]
     if len({text for _, text in texts}) == 1:
         return texts[0][1]
@@ -108,7 +108,7 @@ def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt],
 def _gate(accounts: Sequence[CrewAccount]) -> str:
     """Return the evidence that the nodes released their devices.
 
-    Devices that are not free come first, because clients may cut the text.
+    Lists devices that are not free first, because clients may truncate the text.
     """
     texts = {each.receipt.gate for each in accounts if each.receipt is not None}
     is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
@@ -126,7 +126,7 @@ def _gate(accounts: Sequence[CrewAccount]) -> str:
 
 
 def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:
-    """Return the notes for the user: notes of all nodes once, other notes with the node's name."""
+    """Return the receipt's notes: common notes once, and other notes with the node's name."""
     every = [each.receipt.notes for each in accounts if each.receipt is not None]
     common = [note for note in every[0] if all(note in notes for notes in every)] if len(every) == len(accounts) else []
     found = list(common)

@@ -1,7 +1,7 @@
 """GPU types and devices: the catalogue, and parsers for names, product strings and fakes.
 
-A *type* is a name that users write (``H100``). A *device* is one card, fake or CPU slot of a machine. The agent detects
-devices (NVML) and locks them; this module does neither.
+A *type* is a GPU name that users write (``H100``). A *device* is one card, fake device or CPU slot of a machine. The
+agent, not this module, detects devices (NVML) and locks devices.
 
 Failure cases: an unknown name raises `UnknownGpuType` with the known names. An unknown product string becomes a
 separate type, so that a machine with a rare card still works.
@@ -25,18 +25,19 @@ CPU = "CPU"
 # Maximum number of fake devices of one machine, so that a typing error does not create a million locks.
 FAKE_DEVICES_MAX = 1024
 
-# The driver and error correction reserve some memory: real cards report 92 to 100 % of their nominal size. A card below
-# this share is a slice (virtual GPU) or a smaller card of the same name (laptop).
+# Minimum percentage of the nominal memory that a whole card reports. Real cards report 92 to 100 %, because the driver
+# and error correction reserve memory. A card below the minimum is a slice (virtual GPU) or a smaller card of the same
+# name (laptop).
 _MEMORY_SHARE_PERCENT = 85
 
-# Words that change the meaning of a name before them: an "RTX 3090 Ti" is not an RTX 3090.
+# Suffixes that turn a card name into another card: an "RTX 3090 Ti" is not an RTX 3090.
 _VARIANT_WORDS = frozenset({"TI", "SUPER", "D", "LAPTOP"})
 
 _SHAPE = re.compile(r"GPU\d+X(.+)")
 
 
 class DeviceKind(StrEnum):
-    """The kind of a device: real GPU, fake or CPU slot."""
+    """The kind of a device: real GPU, fake device or CPU slot."""
 
     GPU = "gpu"
     FAKE = "fake"
@@ -48,7 +49,7 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name in requests, receipts and prices.
-        memory_bytes: nominal memory of the card; the smallest size if one name covers several sizes.
+        memory_bytes: nominal memory of the card, or the smallest size if one name covers several sizes.
         aliases: other names that requests may use.
         products: fragments of the driver's product string, in whole words.
     """
@@ -66,16 +67,16 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One card, fake or CPU slot of a machine.
+    """One card, fake device or CPU slot of a machine.
 
     Attributes:
         uuid: identifier in locks and receipts.
-        index: position in PCI bus order; CPU slots count separately from 0.
+        index: position in PCI bus order. The indices of CPU slots start separately at 0.
         type: a catalogue name, or the product string of an unlisted card.
-        memory_bytes: memory that the driver reports; 0 if the device has none or it is unknown.
-        kind: real GPU, fake or CPU slot.
+        memory_bytes: memory that the driver reports, or 0 for a device with no or unknown memory.
+        kind: real GPU, fake device or CPU slot.
         product: product string that the driver reports.
-        pci: address of the device in the kernel's log, such as ``"0000:17:00"``; "" for a device without one.
+        pci: address of the device in the kernel's log, such as ``"0000:17:00"``, or "" without an address.
     """
 
     uuid: str
@@ -88,11 +89,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
-    """Return the type that a user's name means.
+    """Return the GPU type for a name that a user entered.
 
-    The lookup ignores case, spaces, ``-`` and ``_``. A shape such as ``GPU_8xH100`` means its type.
+    The lookup ignores case, spaces, ``-`` and ``_``. A shape name such as ``GPU_8xH100`` denotes the type in the name.
 
-    Types in `own` take precedence over the catalogue. Raises UnknownGpuType when no type has this name.
+    Types in `own` take precedence over the catalogue. Raises UnknownGpuType if no type has the given name.
     """
     found = _lookup(name, own)
     if found is None:
@@ -107,25 +108,26 @@ def canonical(name: str, own: Sequence[GpuType] = ()) -> str:
 
 
 def is_listed(name: str, own: Sequence[GpuType] = ()) -> bool:
-    """Return whether a name, in any spelling, is a type of the catalogue or of `own`."""
+    """Return True if a name, in any spelling, is a GPU type of the catalogue or of `own`."""
     return _lookup(name, own) is not None
 
 
 def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
-    """Return whether a device's type satisfies a request: the same type, or a member of the family."""
+    """Return True if a device's type equals the requested type or belongs to the requested family."""
     asked, present = canonical(wanted, own), canonical(device_type, own)
     return _key(asked) == _key(present) or present in FAMILIES.get(asked, ())
 
 
 def families_of(gpu_type: str) -> tuple[str, ...]:
-    """Return the families that a type belongs to, as the catalogue spells them."""
+    """Return the families of a GPU type, in the catalogue's spelling."""
     return tuple(family for family, members in FAMILIES.items() if gpu_type in members)
 
 
 def time_unit(gpu_types: Iterable[str] = ()) -> str:
-    """Return the unit of device time; callers append ``-seconds`` or ``-hours``.
+    """Return the unit of device time, without the suffix ``-seconds`` or ``-hours``.
 
-    The unit is ``"GPU"``, ``"CPU slot"``, or ``"device"`` for a mix of both. Unknown types count as both.
+    The unit is ``"GPU"``, ``"CPU slot"``, or ``"device"`` for a mix of GPUs and CPU slots. Unknown types count as a
+    mix.
     """
     types = set(gpu_types)
     if types == {CPU}:
@@ -136,7 +138,7 @@ def time_unit(gpu_types: Iterable[str] = ()) -> str:
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
     """Return the number of devices of a node by type, and the number of unavailable devices by type.
 
-    Fakes of a type replace the real devices.
+    Fake devices of a type replace the real devices.
     """
     faked = {device.type for device in devices if device.kind is DeviceKind.FAKE}
     counted = [device for device in devices if device.kind is DeviceKind.FAKE or device.type not in faked]
@@ -146,12 +148,12 @@ def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[
 
 
 def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> str:
-    """Return the type name of a card.
+    """Return the GPU type name of a card.
 
-    The most specific product fragment wins, then the nearest memory size. A MIG slice or virtual GPU is not a whole
-    card. Its type is its product string, unless a type in `own` names the product string.
+    The function prefers the most specific product fragment, then the nearest memory size. A MIG slice or virtual GPU is
+    not a whole card. The type of a slice is its product string, unless a type in `own` names the product string.
 
-    Returns the product string where no type fits. `memory_bytes` is 0 when unknown.
+    Returns the product string if no type fits. `memory_bytes` is 0 when unknown.
     """
     words = _words(product)
     for types in (own, CATALOGUE):
@@ -168,7 +170,7 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
 
 
 def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
-    """Return the devices that ``SERVERLESS_GPU_FAKE`` describes.
+    """Return the fake devices that ``SERVERLESS_GPU_FAKE`` describes.
 
     The text has the form ``"H100:4,A10:2"``. Raises InvalidValue for an invalid text, and UnknownGpuType.
     """
@@ -180,7 +182,7 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
         gpu_type = find_type(name, own)
         if gpu_type.name in counts:
             raise _bad_fake(text, f"{gpu_type.name} is named twice")
-        # isascii: int() also accepts digits of other scripts. The length check prevents huge numbers.
+        # `isascii` excludes digits of other scripts, which int() would accept. The length check prevents huge numbers.
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
             raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
         counts[gpu_type.name] = (gpu_type, int(digits))
@@ -252,7 +254,7 @@ def _words(product: str) -> tuple[str, ...]:
 
 
 def _contains(words: tuple[str, ...], fragment: tuple[str, ...]) -> bool:
-    """Return whether a product string names exactly this card: A10 does not match A100 or A10G."""
+    """Return True if a product string names exactly one card: A10 does not match A100 or A10G."""
     if not fragment or ("MIG" in words) != ("MIG" in fragment):
         return False
     size = len(fragment)
@@ -269,7 +271,7 @@ def _type(name: str, gib: int, products: tuple[str, ...], aliases: tuple[str, ..
     return GpuType(name=name, memory_bytes=gib * GIB, aliases=aliases, products=products)
 
 
-# Product strings are those of `nvidia-smi -L`. A100 is a family: users request it, but no card has A100 as its type.
+# Product strings come from `nvidia-smi -L`. A100 is a family: users request A100, but no card has A100 as its type.
 # A100 therefore has no products.
 CATALOGUE: tuple[GpuType, ...] = (
     _type("A10", 24, ("A10",), ("A10-24GB",)),
@@ -316,5 +318,5 @@ CATALOGUE: tuple[GpuType, ...] = (
 # A request for a family accepts any member.
 FAMILIES: dict[str, tuple[str, ...]] = {"A100": ("A100-40", "A100-80")}
 
-# This index finds types by key, because every call looks up every device.
+# Index of types by key, for speed, because every call looks up every device.
 _INDEX: dict[str, GpuType] = {key: gpu_type for gpu_type in CATALOGUE for key in _keys(gpu_type)}

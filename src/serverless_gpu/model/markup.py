@@ -1,7 +1,8 @@
 """HTML for notebooks: the state of an active run, and its receipt.
 
-This module escapes all text from outside. The HTML has no scripts and no external resources. Its colours are readable
-on light and dark pages, and text takes the page's own colour. A front end without HTML shows the plain text instead.
+This module escapes all text from outside. The HTML has no scripts and no external resources. The HTML uses colours that
+are readable on light and dark pages, and inherits the page's text colour. A front end without HTML shows the plain text
+instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _URL = re.compile(r"https?://[^\s<>\"'`\\]{1,2000}")
 _BOX = "font-size:13px;line-height:1.45;margin:2px 0 4px 0;"
 _FAINT = "opacity:0.7;"
 _MONO = "font-family:monospace;white-space:pre;overflow-x:auto;"
-# Some front ends do not pass the page's colour and size on to tables, so both are set here.
+# Some front ends do not apply the page's text colour and size to tables, so the style sets colour and size.
 _TABLE = "border-collapse:collapse;border:none;margin:4px 0 0 0;color:inherit;font-size:inherit;"
 _EDGE = "border:none;border-top:1px solid rgba(128,128,128,0.3);background:transparent;vertical-align:top;"
 _LABEL = f"{_EDGE}{_FAINT}text-align:left;padding:2px 16px 2px 0;white-space:nowrap;"
@@ -39,7 +40,7 @@ def status(state: str, sentence: str, lines: Sequence[str], tracked: str = "") -
 
 
 def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return a heading and a table with one row for each label and value; web addresses become links."""
+    """Return a heading and a table with one row per label. Web addresses become links."""
     cells = "".join(
         f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
         f'<td style="{_VALUE}">{link(value) if _URL.fullmatch(value) else escape(value)}</td></tr>'
@@ -50,7 +51,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
-    """Return lines in the colour of the state, with details that the reader can expand."""
+    """Return lines in the colour of the run's state, with details that the reader can expand."""
     first, *others = (escape(line) for line in lines)
     more = "".join(f"<div>{line}</div>" for line in others)
     summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'
@@ -58,7 +59,7 @@ def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
 
 
 def link(url: str) -> str:
-    """Return a link that opens in a new tab; text that is not a web address stays plain text."""
+    """Return a link that opens in a new tab, or plain text for text that is not a web address."""
     shown = escape(url)
     if not _URL.fullmatch(url):
         return shown

@@ -1,17 +1,17 @@
 """Placement on one machine, and the layout of a gang on several nodes.
 
-This module selects the devices that a run may use. Device locks decide which of these devices are free.
+This module selects the devices that a run may use. Device locks decide which of the selected devices are free.
 
     gang   run:fence, all ranks        ┌ NODE_RANK 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
                                        ├ NODE_RANK 1   n3   ranks 8 … 15
                                        └ NODE_RANK 2   n1   ranks 16 … 19   partly used nodes come last
 
-The part of an attempt on one node (a crew in the code) has a supervisor, devices and their ranks. The number of the
-part is its NODE_RANK. Each part has its own lease, token, facts, receipt and end. Values that are the same for all
-nodes belong to the attempt. An attempt on one node is a gang with one part.
+The part of an attempt on one node (a crew in the code) has a supervisor, devices and their ranks. The number of a crew
+is its NODE_RANK. Each crew has its own lease, token, facts, receipt and end. Values that are the same for all nodes
+belong to the attempt. An attempt on one node is a gang with one crew.
 
 Failure cases: a request that this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`).
-The error lists the machine's devices. Busy devices do not raise an error here.
+The error lists the machine's devices. Busy devices raise no error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NO_GPU_HINT = (
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices that a run may use."""
+    """The devices of one machine that a run may use."""
 
     count: int  # Number of devices that the run needs.
     devices: tuple[Device, ...]  # Suitable devices, in order of preference.
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of one rank in its gang."""
+    """The position of one rank in its gang: global and local ranks, and sizes."""
 
     rank: int
     local_rank: int
@@ -61,22 +61,23 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tuple[Device, ...]:
     """Return the devices that a caller may use, as CUDA reads the caller's ``CUDA_VISIBLE_DEVICES``.
 
-    The result has the order of the variable. Like CUDA, the function stops at the first entry that names no device. A
-    device that is named twice hides all CUDA devices. CUDA cannot hide CPU slots; they come last.
+    The devices have the order of the variable's entries. Like CUDA, the function stops at an entry that names no
+    device. If two entries name the same device, the function returns no CUDA devices. CUDA cannot hide CPU slots, so
+    CPU slots are last in the result.
 
-    `cuda_visible_devices` is None when the variable is not set.
+    `cuda_visible_devices` is None if the variable is not set.
     """
     if cuda_visible_devices is None:
         return tuple(devices)
     cuda = [device for device in devices if device.type != CPU]
     visible: list[Device] = []
     entries = [entry.strip() for entry in cuda_visible_devices.split(",")]
-    # The first entry decides how CUDA reads all entries, because CUDA does not mix indices and identifiers.
+    # The leading entry decides how CUDA reads all entries, because CUDA does not mix indices and identifiers.
     by_index = _is_number(entries[0])
     for entry in entries:
         if by_index:
             device = _by_index(cuda, entry)
-        else:  # The device whose identifier starts with the entry, if exactly one does.
+        else:  # The device whose identifier starts with the entry, if exactly one device matches.
             found = [one for one in cuda if entry.startswith(_UUID_PREFIXES) and one.uuid.startswith(entry)]
             device = found[0] if len(found) == 1 else None
         if device is None:
@@ -91,7 +92,7 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
 def candidates(
     *, gpus: int | None, gpu_type: str | None, devices: Sequence[Device], own: Sequence[GpuType] = ()
 ) -> Candidates:
-    """Return the devices that fit a request.
+    """Return the devices of a machine that satisfy a request.
 
     `gpus` None selects every device of the type. `gpu_type` None selects the machine's only GPU type. Raises
     InvalidValue, UnknownGpuType, NoGpu, GpuTypeMismatch or NotEnoughGpus.
@@ -104,7 +105,7 @@ def candidates(
     if gpu_type is None:
         wanted = _only_type(present)
     else:
-        # The type of a card outside the catalogue is its product string. Users can request the card by that string.
+        # A card outside the catalogue has its product string as type. Users can request the card by its product string.
         unlisted = [GpuType(name=name, memory_bytes=0) for name in _types(present) if not is_listed(name, own)]
         wanted = find_type(gpu_type, (*own, *unlisted)).name
     types = {name for name in {device.type for device in devices} if matches(wanted, name, own)}
@@ -122,7 +123,7 @@ def candidates(
 def rank_variables(
     place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """Return the environment variables that give a rank its place in the gang.
+    """Return the environment variables that tell a rank its position in the gang.
 
     `devices` are all devices of the attempt on this node, in LOCAL_RANK order.
     """
@@ -143,10 +144,11 @@ def rank_variables(
         "PYTHONUNBUFFERED": "1",
     }
     indices = [str(device.index) for device in devices if device.type != CPU]
-    # The variable is empty and not absent for CPU slots, because their ranks must not touch a GPU of the machine.
+    # For CPU slots, set an empty variable instead of no variable, because ranks on CPU slots must not use a GPU of the
+    # machine.
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(indices)
     if indices:
-        # By default CUDA orders devices by speed. The device indices come from NVML, which uses PCI bus order.
+        # By default, CUDA orders devices by speed. The device indices come from NVML, which uses PCI bus order.
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return variables
 
@@ -159,7 +161,7 @@ def node_variables(
     RANK and LOCAL_RANK are missing, because the command sets them for its processes. Programs that read LOCAL_ADDR bind
     to that address.
 
-    `place` is that of the node's first rank; `address` is the address at which other nodes reach this node.
+    `place` is the position of the node's lowest rank. `address` is the address at which other nodes reach the node.
     """
     variables = rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
     of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
@@ -171,7 +173,7 @@ def node_variables(
     }
 
 
-# Presets of the command line that this package re-creates, except variables that name its own paths.
+# Environment presets of the command-line tool that this package emulates, except variables with the tool's own paths.
 NODE_COMMAND_PRESETS: Mapping[str, str] = {
     "NCCL_DEBUG": "INFO",
     "NCCL_IB_TIMEOUT": "22",
@@ -187,21 +189,21 @@ TRACKED_PRESETS: Mapping[str, str] = {
 
 
 def default_variables(devices: Sequence[Device]) -> dict[str, str]:
-    """Return environment variables that a rank gets unless its caller sets them.
+    """Return the default environment variables of a rank, which the caller can override.
 
-    Without a GPU, Accelerate and the Hugging Face Trainer find no device and run as separate single processes. With
-    this setting they use the CPU and form one gang.
+    Without a GPU, Accelerate and the Hugging Face Trainer find no device and run as separate single processes. With the
+    returned variables, they use the CPU and form one gang.
     """
     return {} if any(device.kind is DeviceKind.GPU for device in devices) else {"ACCELERATE_USE_CPU": "true"}
 
 
 def threads_per_rank(cores: int, local_world_size: int) -> int:
-    """Return the number of threads of each rank of a node: its share of the cores, at least one."""
+    """Return the number of threads per rank: the rank's share of the node's cores, at least one."""
     return max(1, cores // local_world_size)
 
 
 def share_of_cores(cores: int, devices: int, of_type: int) -> int:
-    """Return the share of a node's cores that belongs to some of its devices, at least one."""
+    """Return the number of a node's cores that belong to some of its devices, at least one."""
     return max(1, cores * devices // max(devices, of_type))
 
 
@@ -269,7 +271,7 @@ NODES_MAX = 256
 
 
 class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of one node within a gang.
+    """The position of one node within a gang.
 
     Attributes:
         number: NODE_RANK, from 0.
@@ -285,10 +287,10 @@ class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
-    """Return the places of a gang's nodes: most devices first, then by node name.
+    """Return the positions of a gang's nodes, sorted by descending devices, then by node name.
 
-    The layout does not depend on the order of the nodes in `shares`. Rank 0 is on the node with the most ranks, where
-    most of its peers need no network.
+    The layout does not depend on the order of the nodes in `shares`. Rank 0 is on the node with the most ranks, because
+    most of its peers then need no network.
     """
     names = [name for name, _ in shares]
     if not 0 < len(names) <= NODES_MAX or len(set(names)) != len(names) or any(gpus < 1 for _, gpus in shares):
@@ -307,7 +309,7 @@ def world_size(crews: Sequence[CrewPlace]) -> int:
 
 
 def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...]:
-    """Return the places of the ranks of one node, in the order of LOCAL_RANK."""
+    """Return the positions of one node's ranks, in the order of LOCAL_RANK."""
     crew = crews[number]
     return tuple(
         RankPlace(
@@ -325,8 +327,8 @@ def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...
 def numbered(crew: CrewPlace, *, per_node: bool) -> range:
     """Return the numbers of a node's processes, which identify logs, results and failures.
 
-    The numbers are global ranks. A node with one process for all devices uses its node number instead. Such a process
-    is a command that runs once per node, or a Ray driver.
+    The process numbers are global ranks. A node with one process for all devices uses its node number instead. A
+    command that runs once per node, or a Ray driver, has one process for all devices.
     """
     first, count = (crew.number, 1) if per_node else (crew.first_rank, crew.gpus)
     return range(first, first + count)

@@ -1,4 +1,4 @@
-"""The receipt of one run: the time of each segment, the cost, and the use of the devices.
+"""The receipt of one run: the time of each segment, the cost, and the usage of the devices.
 
 The node that ran the attempt makes the receipt (`node/attempt/usage_account.py`). `ledger.py` and `pricing.py` compute
 the cost.
@@ -16,10 +16,10 @@ from serverless_gpu import units
 from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 
-# Characters of about two terminal lines, so that a user reads a receipt without scrolling.
+# Maximum characters of a receipt line, about two terminal lines, so that users need not scroll.
 _TEXT_LINE_MAX = 200
 
-# A device below this share of busy time, over this many samples, counts as unused.
+# A device counts as unused below this busy percentage, with at least this number of telemetry samples.
 _IDLE_PERCENT = 0.5
 _IDLE_SAMPLES_MIN = 30
 
@@ -28,8 +28,8 @@ _NODES_NAMED = 3
 # Host memory of all processes of the run together. Memory of a GPU is "GPU memory".
 _PEAK = "host memory peak"
 
-# Patterns for texts about released devices. `node/attempt/usage_account.py` and `supervisor_loss.py` write them for one
-# node, `gang_receipt.py` for several nodes.
+# Patterns for texts about released devices. `node/attempt/usage_account.py` and `supervisor_loss.py` write the texts
+# for one node, `gang_receipt.py` for several nodes.
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 
@@ -38,16 +38,17 @@ _WARNING_MAX = 400
 
 
 class Segments(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a run by segment, in milliseconds; None means "not known", which is not 0.
+    """Time of a run by segment, in milliseconds. None is an unknown time, not 0.
 
     Attributes:
-        queued_ms: wait for devices.
-        environment_ms: preparation of the environment.
-        start_ms: start of the ranks.
-        first_line_ms: from the call to the first line of user code; for a later attempt, from its arrival at its node.
-        run_ms: user code.
-        stop_ms: stop of the ranks.
-        gate_ms: proof that the devices are free.
+        queued_ms: time that the run waited for devices.
+        environment_ms: time to prepare the environment.
+        start_ms: time to start the ranks.
+        first_line_ms: time from the call to the first line of user code. A later attempt counts from its arrival at the
+            node.
+        run_ms: time in user code.
+        stop_ms: time to stop the ranks.
+        gate_ms: time to verify that the devices are free.
     """
 
     environment_ms: int | None = None
@@ -60,14 +61,14 @@ class Segments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry of one device of an attempt; None means "not known".
+    """Telemetry of one device of an attempt. None is an unknown value.
 
     Attributes:
         uuid: identifier of the device.
-        samples: number of samples, about one a second.
+        samples: number of telemetry samples, about one per second.
         busy_percent: mean share of time in which the device worked.
         peak_memory_bytes: peak device memory.
-        energy_joules: energy between the first and the last sample.
+        energy_joules: consumed energy between the first and the last sample.
         throttled_s: seconds in which heat or a power limit slowed the device down.
     """
 
@@ -93,13 +94,13 @@ class SampledDevice(Protocol):
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Telemetry of all devices of an attempt."""
 
-    observed_ms: int = 0  # Observed device-milliseconds; `busy_ms` counts the time in which a device worked.
+    observed_ms: int = 0  # Observed device-milliseconds. `busy_ms` counts the busy device-milliseconds.
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None  # The highest peak of one device; None if unknown.
+    peak_memory_bytes: int | None = None  # The highest memory peak of one device, or None if unknown.
 
 
 def observed(uses: Iterable[SampledDevice]) -> Observed:
-    """Return the telemetry of all devices; a sample stands for about one second of one device."""
+    """Return the combined telemetry of all devices. A sample covers about one second of one device."""
     seen = list(uses)
     busy = [(use.samples, use.busy_percent) for use in seen if use.busy_percent is not None]
     peaks = [use.peak_memory_bytes for use in seen if use.peak_memory_bytes is not None]
@@ -115,11 +116,11 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         billed_ms: billed device-milliseconds.
-        unbilled: reason why a part of the use is not billed; "" if all of it is billed.
-        core_ms: billed core-milliseconds if cores were limited, without the cores of CPU slots.
-        memory_mib_ms: billed MiB-milliseconds if memory was limited.
-        core_micros: part of the cost for cores; `memory_micros` is the part for memory.
-        dbu_micros: millionths of a DBU.
+        unbilled: reason why the server does not bill a part of the usage, or "" if the server bills all usage.
+        core_ms: billed core-milliseconds under a limit of cores, without the cores of CPU slots.
+        memory_mib_ms: billed MiB-milliseconds under a limit of memory.
+        core_micros: cost of the cores. `memory_micros` is the cost of the memory.
+        dbu_micros: cost in millionths of a DBU.
     """
 
     billed_ms: int
@@ -132,7 +133,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def nodes_text(nodes: Sequence[str]) -> str:
-    """Return the names of a run's nodes, or only their number: ``"n1, n2"``, ``"8 nodes"``."""
+    """Return the names of a run's nodes, or the number of nodes: ``"n1, n2"``, ``"8 nodes"``."""
     return ", ".join(nodes) if len(nodes) <= _NODES_NAMED else f"{len(nodes)} nodes"
 
 
@@ -147,18 +148,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run_id: identifier of the run.
-        fence: number of its last attempt.
+        fence: number of the run's last attempt.
         state: final state.
-        reason: reason of the final state; None if the state needs no explanation.
+        reason: reason of the final state, or None if the state needs no explanation.
         gpu_type: type of the devices.
         gpus: identifiers of the devices.
         kind: kind of the devices.
         segments: time of the run by segment.
         gpu_ms: used device-milliseconds, from the start of user code until the devices were free.
-        micros: cost in millionths of the currency unit; None without a price.
+        micros: cost in millionths of the currency unit, or None without a price.
         currency: name of the currency.
-        peak_memory_bytes: peak host memory, on several nodes the highest of one node; None if not known.
-        warm: True if the ranks came from a warm interpreter.
+        peak_memory_bytes: peak host memory, or None if unknown. On several nodes, the highest peak of one node.
+        warm: True if the ranks started from a warm interpreter.
         warm_reason: reason for a cold start, or the warm interpreter that was used.
         gate: evidence that the run released its devices.
         quarantined: identifiers of devices that the node could not prove free.
@@ -166,15 +167,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         facts: number of facts behind this receipt.
         world_size: number of ranks.
         notes: further notes for the user.
-        runs: for a session, the number of its runs; the receipt's time is then the session's idle time.
-        environment: source of the ranks' imports: ``"live"``, or the snapshot and how it was restored.
+        runs: number of a session's runs. The receipt's time is then the session's idle time.
+        environment: source of the ranks' imports: ``"live"``, or the snapshot and the method of its restore.
         uses: telemetry of the devices.
         tracked: link to the run in MLflow, or "".
         secrets: names and versions of the run's secrets.
         policy: usage policy of the run, or "".
-        bill: parts of the cost; None if the node did not report them.
-        nodes: names of the nodes by NODE_RANK, for a run on several nodes. Times are then those of the slowest node,
-            and amounts are sums. `Run.receipts` has one receipt for each node.
+        bill: parts of the cost, or None if the node did not report the parts.
+        nodes: names of the nodes by NODE_RANK, for a run on several nodes. Segment times are then the times of the
+            slowest node, and amounts are sums. `Run.receipts` has one receipt per node.
     """
 
     run_id: str
@@ -207,7 +208,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
-        """Return the rows by label, without unknown or empty rows."""
+        """Return the receipt's rows by label, without unknown or empty rows."""
         is_run = self.runs is None
         start = "warm start" if self.warm else "cold start"
         if self.warm_reason:
@@ -233,20 +234,20 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return {label: value for label, value in rows.items() if value}
 
     def devices_text(self) -> str:
-        """Return count and type of the devices: ``8 H100``, ``1 CPU slot``."""
+        """Return the count and type of the devices: ``8 H100``, ``1 CPU slot``."""
         count = len(self.gpus)
         if self.kind is DeviceKind.CPU:
             return f"{count} CPU slot{'' if count == 1 else 's'}"
         return f"{count} {self.gpu_type}" + (" (fake)" if self.kind is DeviceKind.FAKE else "")
 
     def used_text(self) -> str:
-        """Return the used device time, and the cost if the device has a price."""
+        """Return the used device time as text, and the cost if the device has a price."""
         idle = "" if self.runs is None else " idle"
         cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
         return f"{self._used(self.gpu_ms)}{idle}{cost}"
 
     def unbilled_text(self) -> str:
-        """Return how much of the time is not billed, and why; "" if all of it is billed."""
+        """Return the unbilled time and the reason as text, or "" if the server bills all time."""
         if self.bill is None or not self.bill.unbilled:
             return ""
         return f"{self._used(self.gpu_ms - self.bill.billed_ms)}: {self.bill.unbilled}"
@@ -275,7 +276,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             ),
             _joined(*(f"{label}: {rows[label]}" for label in ("not billed", "gate") if label in rows)),
             f"quarantined: {rows['quarantined']}" if "quarantined" in rows else "",
-            # The link comes first, because only the end of a long line is cut.
+            # Put the link first in the line, because clients truncate only the end of a long line.
             _joined(
                 *(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "policy", "tags") if label in rows)
             ),
@@ -286,7 +287,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     __str__ = text
 
     def brief_html(self) -> str:
-        """Return the lines of `brief` for a notebook, with the whole receipt to unfold below them."""
+        """Return the lines of `brief` for a notebook, with the whole receipt in an expandable section."""
         return markup.unfolding(self.state, self.brief(), self.html())
 
     def html(self) -> str:
@@ -302,7 +303,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts_text(receipt: Receipt) -> str:
-    """Return the parts of the cost for cores and memory, and the DBUs; "" without such parts."""
+    """Return the costs of cores and memory and the DBUs as text, or "" without them."""
     parts = []
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     for name, micros in (("cores", bill.core_micros), ("memory", bill.memory_micros)):
@@ -327,7 +328,7 @@ def _size_text(receipt: Receipt) -> str:
 
 
 def _segments_text(segments: Segments) -> str:
-    # Segments are in the order in which a run passes through them. The text omits unknown segments.
+    # Segments in chronological order. The text omits unknown segments.
     named = (
         ("queued", segments.queued_ms),
         ("environment", segments.environment_ms),
@@ -341,7 +342,7 @@ def _segments_text(segments: Segments) -> str:
 
 
 def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
-    """Return the work of the devices: busy time, memory and energy, and signs of problems."""
+    """Return the device telemetry as text: busy time, memory, energy, and signs of problems."""
     busy = [(use.busy_percent, max(1, use.samples)) for use in uses if use.busy_percent is not None]
     idle = _idle_count(uses)
     peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
@@ -360,7 +361,7 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
 
 
 def _idle_count(uses: Sequence[DeviceUse]) -> int:
-    """Return the number of idle devices. Devices with too few samples do not count."""
+    """Return the number of idle devices, without devices with too few samples."""
     seen = [use.busy_percent for use in uses if use.busy_percent is not None and use.samples >= _IDLE_SAMPLES_MIN]
     return sum(percent < _IDLE_PERCENT for percent in seen)
 
@@ -368,7 +369,8 @@ def _idle_count(uses: Sequence[DeviceUse]) -> int:
 def _summary(receipt: Receipt) -> str:
     """Return the summary of a call: ``2 × H100 · 41 s · 0.02 USD · verified free in 21 ms``.
 
-    The summary of a run that did not succeed begins with its state. The summary of a session begins with its name.
+    The summary of an unsuccessful run begins with the run's state. The summary of a session begins with the session's
+    name.
     """
     session = f"session {receipt.run_id}" if receipt.runs is not None else ""
     state = "" if receipt.state == "SUCCEEDED" else _joined(receipt.state, receipt.reason or "")
@@ -396,9 +398,9 @@ def _count_text(receipt: Receipt) -> str:
 
 
 def _freed_text(receipt: Receipt) -> str:
-    """Return a note that the devices are free, and the time of the proof; "" without a proof."""
+    """Return a note that the devices are verified free and the verification time, or ""."""
     if not receipt.gpus:
-        return receipt.gate  # The reason why the run had no devices to release.
+        return receipt.gate  # The text states why the run had no devices to release.
     if not _is_freed(receipt):
         return ""
     verified = "free" if receipt.kind is DeviceKind.CPU else "verified free"
@@ -439,6 +441,6 @@ def _joined(*parts: str) -> str:
 
 
 def _printable(line: str, limit: int = _TEXT_LINE_MAX) -> str:
-    """Return the line cut at the limit and without control characters, which tags and notes may contain."""
+    """Return a line without control characters from tags and notes, truncated at the limit."""
     clean = "".join(char if char.isprintable() else " " for char in line)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"

@@ -16,10 +16,11 @@ The check compares the chain in each round with the previous round. If a valid c
 has rewritten the chain. If the chain is shorter, its last entries were removed. A server that has just started
 remembers no previous round, so operators keep copies of the audit (`sgpu audit export`).
 
-Failure cases: * The writer is killed: the next server continues at the end of the chain. Entries are durable before the
-writer adds them to the chain. * An entry is wrong or missing: the check reports the entry and continues with the next
-entry, to find further damage. * The database does not answer: the writer tries again. The check raises and keeps its
-position.
+Failure cases:
+* The writer is killed: the next server continues at the end of the chain. Entries are durable before the writer adds
+  them to the chain.
+* An entry is wrong or missing: the check reports the entry and continues with the next entry, to find further damage.
+* The database does not answer: the writer tries again. The check raises and keeps its position.
 """
 
 from __future__ import annotations

@@ -87,15 +87,24 @@ T = TypeVar("T")
 class ServerResources:
     """Resources that the services share: opened components, and state in memory.
 
-    Attributes: settings: settings of the server. keys: keys that sign the tokens of attempts. sealer: encrypts callers'
-    variables. leases: time of the last heartbeat of each attempt. looks: gangs whose supervisors must report now.
-    meetings: rendezvous data of gangs on several nodes. gang_progress: progress of gangs on several nodes. presence:
-    time of the last heartbeat of each node. deliveries: orders that the server has sent. sentences: reasons why runs
-    wait. waiting_room: free queue slots by principal. spending: current state of every budget. feasible: cache of runs
-    that at least one node could execute. engine_nodes: returns the names of the engine's nodes, even before their
-    agents register. ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
-    unwritable: returns why the database accepts no writes, or "" while the database accepts writes. low: returns why
-    the database accepts no new runs, or "" while the database accepts new runs.
+    Attributes:
+        settings: settings of the server.
+        keys: keys that sign the tokens of attempts.
+        sealer: encrypts callers' variables.
+        leases: time of the last heartbeat of each attempt.
+        looks: gangs whose supervisors must report now.
+        meetings: rendezvous data of gangs on several nodes.
+        gang_progress: progress of gangs on several nodes.
+        presence: time of the last heartbeat of each node.
+        deliveries: orders that the server has sent.
+        sentences: reasons why runs wait.
+        waiting_room: free queue slots by principal.
+        spending: current state of every budget.
+        feasible: cache of runs that at least one node could execute.
+        engine_nodes: returns the names of the engine's nodes, even before their agents register.
+        ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
+        unwritable: returns why the database accepts no writes, or "" while the database accepts writes.
+        low: returns why the database accepts no new runs, or "" while the database accepts new runs.
     """
 
     settings: Settings

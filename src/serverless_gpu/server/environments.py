@@ -11,9 +11,10 @@ stays.
 An object's key is a capability: callers with the reach `own` can use known keys. Only operators (reach `all`) can list
 keys or read the notes of a collection.
 
-Failure cases: * A store does not answer: the collector logs the failure, and the next collection continues. * Another
-collection runs in the same store: this collection does nothing. * The server stops during a collection: the next
-collection continues.
+Failure cases:
+* A store does not answer: the collector logs the failure, and the next collection continues.
+* Another collection runs in the same store: this collection does nothing.
+* The server stops during a collection: the next collection continues.
 """
 
 from __future__ import annotations

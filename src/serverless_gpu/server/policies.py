@@ -224,9 +224,7 @@ def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
 
 
 def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller) -> PolicyView:
-    """Return a policy and its holders. Callers without write access see only the holders among themselves and their
-    teams.
-    """
+    """Return a policy and its holders. Callers without write access see only themselves and their teams."""
     if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
@@ -380,7 +378,7 @@ def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[Name
 
 
 def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:
-    """Return the GPU types in the run's pool. The database is read only if several types are possible."""
+    """Return the GPU types in the run's pool. The call reads the database only if a choice remains."""
     asked = spec.resources.gpu_type
     if all(len(each.policy.gpu_types) < 2 for each in under) or (asked is not None and asked not in FAMILIES):
         return frozenset()

@@ -7,11 +7,13 @@
 All state in memory also exists on disk or on nodes, so a start after a kill equals a start after a stop. Clients and
 nodes connect again, and the loops read the database. After a second signal the server does not wait for requests.
 
-Failure cases: * Another server of this home runs: the error names that server. * The port is taken: the error names the
-process, if the settings contain this port. * The database does not answer: the server waits (`startup.py`). * The
-database is of a newer version: the server reports the version and starts nothing. * Another server owns the database,
-at the start or later: this server ends (`leader_lock.py`). * Requests do not finish before the stop deadline: the
-server cancels them.
+Failure cases:
+* Another server of this home runs: the error names that server.
+* The port is taken: the error names the process, if the settings contain this port.
+* The database does not answer: the server waits (`startup.py`).
+* The database is of a newer version: the server reports the version and starts nothing.
+* Another server owns the database, at the start or later: this server ends (`leader_lock.py`).
+* Requests do not finish before the stop deadline: the server cancels them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`sgpu audit`: lists a server's audit log, copies it into a file and verifies both.
+"""`sgpu audit`: lists, copies and verifies a server's audit log.
 
 A copy is a file of JSON lines with one entry on each line. The command verifies a copy whenever it opens the file.
 
     {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
 
-Failure cases: A killed export leaves an incomplete last line, which the next export removes. A full disk raises
-OSError and leaves the earlier lines valid. The command refuses the second of two concurrent exports into one file. A
-changed entry raises `AuditBroken`, which names the entry.
+Failure cases: A killed export leaves an incomplete last line, which the next export removes. A full disk raises OSError
+and leaves the earlier lines valid. The command refuses the second of two concurrent exports into one file. A changed
+entry raises `AuditBroken`, which names the entry.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 PENDING_S = 60.0
-"""Maximum age of an entry outside the chain, in seconds. The server normally chains an entry within two seconds."""
+"""Maximum age in seconds of an audit entry without a chain link. The server normally chains an entry within two
+seconds.
+"""
 _PAGE = 1000
 LINE_BYTES_MAX = 1 << 20
 _decode = msgspec.json.Decoder(ChainedEntry).decode
@@ -73,9 +75,9 @@ def list_entries(who: str, action: str, subject: str, limit: int, wide: bool, as
 def export(file: Path) -> None:
     """Copy the audit log into FILE.
 
-    FILE gets one JSON object on each line. The command verifies the entries that FILE already has, and appends new
-    ones. Run the command regularly on another machine. A person who changes the server's database cannot change that
-    copy.
+    FILE receives one JSON object per line. The command verifies the entries that FILE already has, and appends new
+    entries. Run the command regularly on another machine. A person who changes the server's database cannot change the
+    copy on the other machine.
     """
     with server() as connection, open_copy(file) as (copy, head):
         before = head
@@ -92,8 +94,8 @@ def export(file: Path) -> None:
 def verify(file: Path | None, offline: bool) -> None:
     """Verify the chain of the audit log.
 
-    The command reads the server's chain. With FILE, it also checks that FILE is a part of the chain. It exits with 1
-    and names the first entry that was changed, removed or inserted.
+    The command reads the server's chain. With FILE, the command also checks that FILE is a part of the chain. After a
+    failed check, the command names the first entry that was changed, removed or inserted, and exits with 1.
     """
     if offline:
         if file is None:
@@ -205,7 +207,7 @@ def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # n
 def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
     """Yield a copy under an exclusive lock, with the number and digest of its last entry.
 
-    The function creates a missing file. It raises AuditBroken for a changed copy.
+    The function creates a missing file, and raises AuditBroken for a changed copy.
     """
     refuse_irregular(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -19,7 +19,7 @@ from serverless_gpu.model.usage_policy import HOLDER_KINDS, UsagePolicy, describ
 from serverless_gpu.wire.access import PolicyList, PolicyView, policy_of, request_of
 
 ANY = "any"
-"""Value of an option that removes the limit."""
+"""Option value that removes a limit."""
 
 
 _COUNTS = {
@@ -140,8 +140,8 @@ def show_policy(name: str, as_json: bool) -> None:
 def set_policy(name: str, **said: Any) -> None:
     """Create or change a usage policy.
 
-    Options that you leave out keep their value, and the value `any` removes a limit. A repeatable option replaces all
-    its former values. Runs that were already submitted keep their policy.
+    Omitted options keep their value. The value `any` removes a limit. A repeatable option replaces all its previous
+    values. Runs that were already submitted keep their policy.
     """
     changes = _changes(said)
     with server() as connection:

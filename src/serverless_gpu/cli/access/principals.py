@@ -113,7 +113,10 @@ def revoke_token(identifier: str) -> None:
 
 
 def say_secret(made: TokenMade) -> None:
-    """Print a new token's secret on stdout, for piping into a file, and its description on stderr."""
+    """Print a new token's secret on stdout, for piping into a file.
+
+    Print the token's description on stderr.
+    """
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
     say(f"sgpu: token {made.token.id} of {made.token.principal}, {until}; its secret is shown only once:", err=True)
     say(made.secret)
@@ -132,8 +135,9 @@ def say_secret(made: TokenMade) -> None:
 def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     """Log in to a server.
 
-    URL is the server's address. The command checks the token. It stores address and token in a file of this home that
-    only you can read. The token is never an argument, because every user of the machine can read arguments.
+    URL is the server's address. The command checks the token and then saves the login in this home. Only you can read
+    the file with the address and the token. The token is never an argument, because every user of the machine can read
+    arguments.
     """
     check_address(url)
     token = _read_token(token_file)
@@ -156,8 +160,8 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
 def logout() -> None:
     """Delete the server's address and token here.
 
-    The token stays valid; `sgpu token revoke` ends it. A server of this home writes its address here again when it
-    starts.
+    The token stays valid. To invalidate the token, use `sgpu token revoke`. At its next start, a server of this home
+    writes its address to this home again.
     """
     home = durable_home("the token is stored there").root
     profile = remove_profile(home)
@@ -269,8 +273,8 @@ def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabl
 def delete_user(name: str) -> None:
     """Delete a user or a service.
 
-    The user must own no runs, nodes or secrets on the server. No budget or policy may name the user. To end the
-    access of a user with runs, use `sgpu user set NAME --disable`. Reports still include the user's past use.
+    The user must own no runs, nodes or secrets on the server. No budget or policy may name the user. To end the access
+    of a user with runs, use `sgpu user set NAME --disable`. Reports still include the user's past usage.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/users/{quote(name, safe='')}", answer=PrincipalView)
@@ -311,8 +315,8 @@ def create_team(name: str) -> None:
 def delete_team(name: str) -> None:
     """Delete a team.
 
-    The team must have no waiting or running runs and no secrets. No budget or policy may name it. The team's ended
-    runs remain with their owners, and its past use remains in reports.
+    The team must have no waiting or running runs and no secrets. No budget or policy may name the team. Reports still
+    include the team's past usage. The team's ended runs remain with their owners.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/teams/{quote(name, safe='')}", answer=TeamView)
@@ -330,7 +334,7 @@ def delete_team(name: str) -> None:
 def set_team(name: str, time_zone: str) -> None:
     """Set the time zone of a team.
 
-    The time zone applies to the periods of the team's budgets that set no time zone.
+    A budget of the team uses this time zone for its periods, unless the budget sets a time zone.
     """
     with server() as connection:
         changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)

@@ -1,7 +1,7 @@
 """`sgpu secret`: manages passwords and keys for runs, on a server or in this home.
 
-Users type or pipe a value, or read it from a file. A value is never an argument, because every user of the machine can
-read arguments.
+A user types or pipes the value of a secret, or names a file. The value is never an argument, because every user of the
+machine can read arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TEAM = click.option(
 def secret() -> None:
     """List, set and delete secrets for runs.
 
-    A run gets the secrets that it names: secrets=["HF_TOKEN"].
+    A run receives only the secrets that it requests, for example secrets=["HF_TOKEN"].
     """
 
 
@@ -49,8 +49,8 @@ def secret() -> None:
 def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     """Set a secret from a prompt, stdin or a file.
 
-    Attempts that start from now on get the new value. The command removes one line end from a typed or piped value. It
-    does not change a value from a file.
+    Attempts that start later receive the new value. The command removes one line end from a typed or piped value. The
+    command does not change a value from a file.
     """
     _refuse_both(team, local)
     value = check_value(check_name(name), _read_value(name, path))
@@ -99,7 +99,7 @@ def list_secrets(local: bool, wide: bool, as_json: bool) -> None:
 def delete_secret(name: str, team: str, local: bool) -> None:
     """Delete a secret with all its versions.
 
-    A running attempt keeps its copy.
+    A running attempt keeps its copy of the secret.
     """
     _refuse_both(team, local)
     if local:

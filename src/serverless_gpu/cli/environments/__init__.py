@@ -34,7 +34,7 @@ _TROUBLE = 2
 def env() -> None:
     """Capture, restore and compare environments.
 
-    ADDRESS is the address of a snapshot, or a prefix of it that is unique in the store.
+    ADDRESS is the address of a snapshot, or a prefix of the address that is unique in the store.
     """
 
 
@@ -73,7 +73,7 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
 def fingerprint(python: str | None, as_json: bool) -> None:
     """Print the environment's current address.
 
-    The command also prints the changes since the last capture. It captures nothing.
+    The command also prints the changes since the last capture, but captures nothing.
     """
     with _interruptible("nothing was changed"):
         _module("show").fingerprint(python, as_json=as_json)
@@ -106,8 +106,8 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
 def restore(address: str, directory: str, copies: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Restore a snapshot into DIRECTORY.
 
-    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. The option --python names
-    the base interpreter. By default, the command uses an interpreter of the same version on this machine.
+    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. The option --python names the
+    base interpreter. By default, the command uses an interpreter of the same version on this machine.
     """
     with _interruptible(
         "the directory was not created; the cache keeps the files fetched so far, and the next restore fetches "
@@ -125,9 +125,10 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
 def diff(first: str | None, second: str | None, python: str | None, store: str | None, as_json: bool) -> None:
     """Show differences between environments.
 
-    Differences are packages, edited files, code, the interpreter and start-up variables. Without addresses, the command
-    compares the last capture with the current state. With A alone, it compares A with the current state. With A and B,
-    it compares A with B. The exit code is 0 without differences, 1 with differences and 2 after a failure.
+    The command compares packages, edited files, code, the interpreter and start-up variables. Without addresses, the
+    command compares the last capture with the current state. With A alone, the command compares A with the current
+    state. With A and B, the command compares A with B. The exit code is 0 without differences, 1 with differences and 2
+    after a failure.
     """
     with _interruptible("nothing was changed"):
         try:
@@ -165,8 +166,9 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
 def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: bool) -> None:
     """Delete unused units of environments.
 
-    The command keeps all units of recent snapshots and running attempts. It deletes in two steps, so that concurrent
-    captures lose nothing. It marks unused units as condemned, and a later gc deletes them after --grace.
+    The command keeps all units of recent snapshots and running attempts. The deletion has two steps, so that concurrent
+    captures lose no units. The first step marks unused units as condemned. A later gc deletes condemned units after
+    --grace.
     """
     with _interruptible("some units may be deleted already, and the next gc deletes the other unused units"):
         _module("store").collect_garbage((keep, grace, cache), store, **flags)

@@ -26,7 +26,7 @@ def environments_directory() -> Path:
 
 
 def known_environments(directory: Path) -> Recogniser:
-    """Return the object that recognises environments that this home captured."""
+    """Return the recogniser of the environments that this home captured."""
     return Recogniser(directory / "index")
 
 
@@ -36,7 +36,7 @@ def open_blobs(url: str | None, directory: Path) -> StoreBlobs:
 
 
 def describe(python: str | None) -> Description:
-    """Start an interpreter in the working directory and return its description of itself.
+    """Start an interpreter in the working directory and return its description of its environment.
 
     The default is the interpreter of sgpu.
     """
@@ -56,7 +56,7 @@ def interpreter(python: str | None) -> str:
 
 
 def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
-    """Return the snapshot with this address, or with a unique prefix of it."""
+    """Return the snapshot whose address is this text, or begins with this text as a unique prefix."""
     text = wanted.strip().lower()
     # A whole address needs no listing of the store, which may be large and remote.
     return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))

@@ -5,7 +5,7 @@ r"""Progress of a capture or a restore: bytes, files, rate and remaining time.
                                                            a file or a pipe: a plain line every five seconds
 
 Several threads report progress, up to a thousand times a second. The rate covers the last five seconds, so that a slow
-line after a fast disk is visible. No estimate appears in the first second. If the terminal closes or the disk under
+network after a fast disk is visible. No estimate appears in the first second. If the terminal closes or the disk under
 stderr is full, drawing stops and the work continues.
 """
 

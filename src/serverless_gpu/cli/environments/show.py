@@ -22,7 +22,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 _PTH_BYTES_MAX = 65_536
 Value = TypeVar("Value")
 SHORT = 12
-"""Number of displayed digits of an address. This prefix is unique in any realistic store."""
+"""Number of displayed digits of an address. A prefix of this length is unique in any realistic store."""
 _LARGEST = 10
 _NAMED_MAX = 8
 _LEFT_OUT_MAX = 20
@@ -32,9 +32,9 @@ _CODE_CHARACTERS_MAX = 60
 class EnvironmentState(msgspec.Struct, kw_only=True):
     """The current state of an environment and its last capture."""
 
-    last: Snapshot | None  # The last capture; None before the first capture.
+    last: Snapshot | None  # Last capture, or None before the first capture.
     now: Snapshot
-    sources: Mapping[str, LocalUnit]  # Local units by address; empty if the scan read no file.
+    sources: Mapping[str, LocalUnit]  # Local units by address, or empty if the scan read no file.
     times: dict[str, int]  # Duration of each step in milliseconds, by name of the step.
 
     @property
@@ -72,9 +72,8 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
     """Show a snapshot of a store."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     snapshot = locations.choose_snapshot(address, blobs)
-    # Reading the documents of all units could need many requests to a remote store. Unowned files need one request for
-    # each
-    # root.
+    # Reading the documents of all units could need many requests to a remote store. A list of unowned files needs one
+    # request for each root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
     if as_json:
@@ -109,7 +108,7 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
 
 
 def differences(first: str | None, second: str | None, python: str | None, store: str | None, *, as_json: bool) -> bool:
-    """Print the differences. Return True if there are any."""
+    """Print the differences between environments. Return True if any exist."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
@@ -193,7 +192,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pth(msgspec.Struct, frozen=True, kw_only=True):
-    """One `.pth` file in a directory of Python's path."""
+    """A `.pth` file in a directory of Python's path."""
 
     file: str
     owner: str = ""  # Name of the distribution that owns the file, or "".
@@ -256,7 +255,7 @@ def captured_text(snapshot: Snapshot) -> str:
 
 
 def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
-    """Return the `.pth` files of a root and their effects."""
+    """Return the `.pth` files of one directory of Python's path, with their effects."""
     found = [_pth(snapshot, _file(item.path), "", item.text) for item in root.generated if is_pth(item.path)]
     for member in root.members:
         for row in contents.rows.get(member.address, ()):
@@ -267,7 +266,7 @@ def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
 
 
 def directory_of(snapshot: Snapshot, number: int) -> str:
-    """Return the original directory of a root, or the root's number if the directory is unknown."""
+    """Return the original directory of an environment root, or the root's number without a directory."""
     originals = snapshot.facts.originals
     return originals[number] if number < len(originals) and originals[number] else f"root {number}"
 

@@ -56,7 +56,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
 
 
 def captured_text(captured: CaptureResult, url: str, took_ms: int) -> list[str]:
-    """Return the summary of a capture. The last line is the address."""
+    """Return the summary of a capture. The last line is the address of the snapshot."""
     snapshot, new = captured.snapshot, _new(captured)
     known = len(snapshot.addresses()) - len(new)
     lines = [f"captured {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(took_ms)}"]
@@ -100,7 +100,7 @@ def restore_into(
     order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
-        # Reports of a restore name units by address; users know them by title.
+        # Progress reports of a restore name units by address, but users recognize units by title.
         def report(progress: ProgressPoint) -> None:
             meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
 
@@ -132,7 +132,7 @@ def collect_garbage(
 
     Args:
         amounts: Texts of --keep, --grace and --cache.
-        store: URL of the store; None for the store of this home.
+        store: URL of the store, or None for the store of this home.
         force: Allow a grace period shorter than a capture.
         dry_run: Delete nothing.
         as_json: Print JSON.

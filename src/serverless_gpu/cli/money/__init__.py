@@ -1,1 +1,1 @@
-"""Commands about money: use and cost, budgets and prices."""
+"""Commands about money: usage and cost, budgets and prices."""

@@ -1,4 +1,4 @@
-"""`sgpu budget`: limits of money or GPU time per day, week or month, and their use."""
+"""`sgpu budget`: limits of money or GPU time per day, week or month, and the usage of each budget."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def budget() -> None:
 def list_budgets(wide: bool, as_json: bool) -> None:
     """List budgets, their use and forecast.
 
-    HELD is the expected use of running runs one minute from now. FORECAST is the use so far plus the mean daily use of
-    the last seven days times the days left. Alarms of the last seven days follow the table.
+    HELD is the usage that the server reserves for running runs, usually one minute ahead. FORECAST is the usage so far
+    plus the expected usage of the remaining days, at the mean daily usage of the last seven days. Alarms of the last
+    seven days follow the table.
     """
     with server() as connection:
         found = connection.ask("GET", "/budgets", answer=BudgetList)
@@ -102,9 +103,9 @@ def set_budget(
 ) -> None:
     """Create or change a budget.
 
-    Options that you leave out keep their value. Use since the beginning of the period counts. At 100 % of a hard
-    budget, the server sends SIGTERM to the budget's runs. They then have their grace period to save a checkpoint.
-    Raising the budget does not undo a stop.
+    Omitted options keep their value. Usage since the beginning of the current period counts toward the budget. At 100 %
+    of a hard budget, the server sends SIGTERM to the budget's runs. The stopped runs have their grace period to save a
+    checkpoint. A later increase of the budget does not restart stopped runs.
     """
     changes = _scope(everything, said) | _limit(said)
     changes |= {} if per is None else {"period": Period(per)}
@@ -129,8 +130,8 @@ def set_budget(
 def reopen_budget(name: str) -> None:
     """Reopen a hard budget that stopped runs.
 
-    New runs start until the budget is used up. If the budget is already used up, raise it instead (sgpu budget set).
-    Stopped runs stay stopped.
+    New runs start until the budget is used up. If the budget is already used up, raise the budget instead (sgpu budget
+    set). Stopped runs stay stopped.
     """
     with server() as connection:
         found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)

@@ -23,7 +23,7 @@ _UNITS = {"core": "core", "memory": "GiB"}
 def price() -> None:
     """List, set and end prices.
 
-    No resource has a default price. Without a price, the server meters the use and reports it as unpriced.
+    No resource has a default price. Without a price, the server reports the metered usage as unpriced.
     """
 
 
@@ -87,8 +87,8 @@ def set_price(
     """Set the hourly price of a resource.
 
     RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts that the server places
-    after its start. The new price ends the previous price. Earlier attempts keep their price. The price of a family
-    (H100) also applies to its members that have no price.
+    after the price's start. The new price ends the previous price. Earlier attempts keep the previous price. The price
+    of a GPU family (H100) also applies to types of the family without a price.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
     made = (dbu_per_gpu_hour, usd_per_dbu)
@@ -120,8 +120,8 @@ def set_price(
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
     """End a price.
 
-    Attempts that the server places later use the price for all pools, if one is set. The command also withdraws
-    prices that are planned for later.
+    Attempts that the server places later use the price for all pools, if one is set. The command also withdraws prices
+    that are planned for later.
     """
     query = {"pool": pool} if pool else {}
     until_ns = None if until is None else moment_ns("--at", until)

@@ -1,7 +1,7 @@
-"""`sgpu usage`: reports use and cost, chargeback, and rows for billing tables as CSV or Parquet.
+"""`sgpu usage`: reports usage and cost, chargeback, and rows for billing tables as CSV or Parquet.
 
-The command writes a file beside its final path and then renames it. Money and quantities in the file are exact
-decimals. Parquet needs PyArrow, which this package does not install.
+The command writes a temporary file beside the final path and then renames the file. Money and quantities in the file
+are exact decimals. Parquet needs PyArrow, which this package does not install.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ _OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
 def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> None:
     """Report use and cost.
 
-    You see your own use and that of your teams. An operator sees all use. FIELDS: user, team, pool, policy, gpu_type,
-    name, workload, environment, run, day, week, month, tag:KEY.
+    You see your own usage and your teams' usage. An operator sees all usage. FIELDS: user, team, pool, policy,
+    gpu_type, name, workload, environment, run, day, week, month, tag:KEY.
     """
     if sum((as_json, as_csv, parquet is not None)) > 1:
         raise click.UsageError("give only one of --json, --csv and --parquet")
@@ -146,7 +146,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
 def _window(asked: dict[str, Any]) -> DayRange:
     """Return the requested days, by default the last 30.
 
-    The current month would be empty on its first day.
+    A default of the current month would be empty on the first day of a month.
     """
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
@@ -252,7 +252,7 @@ def _chargeback_lines(view: UsageView) -> list[str]:
 
 
 def _remarks(view: UsageView) -> list[str]:
-    """Return remarks on cut rows, missing prices, provisional amounts and use not in the ledger yet."""
+    """Return remarks on truncated rows, missing prices, provisional amounts and pending ledger entries."""
     found = []
     word = _device_unit(view)
     shown = {total.currency: total.amounts for total in usage_report.totals(view.groups)}
@@ -281,7 +281,7 @@ def _remarks(view: UsageView) -> list[str]:
 
 
 def _device_unit(view: UsageView) -> str:
-    """Return the kind of device that the report adds up: GPUs, CPU slots, or both."""
+    """Return the kind of device in the report's totals: GPUs, CPU slots, or both."""
     if "gpu_type" not in view.by or view.is_cut:
         return time_unit()
     return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
@@ -322,7 +322,7 @@ def _percent(part: float | None) -> str:
 
 Kind = Literal["text", "whole", "money", "part"]
 AT_ONCE = 10_000
-"""Number of rows in a group of a Parquet file. Only one group is in memory at a time."""
+"""Number of rows in a row group of a Parquet file. The writer holds one row group in memory at a time."""
 _PARTS = ("busy", "seen", "idle")
 
 
@@ -331,7 +331,7 @@ class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]
     kinds: tuple[Kind, ...]  # Text, integer, money (a decimal with six digits), or a fraction of 1.
-    lines: tuple[tuple[Any, ...], ...]  # Rows. None is an empty cell, such as a cost without a price.
+    lines: tuple[tuple[Any, ...], ...]  # Table rows. None is an empty cell, such as a cost without a price.
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each row as a mapping from column names to cells."""

@@ -1,1 +1,1 @@
-"""Commands that plan capacity. `model/billing` and `replay` compute their results."""
+"""Commands that plan capacity. `model/billing` and `replay` compute the results of these commands."""

@@ -1,13 +1,12 @@
-"""Sources of past use for `sgpu advise`: a server's ledger, this machine's runs, or a trace.
+"""Sources of past usage for `sgpu advise`: a server's ledger, this machine's runs, or a trace.
 
     ledger    GET /usage/demand, page by page      a row for each attempt and day; telemetry of the whole attempt
     history   receipts of this home                ended runs that have a receipt
     trace     what `sgpu simulate` reads           only submit times, durations and GPU counts of jobs
 
 The advice counts each run from its submission, for as long as the run had its GPUs. The advice assumes that no run
-waits. A session counts only while none of its runs uses its devices, because these runs also count.
-
-The command omits rows beyond the limit and incomplete receipts, and reports both in a remark.
+waits. A session counts only while none of its runs uses the session's devices, because the runs count separately. The
+command omits rows beyond the limit and incomplete receipts, and reports the omissions in a remark.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _SECOND_NS = 1_000_000_000
 
 
 class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of past use by time, team, pool and GPU type. An empty text matches everything."""
+    """Filter of past usage by time, team, pool and GPU type. An empty text matches everything."""
 
-    start_ns: int  # Start of the filter, inclusive; `end_ns` is exclusive.
+    start_ns: int  # Start of the filter's time range, inclusive. `end_ns` is the exclusive end.
     end_ns: int
     team: str = ""
     pool: str = ""
@@ -53,35 +52,35 @@ class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuTypeUses(msgspec.Struct, kw_only=True):
-    """All past use of one GPU type."""
+    """All past usage of one GPU type."""
 
-    uses: list[GpuUse] = []  # The uses, with the start times of runs that never wait.
+    uses: list[GpuUse] = []  # Usage periods, with start times as if no run had waited.
     waited_ns: int = 0  # GPU-nanoseconds for which runs waited in the queue.
-    gpu_ms: int = 0  # GPU-milliseconds that count as use. `unpriced_ms` is the part without a price.
+    gpu_ms: int = 0  # GPU-milliseconds that count as usage. `unpriced_ms` is the part without a price.
     unpriced_ms: int = 0
-    lent_ms: int = 0  # GPU-milliseconds on loan. `billed_ms` is the billed part.
+    lent_ms: int = 0  # GPU-milliseconds for which runs held GPUs. `billed_ms` is the billed part.
     billed_ms: int = 0
     micros: int = 0  # Total charge in millionths of the currency.
 
     @property
     def billed(self) -> Fraction:
-        """Return the billed fraction of the GPU time on loan, or 1 if no time was on loan."""
+        """Return the billed fraction of the GPU time that runs held, or 1 if no run held a GPU."""
         return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
 
 
 class PastUse(msgspec.Struct, kw_only=True):
-    """Past use of GPUs."""
+    """Past usage of GPUs."""
 
     source: str  # Name of the source, for messages.
     start_ns: int
     end_ns: int
-    kinds: dict[str, GpuTypeUses] = {}  # Past use by GPU type.
+    kinds: dict[str, GpuTypeUses] = {}  # Past usage by GPU type.
     ran: list[ObservedAttempt] = []  # Attempts as telemetry observed them.
     attempts: int = 0  # Number of attempts or jobs.
     remarks: list[str] = []  # omissions
 
     def kind(self, gpu_type: str) -> GpuTypeUses:
-        """Return the mutable uses of a GPU type."""
+        """Return the mutable usage record of one GPU type."""
         return self.kinds.setdefault(gpu_type or "GPU", GpuTypeUses())
 
 
@@ -108,7 +107,7 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
-    """Return the use in a server's ledger that the caller may see.
+    """Return the usage in a server's ledger that the caller may see.
 
     Raise ServerProblem if the server is unreachable.
     """
@@ -120,7 +119,7 @@ def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
 
 
 def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
-    """Return the use in ledger rows. Several rows can belong to one attempt."""
+    """Return the usage in ledger rows. Several rows can belong to one attempt."""
     attempts: dict[tuple[str, int], list[DemandRow]] = {}
     for row in rows:
         attempts.setdefault((row.run_id, row.fence), []).append(row)
@@ -182,7 +181,7 @@ def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], b
 
 
 def of_home(home: Home, wanted: UseFilter) -> PastUse:
-    """Return the use in this home's run directories."""
+    """Return the usage in this home's run directories."""
     ids = own_runs(home)
     past = PastUse(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
     untold = 0
@@ -210,7 +209,7 @@ def book_of_home(configuration: Configuration) -> PriceBook:
 
 
 def _add(past: PastUse, record: RunRecord) -> bool:
-    """Add the use of a run. Return False if its receipt is missing or incomplete."""
+    """Add the usage of a run. Return False if the run's receipt is missing or incomplete."""
     receipt, ended_ns = record.receipt, record.ended_ns
     if receipt is None or ended_ns is None:
         return False
@@ -250,7 +249,7 @@ def _ran_of(record: RunRecord, receipt: Receipt) -> ObservedAttempt:
 
 
 def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
-    """Return the use in a trace between its first and its last submission.
+    """Return the usage in a trace between its first and last submissions.
 
     The times of the filter do not apply.
     """
@@ -284,7 +283,7 @@ def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
 
 
 def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
-    """Return the requested GPU type, or the most used one, and its uses."""
+    """Return the requested GPU type, or the most used GPU type, with its past usage."""
     gpu_type = wanted.gpu_type
     found = {name: kind for name, kind in past.kinds.items() if not gpu_type or matches(gpu_type, name)}
     if not found:
@@ -308,14 +307,14 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
 
 
 def _since_first_use(past: PastUse) -> PastUse:
-    """Move the start of the time range to the first use, and return the past use."""
+    """Move the start of the time range to the first usage, and return the past usage."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
     return past
 
 
 def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> GpuUse:
-    """Return a use that starts at its submission and lasts as long as its devices were on loan."""
+    """Return the usage of a run, from its submission, for as long as the run held its devices."""
     lent_ns = lent_ms * _MS_NS // gpus if gpus else 0
     start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + lent_ns) - waited_ns
     return GpuUse(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)

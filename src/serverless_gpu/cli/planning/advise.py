@@ -1,4 +1,4 @@
-"""`sgpu advise`: recommends how many GPUs to reserve, and lists runs with more GPU than they used."""
+"""`sgpu advise`: recommends how many GPUs to reserve, and lists runs that underused their GPUs."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ _CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 def advise_command(**options: Any) -> None:
     """Recommend how many GPUs to reserve.
 
-    The command also lists runs that did not use their GPUs. It reads the server's ledger. Without a server, it reads
-    the runs of this machine. TRACE is a file in the format of `sgpu simulate`.
+    The command also lists runs that did not use their GPUs. The advice uses the server's ledger. Without a server, the
+    advice uses the runs of this machine. TRACE is a file in the format of `sgpu simulate`.
     """
     drawing = None if options["png"] is None else load_drawing(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
@@ -193,7 +193,7 @@ def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: F
 
 
 def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None:
-    """Return a typed price: an amount, or the price of the named pool."""
+    """Return the price for an option value, which is an amount or the name of a pool."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)
@@ -218,11 +218,11 @@ class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
     past: PastUse
     gpu_type: str
     kind: GpuTypeUses
-    advice: Advice | None  # Advice on reserved GPUs. None if a price is missing (`why_not`).
+    advice: Advice | None  # Advice on reserved GPUs, or None if a price is missing (`why_not`).
     why_not: str
     queues: tuple[QueueOutcome, ...]  # Simulated pools without on-demand overflow.
-    runs: tuple[OversizedRuns, ...]  # Runs with more GPU than they used.
-    waiting: int | None  # Micros for one run that waits one hour for one GPU. None if unpriced.
+    runs: tuple[OversizedRuns, ...]  # Runs that underused their GPUs.
+    waiting: int | None  # Micros for one run that waits one hour for one GPU, or None without a price.
     currency: str
 
 
@@ -361,7 +361,7 @@ def _slots(advice: Advice) -> list[str]:
 
 
 def _select_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return a few slots: the first, the last, those next to the advice, and some between."""
+    """Return a few reservation slots: the first, the last, the slots beside the advice, and some between."""
     if len(slots) <= SLOTS_MAX:
         return list(slots)
     turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)

@@ -3,9 +3,9 @@
     this machine: logs/<rank>.<stream>          ┬─ RunOutput: one OutputStream   ┬─▶ decode ─▶ TerminalDisplay
     server: /runs/{run}/logs/{rank}/{stream}    ┘  for each rank and stream      └── --raw ──▶ the bytes
 
-If the selected ranks wrote nothing, the command names ranks with output. With --follow, the command prints all output
-of a run that ends. If the server is unreachable, the command prints one notice and waits. If the server starts
-another attempt of the run, the command first prints the remaining output of the previous attempt.
+If the selected ranks wrote no output, the command names ranks with output. With --follow, the command also prints
+output that ranks write just before the run ends. If the server is unreachable, the command prints one notice and waits.
+If the server starts another attempt of the run, the command first prints the remaining output of the previous attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 PIECE_BYTES = 1 << 16
-_LAUNCH_S = 10.0  # Maximum seconds from the creation of a run's directory until the agent has the run.
+_LAUNCH_S = 10.0  # Maximum seconds from the creation of a run's directory until the agent accepts the run.
 _LOOK_S_MAX = 1.0
 _RANKS_ASKED_MAX = 64
 _READ_BYTES = 1 << 20
@@ -69,9 +69,9 @@ _READ_BYTES = 1 << 20
 def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **options: Any) -> None:
     """Print the output of a run.
 
-    Output of ranks to stdout goes to stdout, and output to stderr goes to stderr. Of several attempts, the command
-    prints the last attempt. With --follow, it also prints later attempts. RUN is an identifier of a run, or the
-    beginning or end of an identifier. Without RUN, the command uses the latest run.
+    Output of ranks to stdout goes to stdout, and output to stderr goes to stderr. The command prints the output of the
+    last attempt. With --follow, the command also prints the output of later attempts. RUN is an identifier of a run, or
+    the beginning or end of an identifier. Without RUN, the command uses the latest run.
     """
     tail: int | None = options["tail"]
     follow: bool = options["follow"]
@@ -155,14 +155,17 @@ def _show(
 
 
 def _write(target: TextIO | None, text: str) -> str:
-    """Write text. Unlike in a Python call, a closed pipe or a full disk raises an error."""
+    """Write text.
+
+    Raise an error for a closed pipe or a full disk, although a Python call ignores these errors.
+    """
     # Without `color`, click removes colours from output into files.
     click.echo(text, file=target, nl=False, color=True)
     return ""
 
 
 class OutputStream(abc.ABC):
-    """One stream of one rank, and the position up to which the command has printed it."""
+    """A stream of one rank, and the position up to which the command has printed the stream."""
 
     def __init__(self, rank: int, stream: str) -> None:
         self.rank = rank
@@ -172,7 +175,7 @@ class OutputStream(abc.ABC):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def skip_to_tail(self, lines: int) -> None:
-        """Skip everything but the last lines."""
+        """Skip all output except the last lines."""
         self._offset = tail_start(self.size(), self.read, lines)
         self.has_written = self.has_written or self._offset > 0
 
@@ -193,7 +196,7 @@ class OutputStream(abc.ABC):
 
     @abc.abstractmethod
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes from `offset` on, and no bytes at the end or without output."""
+        """Return at most `size` bytes from `offset`, or no bytes at the end of the output."""
 
 
 class RunOutput(abc.ABC):
@@ -204,7 +207,7 @@ class RunOutput(abc.ABC):
 
     @abc.abstractmethod
     def ranks(self) -> int:
-        """Return the number of ranks, as far as it is known."""
+        """Return the number of ranks that are known so far."""
 
     @abc.abstractmethod
     def written_ranks(self) -> list[int]:
@@ -220,7 +223,7 @@ class RunOutput(abc.ABC):
 
     @abc.abstractmethod
     def goes_on(self) -> bool:
-        """Return True if more output may come."""
+        """Return True if more output may follow."""
 
 
 class OwnOutput(RunOutput):
@@ -232,7 +235,7 @@ class OwnOutput(RunOutput):
         self._record = record
 
     def ranks(self) -> int:
-        """Return the number of ranks, as far as it is known."""
+        """Return the number of ranks that are known so far."""
         return max([self._record.world_size, 1, *(rank + 1 for rank in self.written_ranks())])
 
     def written_ranks(self) -> list[int]:
@@ -249,7 +252,7 @@ class OwnOutput(RunOutput):
         return _File(self._record.directory, rank, stream)
 
     def goes_on(self) -> bool:
-        """Return True if more output may come. A run without a supervisor is queued or launching."""
+        """Return True if more output may follow. A run without a supervisor is queued or launching."""
         if is_live(self._record.directory):
             return True
         if read_run(self._home.runs, self.run_id).state != NOT_STARTED:
@@ -271,7 +274,7 @@ class _File(OutputStream):
             return 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes from `offset` on."""
+        """Return at most `size` bytes from `offset`."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -283,7 +286,10 @@ class _File(OutputStream):
 
 
 def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
-    """Raise InvalidValue unless the run had this attempt, counted from 1. `last` 0 means no attempt."""
+    """Raise InvalidValue unless the run had this attempt, counted from 1.
+
+    `last` is the number of attempts.
+    """
     if 1 <= attempt <= last:
         return
     had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
@@ -312,13 +318,16 @@ def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
 
 @contextlib.contextmanager
 def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[RunOutput]:
-    """Yield the output of a server's run. Attempt None means the last and later attempts."""
+    """Yield the output of a server's run.
+
+    The attempt None selects the last attempt and all later attempts.
+    """
     with patient_server(home.root) as connection:
         yield ServedOutput(connection, view, attempt)
 
 
 class ServedOutput(RunOutput):
-    """The output of a server's run. Attempt None means the last and later attempts."""
+    """The output of a server's run. The attempt None selects the last attempt and all later attempts."""
 
     look_s_max = _LOOK_S_MAX
 
@@ -334,7 +343,7 @@ class ServedOutput(RunOutput):
         self._next = 0
 
     def ranks(self) -> int:
-        """Return the number of ranks, as far as it is known."""
+        """Return the number of ranks that are known so far."""
         return self._view.processes or 1
 
     def written_ranks(self) -> list[int]:
@@ -362,7 +371,10 @@ class ServedOutput(RunOutput):
         return source
 
     def goes_on(self) -> bool:
-        """Return True if more output may come. Move to the next attempt after the end of the previous one."""
+        """Return True if more output may follow.
+
+        Move to the next attempt after the end of the previous attempt.
+        """
         if self._next:
             if self._fence:
                 say(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)
@@ -406,7 +418,7 @@ class _Log(OutputStream):
         return int(self._fetch(0, 1)[1].get("SGPU-Size", 0)) if self._fence else 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes from `offset` on."""
+        """Return at most `size` bytes from `offset`."""
         return self._fetch(offset, size)[0] if self._fence else b""
 
     def _fetch(self, offset: int, size: int) -> tuple[bytes, Mapping[str, str]]:

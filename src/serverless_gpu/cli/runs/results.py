@@ -1,7 +1,7 @@
 """`sgpu result`: copies the results of ranks into a directory.
 
-The command does not load results, because that would run code. It refuses a run that is still running. It fetches
-results on a server in pieces. If a file shrinks or the server becomes unreachable, no incomplete copy remains.
+The command does not load results, because unpickling would run code. The command refuses a run that is still running.
+Results on a server arrive in pieces. If a file shrinks or the server becomes unreachable, no incomplete copy remains.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Result(NamedTuple):
 def result(run: str | None, rank: str, directory: Path | None, as_json: bool) -> None:
     """Copy the results of ranks to files.
 
-    Each result becomes <rank>.pkl in a directory. The command prints the paths. It does not load results, because
-    that would run code of their author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads a result. RUN is
-    an identifier of a run, or the beginning or end of an identifier. Without RUN, the command uses the latest run.
+    Each result becomes <rank>.pkl in a directory. The command prints the paths. The command does not load results,
+    because unpickling would run code of the author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads a
+    result. RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command uses the
+    latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -105,7 +106,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def write_result(result: Result, path: Path) -> Path:
-    """Write a result to a file that only its user can read. The file appears whole or not at all."""
+    """Write a result atomically to a file that only its user can read."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path, mode=0o600) as beside, beside.open("wb") as file:
@@ -144,7 +145,7 @@ class ServedResult:
 
 @contextlib.contextmanager
 def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult]]:
-    """Yield a run's results by rank. They are readable while the context is open."""
+    """Yield a run's results by rank, which are readable while the context is open."""
     with patient_server(home.root) as connection:
         answer = load("serverless_gpu.wire.runs").FileList
         found = connection.ask("GET", f"/runs/{view.id}/results", answer=answer)

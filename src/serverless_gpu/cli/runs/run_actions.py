@@ -53,8 +53,8 @@ def attach(run: str | None) -> None:
 def preempt(run: str) -> None:
     """Ask a run to yield its devices.
 
-    The ranks get the reason and may save a checkpoint first. A run of the server with `resume` continues as a new
-    attempt when devices are free. Any other run ends. RUN is an identifier of a run, or the beginning or end of an
+    The ranks receive the stop reason and may save a checkpoint first. A run of the server with `resume` continues as a
+    new attempt when devices are free. Any other run ends. RUN is an identifier of a run, or the beginning or end of an
     identifier.
     """
     found = locate(this_home(), run)
@@ -73,8 +73,8 @@ def preempt(run: str) -> None:
 def cancel(run: str | None) -> None:
     """Stop a run and wait for its devices.
 
-    RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command lists the
-    running runs.
+    RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command lists the running
+    runs.
     """
     home = this_home()
     if run is None:
@@ -131,10 +131,10 @@ def describe_gate(handle: Run[object]) -> str:
 def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
     """Delete directories of ended runs.
 
-    The command deletes their logs and results, and local copies of results of the server's runs. Without RUN and
-    options, the command deletes the runs that the configuration no longer keeps. The agent does the same every hour.
-    The command keeps runs that ended less than an hour ago unless you name them or give a shorter AGE. It always
-    keeps running runs.
+    The command deletes the logs and results of ended runs. The command also deletes local copies of results from the
+    server. Without RUN and options, the command deletes the runs that the configuration no longer keeps. The agent
+    applies the configuration every hour. The command keeps runs that ended less than an hour ago unless you name them
+    or give a shorter AGE. The command always keeps running runs.
     """
     home = this_home()
     if run and (older_than or keep):
@@ -203,7 +203,7 @@ def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Directory:
 
 
 def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Directory], str]:
-    """Return the directories that the rules delete, and a text about runs that ended too recently."""
+    """Return the directories that the retention rules delete, and a text about recently ended runs."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Directory(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
     # The configuration applies to each parent directory. A size from the command line applies to both directories

@@ -46,8 +46,8 @@ _SHOWN_MAX = 128
 def show(run: str | None, as_json: bool) -> None:
     """Show everything about one run.
 
-    The command shows the request, the ending, the receipt, the devices and the files. RUN is an identifier of a run,
-    or the beginning or end of an identifier. Without RUN, the command uses the latest run.
+    The command shows the request, the ending, the receipt, the devices and the files. RUN is an identifier of a run, or
+    the beginning or end of an identifier. Without RUN, the command uses the latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -76,8 +76,8 @@ def show(run: str | None, as_json: bool) -> None:
 def metrics(run: str | None, plot: Path | None, wide: bool, as_json: bool) -> None:
     """Show the telemetry of a run.
 
-    The metrics come from the run's nodes, GPUs and ranks. RUN is an identifier of a run, or the beginning or end of
-    an identifier. Without RUN, the command uses the latest run.
+    The metrics come from the run's nodes, GPUs and ranks. RUN is an identifier of a run, or the beginning or end of an
+    identifier. Without RUN, the command uses the latest run.
     """
     found = locate(this_home(), run)
     handle = attach(found.run_id)
@@ -286,10 +286,7 @@ def server_story(view: RunView) -> Iterator[str]:
 
 
 def failure_text(view: RunView) -> str:
-    """Return how a run failed, as text; "" for a run that continues or succeeded.
-
-    The function unpickles nothing.
-    """
+    """Return a description of a run's failure, or "" for a run that continues or succeeded."""
     if view.state not in TERMINAL or view.state is State.SUCCEEDED or not view.fence:
         return ""
     found = fetch_ending(view)
@@ -297,7 +294,7 @@ def failure_text(view: RunView) -> str:
 
 
 def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
-    """Return the receipt of the last attempt or of one of its nodes. Return None before it exists."""
+    """Return the receipt of the last attempt or of one of its nodes. Return None if no receipt exists yet."""
     query = {} if crew is None else {"fence": str(view.fence), "crew": str(crew)}
     with patient_server(this_home().root) as connection:
         try:

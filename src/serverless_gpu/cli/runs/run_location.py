@@ -1,11 +1,12 @@
 """Locates the home and the requested run, on this machine or on the server.
 
 A user names a run by a prefix or suffix that only one identifier has. Without a name, commands use the latest run. A
-local run has its directory only here. A run of a server counts as the server's, even if this machine was its node and
-has its directory.
+local run has its directory only on this machine. Commands treat a server's run as remote, even if this machine was the
+run's node and has the run's directory.
 
-If the server is unreachable, commands report that, and never that the run is missing. A command about a named run that
-is not here waits for the server (`cli/server_connection.py`). A list shows the local runs and then fails.
+If the server is unreachable, commands report an unreachable server and not a missing run. A command about a named run
+that is not on this machine waits for the server (`cli/server_connection.py`). A list command shows the local runs and
+then fails.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NAMED_MAX = 5
 
 
 class LocatedRun(NamedTuple):
-    """A run's identifier and the server's view of the run. A run without a server has no view."""
+    """A run's identifier and the server's view of the run. The view is None for a run without a server."""
 
     run_id: str
     view: RunView | None
@@ -53,13 +54,16 @@ def own_runs(home: Home) -> list[str]:
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs in a state; "" means any state. Without a server, return no runs."""
+    """Return the server's latest runs in a state, or in any state for "".
+
+    Without a server, return no runs.
+    """
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
 
 
 def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunView, ...], dict[str, Cost]]:
-    """Return the server's latest runs like `server_runs`, and the cost of each by identifier."""
+    """Return the server's latest runs like `server_runs`, and the cost of each run by identifier."""
     query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
     try:
         page = _page(home, query | {"costs": "true"})
@@ -69,7 +73,10 @@ def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunV
 
 
 def locate(home: Home, wanted: str | None) -> LocatedRun:
-    """Return the requested run. For a named run that is not here, wait for an unreachable server."""
+    """Return the requested run.
+
+    For a named run that is not on this machine, wait for an unreachable server.
+    """
     own = own_runs(home)
     if wanted is not None and len(matching_ids(own, wanted)) == 1:
         return LocatedRun(matching_ids(own, wanted)[0], None)
@@ -83,10 +90,11 @@ def locate(home: Home, wanted: str | None) -> LocatedRun:
 
 
 def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
-    """Return the server's runs that a text may mean, and the end of the error message without a match.
+    """Return the server's runs that match a text, and the end of the error message for no match.
 
-    The function requests a whole identifier directly. It searches a prefix among all runs, and a suffix among the
-    latest runs. Without a name, it does not wait for the server, because the user can name a local run instead.
+    The function requests a whole identifier directly. The function searches a prefix among all runs, and a suffix among
+    the latest runs. Without a name, the function does not wait for the server, because the user can name a local run
+    instead.
     """
     if not is_configured(home.root, os.environ):
         return (), ""
@@ -144,7 +152,7 @@ def this_home() -> Home:
 
 
 def durable_home(why: str) -> Home:
-    """Return the home for a command that stores data permanently; see `find_durable_home`."""
+    """Return the home for a command that stores data permanently, as `find_durable_home` chooses it."""
     return find_durable_home(os.environ, why)
 
 
@@ -159,7 +167,10 @@ def queued_runs(home: Home) -> tuple[str, ...]:
 
 
 def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, elsewhere: str = "") -> str:
-    """Return the identifier of the requested run, or of the newest. `elsewhere` ends the error message."""
+    """Return the identifier of the requested run, or of the newest run.
+
+    `elsewhere` ends the error message.
+    """
     ids = run_ids(home.runs) if ids is None else ids
     if wanted is None:
         if not ids:

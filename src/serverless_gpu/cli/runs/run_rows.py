@@ -1,4 +1,4 @@
-"""Rows for runs of a server, and the endings of such runs. `run_details.py` shows one run in full."""
+"""Builds table rows and final states for runs of a server. `run_details.py` shows one run in full."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDING_S = 10.0
 
 
 def row(view: RunView) -> list[str]:
-    """Return the cells of a row: run, name, state, started, took, devices, and place with owner."""
+    """Return the cells of a row: run, name, state, started, took, devices, and location with owner."""
     nodes = nodes_text([crew.node for crew in view.crews])
     place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
     if view.waiting is not None and view.waiting.place:
@@ -81,7 +81,7 @@ def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
 
 
 def took_ms(view: RunView) -> int:
-    """Return the run time so far, or the whole run time after the end, in milliseconds."""
+    """Return the run time in milliseconds, so far or, after the end, in total."""
     ended_ns = view.ended_ns or SystemClock().wall_ns()
     return max(0, ended_ns - (view.started_ns or ended_ns)) // 1_000_000
 
@@ -102,7 +102,7 @@ def moment_of(waiting: WaitView) -> str:
 
 
 def _waiting(waiting: WaitView) -> dict[str, object]:
-    """Return a wait as JSON values, with times in UTC."""
+    """Return the wait state of a run as JSON values, with times in UTC."""
 
     def utc(at_ns: int | None) -> str | None:
         return None if at_ns is None else format_utc(at_ns)
@@ -142,14 +142,17 @@ def _crew(crew: CrewView) -> dict[str, object]:
 
 
 class RunEnding(NamedTuple):
-    """The ending of a run, and the files of its last attempt."""
+    """The final state of a run, and the files of its last attempt."""
 
     stopped: Stopped
     directory: Path  # Directory of the last attempt's files on this machine.
 
 
 def fetch_ending(view: RunView) -> RunEnding | None:
-    """Return the ending of an ended run, or None if the server does not know it. Unpickle nothing."""
+    """Return the final state of an ended run, or None if the server has no record of the run.
+
+    Unpickle nothing.
+    """
     run = load("serverless_gpu.client.runs.attachment").attach(view.id)
     run.wait(_ENDING_S)
     stopped = read_ending(run.directory)

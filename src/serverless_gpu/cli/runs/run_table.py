@@ -1,6 +1,7 @@
 """`sgpu runs`: lists the runs of this home and of its server. `run_rows.py` makes the server's rows.
 
-Each listing of runs loads this module and its imports. `test_lazy_commands.py` lists the modules that it may load.
+Each listing of runs loads this module and its imports. `test_lazy_commands.py` lists the modules that the listing may
+load.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _NAME_CHARACTERS_MAX = 32
 def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -> None:
     """List runs, newest first.
 
-    The list has the runs of this home and those of the server. If the server does not answer, the command lists the
-    runs of this home and exits with 75.
+    The list contains the runs of this home and of the server. If the server does not answer, the command lists the runs
+    of this home and exits with 75.
     """
     home = this_home()
     queued = queued_runs(home)
@@ -76,7 +77,7 @@ def _remote() -> ModuleType:
 
 
 def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
-    """Return a row's cells: run, name, state, started, took, devices, where, size if wanted, and used."""
+    """Return a row's cells: run, name, state, started, took, devices, where, size if requested, and used."""
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
         name = name[: _NAME_CHARACTERS_MAX - 1] + "…"

@@ -1,4 +1,4 @@
-"""Probes this machine. Each probe has a time limit and returns facts, or the reason why it failed.
+"""Probes this machine. Each probe has a time limit and returns facts, or the reason for its failure.
 
     threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · installed packages · package imports              (these may crash or hang)
@@ -104,7 +104,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
 
 
 def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
-    """Replace repeated reasons: without a home, only the check of the home gives the full reason."""
+    """Shorten repeated reasons. Without a home, only the check of the home gives the full reason."""
     home = seen["home"]
     if not isinstance(home, HomeFacts) or home.root or not home.problem:
         return seen

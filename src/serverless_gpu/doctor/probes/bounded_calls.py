@@ -1,6 +1,6 @@
 """Runs several probes in parallel with a time limit, in threads or processes.
 
-A probe in a separate process may crash, hang or print anything. The other probes still return their facts.
+A probe in a separate process may crash, hang or print anything without an effect on other probes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GONE_S = 1.0
 def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
     """Return the result of each probe, or `UnknownFact` if it failed or timed out.
 
-    Each probe runs in its own daemon thread. One time limit applies to all probes together.
+    Each probe runs in its own daemon thread. A single time limit applies to all probes together.
     """
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
@@ -72,7 +72,7 @@ class ChildEnded(msgspec.Struct, frozen=True):
 
     answer: bytes
     written: str
-    code: int | None  # The exit code, negative for a signal; None if the process was killed at the time limit.
+    code: int | None  # Exit code, negative for a signal, or None after a kill at the time limit.
 
     @property
     def why(self) -> str:
@@ -87,7 +87,8 @@ class ChildEnded(msgspec.Struct, frozen=True):
 def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> ChildEnded:
     """Start a process, read its answer, and kill it at the time limit. Raise OSError if the start fails.
 
-    `start` receives two descriptors, for the answer and for the log. It must start the process in a new session.
+    `start` receives two descriptors, for the answer and for the log. The function `start` must start the process in a
+    new session.
     """
     deadline_ns = SystemClock().boottime_ns() + int(limit_s * 1e9)
     reading, sending = os.pipe()

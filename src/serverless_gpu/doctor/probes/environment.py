@@ -1,8 +1,9 @@
 """Probes the interpreter's packages and their imports, in separate processes.
 
-The programs (`packages.py`, `import_program.py`) use only the standard library. They get the caller's variables, but
-not the working directory on the module path. So the programs report a caller's file that has the name of a module,
-but never run that file. They print Python literals, one per line, because literals need almost no imports.
+The programs (`packages.py`, `import_program.py`) use only the standard library. The programs receive the caller's
+environment variables. The module path of the programs does not contain the working directory. Therefore the programs
+report a caller's file that has the name of a module, but never run that file. The programs print Python literals, one
+per line, because literals need almost no imports.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts,
 from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, look, side_by_side
 from serverless_gpu.json_codec import from_builtins
 
-# One process imports packages built on torch, the other packages built on NumPy.
+# A first process imports packages that depend on torch. A second process imports packages that depend on NumPy.
 _FAMILIES = (("torch", "torchvision", "torchaudio"), ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "numba", "cv2"))
 _WORTHWHILE_S = 0.5
 _PROGRAMS = Path(__file__).parent
@@ -60,7 +61,8 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
         left_s = (deadline_ns - clock.boottime_ns()) / 1e9
         if left_s < _WORTHWHILE_S:
             break
-        ended = _run("import_program.py", left, left_s, "/")  # The zygote also imports packages in the directory `/`.
+        # The zygote also imports packages with `/` as its working directory.
+        ended = _run("import_program.py", left, left_s, "/")
         seen = read_imports(list(_records(ended)), ended)
         modules |= seen.modules
         facts = ImportFacts(torch=facts.torch or seen.torch, openmp=(*facts.openmp, *seen.openmp))

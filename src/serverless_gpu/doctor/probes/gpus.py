@@ -71,7 +71,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
 def _held(directory: Path) -> dict[str, str]:
     """Return the run that holds each device.
 
-    The function acquires each device lock briefly. A run that cannot acquire the lock meanwhile tries again.
+    The function holds each device lock for a moment. A run that cannot acquire the lock at that moment tries again.
     """
     held: dict[str, str] = {}
     for path in sorted(directory.glob("*.lock")):
@@ -100,7 +100,7 @@ T = TypeVar("T")
 def main(fd: int, home: str) -> NoReturn:
     """Write NVML's answers to a descriptor and exit. `look_at_gpus` starts a process with this function.
 
-    The function reads the user's own GPU types from `home`, unless it is "".
+    The function reads the user's own GPU types from `home`, if `home` is not empty.
     """
     os.write(fd, msgspec.json.encode(ask_nvml(home)))
     os._exit(0)

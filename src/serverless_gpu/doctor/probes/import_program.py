@@ -1,8 +1,9 @@
-"""A program for `python -P -c` that imports packages one after the other and reports the outcomes.
+"""A program for `python -P -c` that imports packages one by one and reports the outcomes.
 
     begin <name> · end <name> <outcome> <error> <what it wrote>      a "begin" without an "end" is a crash or a hang
 
-The program itself imports only `os` and `sys`, because the import of a loaded module cannot fail.
+The program itself imports only `os` and `sys`, because the import of a module that Python has already loaded cannot
+fail.
 """
 
 import os

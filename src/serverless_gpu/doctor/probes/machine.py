@@ -1,7 +1,7 @@
 """Probes the machine: home, run directories, limits, network, mounts, and the agent of the home.
 
 The probes start and change nothing, with two exceptions. A process with its own namespace tries to mount an
-environment. If no agent runs, the probe creates a cgroup as an agent does, and removes the cgroup again.
+environment. If no agent runs, the agent probe creates a cgroup as an agent does, and then removes the cgroup.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
 
 
 def _others(sockets: Path) -> dict[str, str]:
-    """Return the agents of other versions or protocols for this home. Each such agent holds a lock."""
+    """Return the agents of other versions or protocols for this home. Every running agent holds a lock."""
     found: dict[str, str] = {}
     for path in sorted(sockets.glob("agent-*.lock")):
         pid = _holder(path)
@@ -310,5 +310,5 @@ def _others(sockets: Path) -> dict[str, str]:
 
 
 def _holder(path: Path) -> str:
-    """Return the pid of the agent that holds a lock, or "" if no agent holds it."""
+    """Return the pid of the agent that holds a lock, or "" without a holder."""
     return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()

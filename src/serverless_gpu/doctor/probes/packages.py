@@ -104,7 +104,7 @@ def _modules_in(place: str) -> list[tuple[str, str]]:
 
 
 def _broken() -> tuple[list[dict[str, str]], str]:
-    """Return unmet requirements of torch and related packages, or why the check is impossible."""
+    """Return unmet requirements of torch and related packages, or the reason why the check is impossible."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             requirements = __import__(module, fromlist=["Requirement"])

@@ -1,12 +1,14 @@
 """Probes servers: the server of remote calls, the Ray of this machine's pool, and MLflow servers.
 
-Failure cases of a server: No server is configured, which is fine. The configuration file is not usable. No process
-listens, or another program answers. The server rejects the token, or the role may not list nodes. Failure cases of a
-pool: The home is in no pool. Another user owns the pool's processes, or they end during the probe. The probe then
-returns the facts that it has so far.
+Failure cases of the server of remote calls: No server is configured, which is not a problem. The configuration file is
+not usable. No process listens at the server's address, or another program answers. The server rejects the token, or the
+token's role may not list nodes.
 
-The probe does not query Ray: all facts come from files of this package and from /proc. Each MLflow server has two
-seconds to answer. The probe imports no package and starts no server.
+Failure cases of a pool: The home belongs to no pool. Another user owns the pool's processes. If the pool's processes
+end during the probe, the probe returns the facts that it has gathered so far.
+
+The pool probe does not query Ray. All facts about the pool come from files of this package and from /proc. Each MLflow
+server has two seconds to answer. The MLflow probe imports no package and starts no server.
 """
 
 from __future__ import annotations
@@ -271,7 +273,7 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Return the addresses of this machine, without loopback and link-local ones."""
+    """Return the addresses of this machine, without loopback and link-local addresses."""
     found: list[str] = []
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:

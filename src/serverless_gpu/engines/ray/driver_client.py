@@ -1,4 +1,4 @@
-"""Sends requests to `driver_process.py`, a child process that calls Ray, and kills the child on a timeout.
+"""Sends requests to `driver_process.py`, a child process with Ray, and kills the child on a timeout.
 
     DriverLink     connect  ─▶ does the head's port answer? ─▶ start a child as driver; backoff grows on failure
                    ask      ─▶ the child's answer, or Unanswered; a late answer ends the child

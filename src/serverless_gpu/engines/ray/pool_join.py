@@ -1,4 +1,4 @@
-"""Makes this machine a node of a pool: runs checks, requests admission and writes files before Ray starts.
+"""Makes this machine a node of a pool: checks, admission request and files before the start of Ray.
 
     Ray here? ─▶ server: may I? ─▶ same versions? ─▶ head reached? ports free? ─▶ files, plan
                  (token of the join file → agent's token, Ray's token, address, versions)
@@ -77,8 +77,8 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
 
     Raises ServerProblem if Ray is missing, its version differs from the pool's, a port is in use or the head does not
     answer. Raises ServerUnavailable if the server does not answer. Raises NotAuthenticated if the server rejects the
-    token of the join file. Raises NotAllowed if the server does not admit this machine or its name. Raises
-    InvalidValue for an invalid address. Raises StorageError if a file cannot be written.
+    token of the join file. Raises NotAllowed if the server does not admit this machine or its name. Raises InvalidValue
+    for an invalid address. Raises StorageError if a file cannot be written.
     """
     ray_machine.check_ray()
     host, port = parse_host(wish.host)
@@ -150,7 +150,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
-    """Return this machine's token and the pool's Ray settings. Use the saved agent token, or else the join token."""
+    """Return this machine's token and the pool's Ray settings.
+
+    Use the saved agent token, or else the join token.
+    """
     directory = home.root / DIRECTORY
     ca = str(directory / ray_machine.CA) if wish.file.ca else ""
     try:
@@ -188,7 +191,7 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
 
 
 def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPool] | None:
-    """Return the pool's settings for this machine's saved token, or None if the machine needs a join token."""
+    """Return the pool's settings for the saved token, or None if this machine needs a join token."""
     try:
         profile = read_profile(directory / ray_machine.PROFILE)
     except InvalidValue:

@@ -61,10 +61,10 @@ SOON_S = 0.5
 """Seconds that `submit` waits for Ray, which usually answers within milliseconds."""
 LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
-_PATIENCE_S = 0.3  # Ray frees released resources after 0.1 s. Other users of the Ray cluster may release theirs later.
+_PATIENCE_S = 0.3  # Ray frees released resources after 0.1 s. Other users of the cluster may need longer.
 RESERVE_S = 15.0
 _REPAIR_EVERY = 5
-_REPAIR_OFTEN = 30  # Number of frequent repairs after each reconnect to a head, because nodes return one by one.
+_REPAIR_OFTEN = 30  # Number of polls that repair after each reconnect to a head, because nodes return singly.
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0

@@ -449,7 +449,10 @@ def main(directory: str, owner: str) -> NoReturn:
 
 
 class ServerNeed:
-    """Checks if Ray is still needed: a server must have held the lock `owner` within the last `idle_s` seconds."""
+    """Checks if Ray is still needed.
+
+    A server must have held the lock `owner` within the last `idle_s` seconds.
+    """
 
     def __init__(self, owner: Path, idle_s: float = IDLE_S) -> None:
         self._owner, self._idle_s = owner, idle_s

@@ -104,7 +104,7 @@ def differences(version: str, python: str) -> str:
 def own_address(towards: str = "") -> str:
     """Return the address at which other machines reach this machine. Raises InvalidValue.
 
-    `towards` is a host that this machine connects to; "" selects the default route.
+    `towards` is a host that this machine connects to, or "" for the default route.
     """
     try:
         kind, _, _, _, where = socket.getaddrinfo(towards or _AWAY, _DISCARD, type=socket.SOCK_DGRAM)[0]

@@ -127,7 +127,10 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
 
 
 def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
-    """Return the rows of the pool's nodes. Dead nodes have no names in Ray's rows, so use `deaths` for dead nodes."""
+    """Return the rows of the pool's nodes.
+
+    Dead nodes have no names in Ray's rows, so use `deaths` for dead nodes.
+    """
     return [found for one in raw if (found := row(one)) is not None]
 
 
@@ -146,8 +149,8 @@ def update_nodes(
     """Return the state of each node, by name, after a poll of Ray's node table.
 
     `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports the node as dead,
-    or lacks the node for `MISSING_NS`. Two live rows may have the same node name if Ray has restarted on the node and
-    has not noticed the end of the old raylet. The function then uses the newer row.
+    or lacks the node for `MISSING_NS`. If two live rows have the same node name, the function uses the newer row. In
+    that case Ray has restarted on the node and has not noticed the end of the old raylet.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -159,7 +162,10 @@ def update_nodes(
 
 
 def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
-    """Return the nodes, with each node in `problems` marked as lost. `problems` maps node names to reasons."""
+    """Return the nodes, with each node in `problems` marked as lost.
+
+    `problems` maps node names to reasons.
+    """
     return {
         name: msgspec.structs.replace(one, lost=problems[name]) if name in problems and not one.lost else one
         for name, one in known.items()
@@ -252,8 +258,8 @@ def placement_refusal(
 ) -> Waiting | Impossible:
     """Return the reason why Ray did not reserve a gang: Waiting or Impossible.
 
-    `said` is the last state of the gang's placement group. `known` has the nodes that Ray listed afterwards. `free`
-    has Ray's free resources by Ray's node identifiers.
+    `said` is the last state of the gang's placement group. `known` has the nodes that Ray listed afterwards. `free` has
+    Ray's free resources by Ray's node identifiers.
     """
     if (first := refusal(gang, known)) is not None:
         return first
@@ -284,7 +290,7 @@ def mapping(raw: object) -> Mapping[str, object]:
 
 
 def mappings(raw: object) -> list[Mapping[str, object]]:
-    """Return the JSON objects of a list; skip its other items."""
+    """Return the JSON objects of a list, without its other items."""
     return [one for one in raw if isinstance(one, Mapping)] if isinstance(raw, Sequence) else []
 
 

@@ -72,7 +72,7 @@ class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
     """The resources and settings that one machine contributes to the cluster."""
 
     name: str  # The node's name on the server.
-    address: str  # The address at which the other machines reach this one.
+    address: str  # The address at which other machines reach this machine.
     port: int = PORT  # The first of the machine's ports.
     directory: str  # Directory of Ray's files, with a path short enough for sockets.
     token_file: str

@@ -1,4 +1,4 @@
-"""Advice from past use: how many GPUs to reserve or buy, and which runs used less GPU than they had.
+"""Advice from past usage: the number of GPUs to reserve or buy, and runs on oversized GPUs.
 
     uses (time, GPUs) ────────────▶ curve: the time with a demand of at least 1, 2, 3 … GPUs
                                       │   slot k of a reserved pool works for that time and costs money all the time
@@ -6,9 +6,10 @@
     on-demand price of a GPU-hour     │                            is more than   reserved price ÷ on-demand price
     × the billed share of the time ───┘                                           (the newsvendor rule)
 
-The time with a demand of at least k GPUs decreases as k grows, so only the first slots pay off. The number of slots
-that pay off is the cheapest size of the pool. The advice states two limits of this rule. A slot is one GPU and not a
-node, so the reserved slots may hold only a part of a gang. The rule also assumes that future demand equals past demand.
+The time with a demand of at least k GPUs decreases as k grows, so only the lowest-numbered slots pay off. The number of
+slots that pay off is the cheapest pool size. The advice states two limits of the newsvendor rule. A slot is one GPU and
+not a node, so the reserved slots may fit only some ranks of a gang. The rule also assumes that future demand equals
+past demand.
 
     a device worked for less than 5 % of the time  ──▶ "this is CPU work"
     a card with less memory holds the peak memory   ──▶ a smaller GPU type: the cheapest one with a price,
@@ -16,11 +17,11 @@ node, so the reserved slots may hold only a part of a gang. The rule also assume
 
 The advice groups runs by user, name and GPU type, because a single run is weak evidence. The advice skips an attempt
 when telemetry covers less than half of the attempt's time. The advice skips a group with less than ten minutes of
-telemetry. Savings assume today's prices and the same duration. A smaller card may be slower: the advice states the
+telemetry. Savings assume today's prices and the same duration. A smaller card may be slower, so the advice states the
 slowdown that cancels the saving.
 
-`formulas` explains the numbers of the advice. All amounts are integers in nanoseconds and micros (millionths of the
-currency unit). The caller selects the use to analyze and the prices.
+`formulas` explains how the advice calculates its numbers. All amounts are integers in nanoseconds and micros
+(millionths of the currency unit). The caller selects the usage to analyze and the prices.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CHANGE_PERCENT = 20
 """Percentage by which prices and demand vary to test how sensitive the advice is."""
 _USES_MAX = 2_000_000
 BUSY_MIN_PERCENT = 5
-"""Per cent of the time. A run whose devices work for a smaller part of the time does not need a GPU."""
+"""Minimum busy percentage. A run whose devices are busy for less of the time does not need a GPU."""
 HEAD_ROOM_PERCENT = 20
 """Per cent of memory that a smaller card must have beyond the peak memory of the runs."""
 OBSERVED_MIN_MS = 600_000
@@ -50,7 +51,7 @@ _NAMED_MAX = 4
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """GPUs in use from a start time until an end time, in nanoseconds of any clock."""
+    """A number of GPUs in use from a start time to an end time, in nanoseconds of any clock."""
 
     start_ns: int
     end_ns: int
@@ -61,17 +62,17 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """GPU demand over time."""
 
     span_ns: int  # The whole time range that the curve covers, in nanoseconds.
-    # Pairs of a GPU count and the time with exactly that demand. Ascending, without 0.
+    # Pairs of a GPU count and the nanoseconds with exactly that demand, in ascending order and without 0.
     levels: tuple[tuple[int, int], ...]
 
     @property
     def peak(self) -> int:
-        """The highest number of GPUs in demand at the same time."""
+        """Return the highest number of GPUs in demand at the same time."""
         return self.levels[-1][0] if self.levels else 0
 
     @property
     def used_ns(self) -> int:
-        """GPU-nanoseconds of all uses."""
+        """Return the GPU-nanoseconds of demand in the whole time range."""
         return sum(gpus * ns for gpus, ns in self.levels)
 
     def at_least_ns(self, gpus: int) -> int:
@@ -79,9 +80,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return self.span_ns if gpus <= 0 else sum(ns for level, ns in self.levels if level >= gpus)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield each GPU count of the curve, with the nanoseconds for which demand was at least that count.
+        """Yield each GPU count of the curve, and the nanoseconds with at least that demand.
 
-        The time for a GPU count between two levels is that of the upper level.
+        For a GPU count between two levels, use the time of the upper level.
         """
         at_least = sum(ns for _, ns in self.levels)
         for level, ns in self.levels:
@@ -105,16 +106,16 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
     """Prices of one GPU for one hour."""
 
-    reserved: int  # Micros, paid whether the GPU is used or not.
-    on_demand: int  # Micros, paid only for the time that is billed.
+    reserved: int  # Micros (millionths of the currency unit) per reserved GPU-hour, whether the GPU is used or not.
+    on_demand: int  # Micros (millionths of the currency unit) per billed GPU-hour on demand.
     currency: str = "USD"
-    # The share of the allocated on-demand time that is billed. Preparing the environment and starting processes are not
-    # billed, but they occupy a slot of a reserved pool.
+    # Billed share of the allocated on-demand time. The server does not bill the preparation of the environment and the
+    # start of processes, but both occupy a slot of a reserved pool.
     billed: Fraction = Fraction(1)
 
     @property
     def had(self) -> Fraction:
-        """Micros that one on-demand GPU costs for each hour of allocated time."""
+        """Return the micros that one on-demand GPU costs per hour of allocated time."""
         return self.on_demand * self.billed
 
 
@@ -123,52 +124,52 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int  # Number of reserved GPUs.
     reserved_micros: int
-    idle_micros: int  # The cost of the time in which reserved GPUs were idle. `idle_ns` has the GPU-nanoseconds.
+    idle_micros: int  # Cost of the idle time of reserved GPUs. `idle_ns` holds that time in GPU-nanoseconds.
     idle_ns: int
-    on_demand_micros: int  # The cost of the on-demand GPUs. `on_demand_ns` has the GPU-nanoseconds.
+    on_demand_micros: int  # Cost of the on-demand GPUs. `on_demand_ns` holds their time in GPU-nanoseconds.
     on_demand_ns: int
     duty_percent: float | None  # Used share of the reserved GPU time; None without reserved GPUs.
 
     @property
     def micros(self) -> int:
-        """The cost of reserved and on-demand GPUs together."""
+        """Return the total cost of reserved and on-demand GPUs."""
         return self.reserved_micros + self.on_demand_micros
 
 
 class AdviceVariation(msgspec.Struct, frozen=True, kw_only=True):
-    """The advice under a different assumption."""
+    """The advice under a changed assumption about prices or demand."""
 
     what: str  # The changed assumption, as text for the user.
-    best: Mix  # The cheapest mix under the changed assumption.
-    advised: Mix  # The cost of the unchanged advice under the changed assumption.
+    best: Mix  # The cheapest mix of reserved and on-demand GPUs under the changed assumption.
+    advised: Mix  # Cost of the originally advised mix under the changed assumption.
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of a reserved pool that are in demand for the same time."""
+    """Consecutive slots of a reserved pool with equal demand time."""
 
-    first: int  # The number of the first slot, counted from 1. `last` is the number of the last slot.
+    first: int  # Number of the lowest slot in the group, counted from 1. `last` is the number of the highest slot.
     last: int
-    share_percent: float  # Per cent of the time for which the demand reaches these slots.
-    pays: bool  # True when the demand for these slots is above the break-even duty.
+    share_percent: float  # Percentage of the time in which the demand reaches the slots.
+    pays: bool  # True if the slots' demand time is above the break-even duty.
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of GPUs to reserve, its cost and the alternatives."""
+    """The number of GPUs to reserve, the cost, and the alternatives."""
 
     gpu_type: str
-    curve: Curve  # The measured demand.
+    curve: Curve  # The measured GPU demand over time.
     rates: GpuRates
-    duty_percent: float  # Break-even duty: a reserved GPU pays off above this per cent of the time.
-    best: Mix  # The cheapest mix.
-    now: Mix  # The mix with the number of slots that exist today.
+    duty_percent: float  # Break-even duty: the percentage of the time above which a reserved GPU pays off.
+    best: Mix  # The cheapest mix of reserved and on-demand GPUs.
+    now: Mix  # The mix with today's number of reserved slots.
     none: Mix
-    all_reserved: Mix  # The mix with enough slots for the peak demand.
-    slots: tuple[Slot, ...]  # The slots, each with its demand time and whether it pays off.
+    all_reserved: Mix  # The mix with enough reserved slots for the peak demand.
+    slots: tuple[Slot, ...]  # The reserved slots with their demand time, and a flag for slots that pay off.
     changed: tuple[AdviceVariation, ...]  # The sensitivity of the advice to prices and demand.
 
 
 def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
-    """Return the GPU demand over time that results from the uses."""
+    """Return the GPU demand over time, from periods of GPU usage."""
     if end_ns <= start_ns:
         raise InvalidValue("the time range is empty: its end is not after its start")
     changes: dict[int, int] = {}
@@ -192,7 +193,7 @@ def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
 
 
 def best_slots(curve: Curve, rates: GpuRates) -> int:
-    """Return how many GPUs to reserve: the slots whose demand time is above the break-even duty."""
+    """Return the number of GPUs to reserve: slots whose demand time is above the break-even duty."""
     best = 0
     for level, at_least_ns in curve.steps():
         if at_least_ns * rates.had <= curve.span_ns * rates.reserved:
@@ -202,9 +203,9 @@ def best_slots(curve: Curve, rates: GpuRates) -> int:
 
 
 def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
-    """Return the cost of a number of reserved GPUs with on-demand GPUs for all further demand.
+    """Return the cost of N reserved GPUs, with on-demand GPUs for all further demand.
 
-    The function rounds each sum up once.
+    Rounds each cost up once, after adding all times.
     """
     if slots < 0:
         raise InvalidValue(f"cannot reserve {slots} GPUs: the number is negative")
@@ -228,7 +229,7 @@ def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
 
 
 def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -> Advice:
-    """Return how many GPUs to reserve.
+    """Return the advice on the number of GPUs to reserve.
 
     Raises InvalidValue when a price is negative. An on-demand price of 0 also raises InvalidValue, because the
     break-even duty divides by that price.
@@ -287,10 +288,10 @@ class ObservedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     name: str
     gpu_type: str
-    gpu_ms: int  # Device-milliseconds that the attempt used.
-    observed_ms: int = 0  # Device-milliseconds with telemetry. `busy_ms` counts the time in which a device worked.
+    gpu_ms: int  # Device-milliseconds of the attempt's usage.
+    observed_ms: int = 0  # Device-milliseconds with telemetry. `busy_ms` counts the device-milliseconds with work.
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None  # Highest memory use of any device, in bytes; None when unknown.
+    peak_memory_bytes: int | None = None  # Highest memory usage of any device in bytes, or None when unknown.
 
 
 class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,19 +301,21 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     gpu_type: str
     runs: int  # Number of attempts in the group.
-    gpu_ms: int  # Device-milliseconds in use. `micros` is their cost at today's price, None without a price.
+    # Device-milliseconds of usage. `micros` is the cost of that usage at today's price, None without a price.
+    gpu_ms: int
     micros: int | None
-    busy_percent: float  # Per cent of the time in which a device worked.
-    peak_memory_bytes: int | None  # Highest memory use of any device, in bytes.
-    verdict: Verdict  # Kind of the finding: `"cpu"` or `"smaller"`.
-    types: tuple[str, ...]  # GPU types that are large enough: the cheapest with a price, else the catalogue's smallest.
-    saves_micros: int | None = None  # Money saved if the runs take the same time; None where a price is missing.
+    busy_percent: float  # Percentage of the time in which the devices were busy.
+    peak_memory_bytes: int | None  # Highest memory usage of any device, in bytes.
+    verdict: Verdict  # Kind of the recommendation: `"cpu"` or `"smaller"` (a smaller GPU type).
+    # GPU types with enough memory: the cheapest type with a price, else the catalogue's smallest types.
+    types: tuple[str, ...]
+    saves_micros: int | None = None  # Saved micros if the runs take the same time, or None where a price is missing.
     # Slowdown of the smaller GPU type that cancels the saving: 2.0 means twice the duration. None where a price is
     # missing.
     slower: float | None = None
 
     def text(self) -> str:
-        """Return the finding as text."""
+        """Return the recommendation as text for users."""
         if self.verdict == "cpu":
             return f"this is CPU work: GPUs worked {self.busy_percent:.1f} % of the time"
         assert self.peak_memory_bytes is not None
@@ -324,9 +327,9 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
 def oversized_runs(
     ran: Iterable[ObservedAttempt], prices: Mapping[str, int], own: Sequence[GpuType] = ()
 ) -> tuple[OversizedRuns, ...]:
-    """Return the runs that used less GPU than they had, sorted by savings in descending order.
+    """Return the groups of runs on oversized GPUs, sorted by savings in descending order.
 
-    `prices` are micros of one device for one hour, by type.
+    `prices` maps each device type to the micros per device-hour.
     """
     groups: dict[tuple[str, str, str], list[ObservedAttempt]] = {}
     for each in ran:
@@ -383,15 +386,16 @@ def _saving(found: OversizedRuns, now: int | None, then: int | None) -> Oversize
 def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequence[GpuType]) -> Iterator[str]:
     """Yield the smaller GPU types that have enough memory for the runs.
 
-    With prices, the result is the cheapest type that costs less. Without prices, the result is the types with the least
-    memory.
+    With prices, the function yields the cheapest type that costs less. Without prices, the function yields the types
+    with the least memory.
     """
     known = {each.name: each for each in (*CATALOGUE, *own) if each.name not in FAMILIES and each.name != CPU}
     fits = [each for each in known.values() if each.memory_bytes >= needed]
     name = canonical(gpu_type, own)
     now = prices.get(name)
     if now is not None and any(each in prices for each in known if each != name):
-        # Prices define the GPU types that the operator offers. The advice never suggests a type without a price.
+        # The price book defines the GPU types that the operator offers. If prices exist, the advice never suggests a
+        # type without a price.
         cheaper = [each for each in fits if prices.get(each.name, now) < now]
         if cheaper:
             yield min(cheaper, key=lambda each: (prices[each.name], each.memory_bytes, each.name)).name
@@ -407,12 +411,12 @@ def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequenc
 
 
 def formulas(advice: Advice) -> dict[str, str]:
-    """Return the formulas for the numbers about reserved GPUs, by the name of the number."""
+    """Return the formulas behind the advice on reserved GPUs, by the name of the calculated number."""
     return dict(_formulas(advice))
 
 
 def formulas_of_queues() -> dict[str, str]:
-    """Return the formulas for pools without on-demand GPUs."""
+    """Return the formulas behind the advice for pools without on-demand GPUs."""
     return {
         "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of the runs in a pool of "
         "that size: in order of submission, skipping runs that do not fit, without preemption",
@@ -424,7 +428,7 @@ def formulas_of_queues() -> dict[str, str]:
 
 
 def formulas_of_runs() -> dict[str, str]:
-    """Return the formulas for runs that used less GPU than they had."""
+    """Return the formulas behind the advice on runs with oversized GPUs."""
     return {
         "busy": "time in which a device worked ÷ time with telemetry, over the runs of one user, name and GPU type",
         "CPU work": f"busy is less than {BUSY_MIN_PERCENT} %",

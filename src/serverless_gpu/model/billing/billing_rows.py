@@ -4,12 +4,12 @@
            ├─▶ a row for cores, where the attempt had a limit of cores: core-hours
            └─▶ a row for memory: GiB-hours
 
-Queries join `list_prices` by `sku_name`, `cloud` and time. A SKU is a priced item: a GPU type, a core or a GiB of
-memory, in a pool. The price at the start of an attempt applies to the whole attempt. After a price change, a join by
-time gives the later price, while `sgpu usage` shows the charged amount.
+Billing queries join `list_prices` by `sku_name`, `cloud` and time. A SKU is a priced item: a GPU type, a core or a GiB
+of memory, in a pool. The price at the start of an attempt applies to the whole attempt. After a price change, a join by
+time finds the later price, while `sgpu usage` shows the charged amount.
 
-Columns that have no equivalent in the ledger are null. Quantities are decimals in text form, because JSON numbers are
-not exact.
+Columns without an equivalent in the ledger are null. Quantities are decimals in text form, because JSON numbers are not
+exact.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _RECORD_TYPES: Mapping[EntryKind, RecordType] = {
 }
 _MIB_PER_GIB = 1024
 _DIGITS = Decimal("1e-18")  # Precision of decimal(38, 18), the type of quantities and prices in billing tables.
-_LAST_MS = 253_402_300_799_999  # The end of the year 9999.
+_LAST_MS = 253_402_300_799_999  # End of the year 9999, for a validity without an end.
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The subject of a billing row.
+    """The run, pool and policy that a billing row charges.
 
     Attributes:
         job_run_id: the run.
@@ -69,7 +69,7 @@ class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdentityMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The principals of a billing row.
+    """The user, service and team that a billing row charges.
 
     Attributes:
         run_as: the user or service, also in `created_by` and `run_by`.
@@ -95,7 +95,7 @@ class AiRuntime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """Features by which billing queries filter; `serverless_gpu` is null for cores and memory."""
+    """Product features by which billing queries filter. `serverless_gpu` is null for cores and memory."""
 
     serverless_gpu: ServerlessGpu | None = None
     ai_runtime: AiRuntime | None = None
@@ -144,7 +144,7 @@ class ListPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Iterator[BillingRow]:
-    """Yield the rows of a ledger entry: its devices, and its cores and memory where they had limits."""
+    """Yield the billing rows of a ledger entry: devices, and cores and memory with a limit."""
     line = entry.line
     devices = _devices(entry, account, run_id=run_id, fence=fence, posted_ns=posted_ns)
     yield devices
@@ -163,10 +163,10 @@ def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, 
 
 
 def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, currency: str) -> list[ListPrice]:
-    """Return the price book as billing tables store it: a row for each SKU and period of constant price.
+    """Return the price book in the format of billing tables, a row per SKU and price period.
 
     A pool without its own price uses the price for all pools. A GPU type without its own price uses the price of its
-    family. Such pools and GPU types get rows of their own, so that the join by name finds the rows.
+    family. Pools and GPU types without a price still have separate rows, so that a join by name finds a price.
     """
     wanted = {(row.resource, row.pool) for row in book} | set(used)
     wanted |= {(resource, pool) for _, pool in wanted for resource in (CORE, MEMORY)}
@@ -191,7 +191,7 @@ def _prices_of(book: Sequence[Price], resource: str, pool: str, currency: str) -
 
 
 def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
-    """Return the unit of a resource and the price of one unit; None where the resource has no price."""
+    """Return a resource's billing unit and the price of one unit, or None without a price."""
     if resource in (CORE, MEMORY):
         micros = found.core_micros_per_hour if resource == CORE else found.memory_micros_per_hour
         unit = CORE_HOUR if resource == CORE else GIB_HOUR
@@ -204,7 +204,7 @@ def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
 
 
 def _hour(gpu_type: str) -> str:
-    """Return the billing unit of a device type. CPU slots have a separate unit."""
+    """Return the billing unit of a device type, such as GPU-hours. CPU slots have a separate billing unit."""
     return SLOT_HOUR if gpu_type == CPU else GPU_HOUR
 
 
@@ -225,7 +225,7 @@ def _list_price(
 
 
 def sku(resource: str, pool: str) -> str:
-    """Return the SKU name of a resource, with the pool if any.
+    """Return the SKU name of a resource, with the pool if the resource has one.
 
     Examples: ``SERVERLESS_GPU_H100``, ``SERVERLESS_GPU_H100@search``.
     """

@@ -5,24 +5,24 @@
     held by each run ─────────┘                                ├─▶ used up: no new run starts; soft: runs finish
                                                                └─▶ closed (hard): the server stops runs without a hold
 
-A run holds (reserves) the cost of its next minute, or of its grace period when that is longer. The server stops a run
-when the budget cannot cover its hold any more. The run can then write its checkpoint within the limit. While the server
-and the node communicate, use never exceeds a hard limit. Without communication, each run can exceed the limit by the
-cost of `partition_grace`.
+A run holds (reserves) the cost of its next minute, or of its grace period if the grace period is longer. The server
+stops a run when the budget no longer covers the run's hold. The stopped run can then write its checkpoint within the
+limit. While the server and the node communicate, device usage never exceeds a hard limit. Without communication, each
+run can exceed the limit by the cost of `partition_grace`.
 
-If earlier runs with the same name are known, a run holds at most the remaining part of their longest duration. A run
-that takes longer than all earlier runs holds the full amount again. If the budget cannot cover the full amount, the
-server stops the run. The run may then exceed the limit by one minute.
+If earlier runs have the same name, a run holds at most the remaining part of the longest earlier duration. A run that
+takes longer than all earlier runs holds the full amount again. If the budget cannot cover the full amount, the server
+stops the run. The stopped run may exceed the limit by one minute.
 
     used                       held
     ├──────────────────────────┼───────────────────────────────┤
     user code begins           last report         now         now + ahead; after a stop request, stop + grace + 15 s
 
-A hold ends with the period, because the next period pays for later use.
+A hold ends with the budget period, because the next period pays for later usage.
 
-The server grants holds to runs in the order of their placement. The server stops the runs that were placed last first.
-Other runs continue while the remaining budget covers them. A run with a stop request keeps its hold, so no other run
-gets that money.
+The server grants holds to runs in the order of their placement. The server first stops the most recently placed runs.
+Other runs continue while the remaining budget covers their holds. A run with a stop request keeps its hold, so no other
+run can use that money.
 
 Budgets, alarms and fair share use the teams that a run has at submission:
 
@@ -30,19 +30,19 @@ Budgets, alarms and fair share use the teams that a run has at submission:
     no team, member of some   all of them in budgets; the first by name in fair share, which needs exactly one
     no team, member of none   no team; in fair share, the owner alone
 
-A member therefore cannot avoid a team's budget and share by omitting the team.
+A member therefore cannot avoid a team's budget and fair share by omitting the team.
 
     forecast    use so far  +  average use per day, over the last seven days and today  ×  days left in the period
     alarm       a run        its use per hour  >  3 × the median of at least 5 earlier runs with its name
                 a team       its use in the last hour  >  3 × the median of its own hours with any use, over 4 weeks,
                              of at least 24 hours
 
-Alarms compare with a median, so that one expensive night does not raise the usual value.
+Alarms compare with a median, because one expensive night would raise an average.
 
-Failure cases: A silent node may still use devices. The budget therefore also holds the possible use of its runs until
-now, up to `partition_grace`. The server counts the real use when the node reports it. Unpriced time costs no money: a
-budget of money shows the unpriced time and does not stop such runs. An unknown time zone is treated as UTC. Messages to
-readers without the right to see amounts omit the amounts.
+Failure cases: A silent node may still use devices. The budget therefore also holds the possible device usage of a
+silent node's runs until now, up to `partition_grace`. The server counts the real usage when the node reports again.
+Unpriced time costs no money. A budget of money shows the unpriced time and does not stop unpriced runs. The budget
+treats an unknown time zone as UTC. Messages to readers without the right to see amounts omit the amounts.
 """
 
 from __future__ import annotations
@@ -60,21 +60,18 @@ from serverless_gpu import units
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS, bounds_ns, format_day, local_day
 
 AHEAD_S = 60.0
-"""Minimum number of seconds whose cost a run holds in advance. A longer grace period replaces this minimum."""
+"""Minimum number of seconds whose cost a run reserves in advance. A longer grace period replaces the minimum."""
 STOPPING_S = 15.0
-"""Seconds that a run holds beyond its grace period, for the next budget check and the request to the node."""
+"""Seconds of cost that a run reserves beyond its grace period, for the next budget check and the stop request."""
 LOOK_S = 5.0
-"""Seconds between budget checks. A run can use devices for this long before the server notices that a budget is used
-up.
-"""
+"""Seconds between budget checks. The server can notice a used-up budget this number of seconds late."""
 LONGER = 1.25
-"""Ratio to the longest earlier run of the same name. A run that exceeds this ratio holds the full amount."""
+"""Ratio to the longest earlier run of the same name. A run that exceeds the ratio reserves the full hold."""
 WARN_AT = (80, 95)
 """Per cent of a limit at which the server sends a warning, once per period."""
 FULL = 100
 CLOSED = 101
-"""Mark of a hard budget that stopped runs because their next minute was not covered. Other marks are per cent.
-"""
+"""Warning mark of a hard budget that stopped runs because it did not cover their next minute; not a percentage."""
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
 
@@ -99,15 +96,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """A budget with exactly one of the two limits."""
 
     scope: Scope
-    period: Period  # Period of the limit: each day, week or month.
-    limit_micros: int | None = None  # Limit in millionths of the currency unit. Unpriced time counts as 0.
-    limit_gpu_ms: int | None = None  # Limit in GPU-milliseconds. CPU slots do not count.
-    hard: bool = False  # True: the server stops runs at 100 %. False: runs finish, but no new run starts.
-    time_zone: str = ""  # Time zone of the periods, such as "Europe/Berlin". "" means the team's zone, or UTC.
+    period: Period  # Budget period: each day, week or month.
+    limit_micros: int | None = None  # Limit in millionths of the currency unit. Unpriced time costs 0.
+    limit_gpu_ms: int | None = None  # Limit in GPU-milliseconds, without the time of CPU slots.
+    hard: bool = False  # If True, the server stops runs at 100 %. If False, running runs finish, but no new run starts.
+    # Time zone of the budget periods, such as "Europe/Berlin". "" selects the team's time zone, or UTC.
+    time_zone: str = ""
 
     @property
     def zone(self) -> datetime.tzinfo:
-        """Return the time zone of the periods, UTC where the machine does not know the zone."""
+        """Return the time zone of the budget periods, or UTC if the machine does not know the zone."""
         try:
             return datetime.UTC if self.time_zone in ("", "UTC") else zoneinfo.ZoneInfo(self.time_zone)
         except (zoneinfo.ZoneInfoNotFoundError, OSError):
@@ -115,40 +113,41 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int:
-        """Return the limit in micros or GPU-milliseconds."""
+        """Return the budget's limit in micros or GPU-milliseconds."""
         return self.limit_micros if self.limit_micros is not None else self.limit_gpu_ms or 0
 
     def counts(self, use: BudgetUse) -> int:
-        """Return the amount of a use in the unit of the limit."""
+        """Return the amount of a device usage in the unit of the budget's limit."""
         return use.micros if self.limit_micros is not None else use.gpu_ms
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes of a run that decide which budgets count the run."""
+    """Attributes of a run that determine the budgets for its device usage."""
 
     owner: str
     team: str = ""
     pool: str = ""
     policy: str = ""
     tags: dict[str, str] = {}
-    is_cpu: bool = False  # True for CPU slots. The time of CPU slots counts only for budgets of money.
-    member_of: tuple[str, ...] = ()  # Teams of the owner. The budgets of all these teams count a run without a team.
+    is_cpu: bool = False  # True for CPU slots. Only budgets of money include the time of CPU slots.
+    # Teams of the run's owner. A run without a team counts in the budgets of all teams of its owner.
+    member_of: tuple[str, ...] = ()
 
     @property
     def teams(self) -> tuple[str, ...]:
-        """Return the teams whose budgets count the run."""
+        """Return the teams whose budgets include the run."""
         return teams_charged(self.team, self.member_of)
 
 
 class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use that counts for budgets. Attempts that fail because of the platform do not count."""
+    """Device usage that budgets include. Budgets exclude attempts that fail because of the platform."""
 
     micros: int = 0  # Millionths of the currency unit.
-    gpu_ms: int = 0  # GPU-milliseconds, priced or not.
+    gpu_ms: int = 0  # GPU-milliseconds, with or without a price.
     unpriced_ms: int = 0  # GPU-milliseconds without a price.
 
     def __add__(self, other: BudgetUse) -> BudgetUse:
-        """Return the sum of both uses."""
+        """Return the sum of two device usages."""
         return BudgetUse(
             micros=self.micros + other.micros,
             gpu_ms=self.gpu_ms + other.gpu_ms,
@@ -156,7 +155,7 @@ class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __sub__(self, other: BudgetUse) -> BudgetUse:
-        """Return the difference of both uses."""
+        """Return the difference of two device usages."""
         return BudgetUse(
             micros=self.micros - other.micros,
             gpu_ms=self.gpu_ms - other.gpu_ms,
@@ -174,14 +173,14 @@ class Spender(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     gpus: int  # Number of devices.
     micros_per_hour: int | None  # Cost per hour of the attempt's devices, cores and memory. None without a price.
-    placed_ns: int  # Time at which the attempt got its devices, in nanoseconds since 1970.
-    started_ns: int | None  # Time at which user code began; None before that time.
-    seen_ns: int  # Time of the attempt's last report, or of its end.
-    grace_s: float  # Time that the ranks have to stop after a stop request.
+    placed_ns: int  # Time at which the scheduler allocated the attempt's devices, in nanoseconds since 1970.
+    started_ns: int | None  # Time at which user code began, or None before user code begins.
+    seen_ns: int  # Time of the attempt's last report, or the time at which the attempt ended.
+    grace_s: float  # Grace period of the ranks after a stop request.
     alone_s: float  # Longest time that the attempt continues without an answer from the server.
-    stop_ns: int | None = None  # Time at which the server requested a stop; None without a request.
-    is_over: bool = False  # True when the attempt has ended and holds nothing.
-    # Longest device time of earlier runs with the same name; None when unknown.
+    stop_ns: int | None = None  # Time at which the server requested a stop of the attempt, or None without a request.
+    is_over: bool = False  # True if the attempt has ended and reserves no budget.
+    # Longest device time of earlier runs with the same name, or None when unknown.
     longest_s: float | None = None
 
 
@@ -193,51 +192,51 @@ class BudgetWindow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def days(self) -> range:
-        """Return the UTC days since 1970-01-01 that the window touches, also partly."""
+        """Return the day numbers (UTC days since 1970-01-01) that overlap the window."""
         return range(self.start_ns // DAY_NS, -(-self.end_ns // DAY_NS))
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of a budget in a period, and the runs to stop."""
+    """A budget's usage in one period, and the runs that the server must stop."""
 
     budget: Budget
     window: BudgetWindow
-    used: BudgetUse  # Use until the last report of each attempt.
-    held: BudgetUse  # Use reserved for running attempts, usually for a minute ahead, within the period.
-    # Use reserved for running attempts, also beyond the end of the period. The server compares this amount with the
-    # limit of the next period.
+    used: BudgetUse  # Device usage up to the last report of each attempt.
+    held: BudgetUse  # Device usage reserved for running attempts within the period, usually one minute ahead.
+    # Device usage reserved for running attempts, also beyond the end of the period. The server compares the amount with
+    # the limit of the next period.
     ahead: BudgetUse = NOTHING
-    stop: tuple[str, ...] = ()  # Runs that the server must stop because a hard budget cannot cover their hold.
-    # True after the budget stopped a run in this period or was used up. Stopped runs release their holds. The server
+    stop: tuple[str, ...] = ()  # Runs that the server must stop because a hard budget cannot cover their holds.
+    # True after the budget stopped a run in the period or was used up. Stopped runs release their holds. The server
     # admits no new run for the released amount, because the budget would stop the new run too. Runs start again when
     # the limit changes or the period ends.
     is_closed: bool = False
 
     @property
     def left(self) -> int:
-        """Return the part of the limit beyond use and holds; the result may be negative."""
+        """Return the limit minus usage and holds, which may be negative."""
         return self.budget.limit - self.budget.counts(self.used) - self.budget.counts(self.held)
 
     @property
     def is_spent(self) -> bool:
-        """Return True when the whole limit is used."""
+        """Return True if the device usage has reached the budget's limit."""
         return self.budget.counts(self.used) >= self.budget.limit
 
     @property
     def is_used_up(self) -> bool:
-        """Return True when no new run can start, even if running attempts release their holds."""
+        """Return True if the budget admits no new run, even if running attempts release their holds."""
         return self.is_closed or self.is_spent
 
     @property
     def percent(self) -> float:
-        """Return the used part of the limit in per cent."""
+        """Return the used percentage of the budget's limit."""
         return 100.0 * self.budget.counts(self.used) / self.budget.limit if self.budget.limit else 100.0
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Return the marks that the budget has reached, of `WARN_AT`, `FULL` and `CLOSED`.
+        """Return the warning marks that the budget has reached: any of `WARN_AT`, `FULL` and `CLOSED`.
 
-        Holds of a hard budget count for warnings. Otherwise a budget that covers only a few minutes of its runs would
+        The marks of a hard budget include holds. Otherwise a budget that covers only a few minutes of its runs would
         close without a warning.
         """
         used, limit = self.budget.counts(self.used), self.budget.limit
@@ -255,7 +254,7 @@ def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> 
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
-    """Return the scopes of a run as kind and name. A budget of any of these scopes counts the run."""
+    """Return the scopes of a run as pairs of kind and name. A budget with any of the scopes includes the run."""
     found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
     found += [("team", team) for team in subject.teams]
     named: tuple[tuple[ScopeKind, str], ...] = (
@@ -265,21 +264,23 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
         if "=" in key:
-            # A tag "a=b=c" could mean the key "a". A key with "=" must not move a run into or out of a budget.
+            # Without this check, a budget for the tag key "a" could match the tag "a=b=c". A key with "=" must not move
+            # a run into or out of a budget.
             continue
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
 
 
 def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
-    """Return the teams whose budgets count a run, sorted by name."""
+    """Return the teams whose budgets include a run, sorted by name."""
     return (team,) if team else tuple(sorted(set(member_of) - {""}))
 
 
 def share_team(team: str, member_of: Sequence[str]) -> str:
-    """Return the team whose fair share a run uses, or ""; the arguments are those of `teams_charged`.
+    """Return the team whose fair share a run uses, or "" without a team.
 
-    A member may choose any team, so choosing the first team by name gives no member an advantage.
+    A member may choose any team, so the choice of the first team by name gives no member an advantage. The arguments
+    are the arguments of `teams_charged`.
     """
     return next(iter(teams_charged(team, member_of)), "")
 
@@ -288,14 +289,14 @@ def share_team(team: str, member_of: Sequence[str]) -> str:
 
 
 def ahead_ns(grace_s: float) -> int:
-    """Return the nanoseconds of use that an attempt reserves: its stop time, and at least a minute."""
+    """Return the nanoseconds that an attempt reserves in advance: its stop time, at least a minute."""
     return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
 
 
 def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
-    """Return the use that results from a time on a number of devices.
+    """Return the device usage for a duration on a number of devices.
 
-    `micros_per_hour` is the price of all devices together, None without a price.
+    `micros_per_hour` is the price of all devices together, or None without a price.
     """
     ms = ns // 1_000_000
     gpu_ms = units.gpu_milliseconds(gpus, ms)
@@ -305,7 +306,7 @@ def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
 
 
 def used(one: Spender, within: BudgetWindow) -> BudgetUse:
-    """Return the use of an attempt in a period until the attempt's last report."""
+    """Return an attempt's device usage in a period, up to the attempt's last report."""
     if one.started_ns is None:
         return NOTHING
     ns = min(one.seen_ns, within.end_ns) - max(one.started_ns, within.start_ns)
@@ -313,10 +314,10 @@ def used(one: Spender, within: BudgetWindow) -> BudgetUse:
 
 
 def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
-    """Return the expected device time of an attempt in nanoseconds, or None when it is unknown.
+    """Return the expected device time of an attempt in nanoseconds, or None when unknown.
 
-    A run with a long grace period holds the full grace period. A run therefore exceeds its expected use by at most a
-    minute and a quarter.
+    A run with a long grace period reserves the full grace period. A run therefore exceeds its expected usage by at most
+    75 seconds.
     """
     if longest_s is None or grace_s > AHEAD_S:
         return None
@@ -324,9 +325,9 @@ def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
 
 
 def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> BudgetUse:
-    """Return the hold of an attempt, from the attempt's last report on.
+    """Return the reserved usage of an attempt after the attempt's last report.
 
-    `within` limits the hold to one period. None means no limit.
+    `within` limits the hold to one budget period. None disables this limit.
     """
     if one.is_over:
         return NOTHING
@@ -340,7 +341,7 @@ def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> Budge
         until_ns = max(now_ns, one.stop_ns + round((one.grace_s + STOPPING_S) * 1e9))
     from_ns = now_ns
     if one.started_ns is not None:
-        # The node ends the attempt after this time without contact, even if the server cannot reach the node.
+        # The node ends the attempt after `partition_grace` without contact, even if the server cannot reach the node.
         until_ns = min(until_ns, one.seen_ns + round(one.alone_s * 1e9) + ahead)
         from_ns = one.seen_ns
     if within is not None:
@@ -349,9 +350,9 @@ def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> Budge
 
 
 def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> BudgetUse:
-    """Return the hold that a budget must cover before a run can start.
+    """Return the reserved usage that a budget must cover before a run can start.
 
-    `micros_per_hour` is the price of all devices together, None without a price.
+    `micros_per_hour` is the price of all devices together, or None without a price.
     """
     learned = _learned_ns(grace_s, longest_s)
     ns = ahead_ns(grace_s) if learned is None else min(ahead_ns(grace_s), learned)
@@ -362,11 +363,11 @@ def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longes
 
 
 _Gang = tuple[str, int]
-"""Run ID and attempt number."""
+"""Identifies an attempt: run ID and attempt number."""
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True):
-    """Use and holds of an attempt in one period; `ahead` is the hold without an end of the period."""
+    """Device usage and holds of an attempt in one period. `ahead` is the hold without a period limit."""
 
     spender: Spender
     used: BudgetUse
@@ -375,7 +376,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def weigh(one: Spender, within: BudgetWindow, now_ns: int) -> Weighed:
-    """Return the use and the holds of an attempt in a period."""
+    """Return the device usage and the holds of an attempt in a period."""
     ahead = held(one, now_ns)
     is_whole = within.start_ns <= one.seen_ns and now_ns + ahead_ns(one.grace_s) <= within.end_ns
     return Weighed(
@@ -390,10 +391,10 @@ def judge(
     now_ns: int,
     known: dict[_Gang, Weighed] | None = None,
 ) -> Standing:
-    """Return the standing of a budget and the runs that the budget stops.
+    """Return a budget's usage in a period, and the runs that the server must stop.
 
-    `posted` excludes the attempts in `going_on`. `known` caches attempts that other budgets with this period have
-    already weighed at the same time.
+    `posted` is the usage in the ledger, without the attempts in `going_on`. `known` caches the usage of attempts that
+    other budgets with the same period have already computed.
     """
     within = window(budget.period, now_ns, budget.zone)
     known = {} if known is None else known
@@ -408,8 +409,8 @@ def judge(
     left = budget.limit - budget.counts(spent)
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
-        # Attempts with a stop request come first because such attempts keep their hold. The others follow in the order
-        # of placement.
+        # Sort attempts with a stop request first, because they keep their hold. Sort all other attempts by placement
+        # time.
         for each in sorted(
             weighed, key=lambda one: (one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id)
         ):
@@ -437,9 +438,9 @@ def _sum(first: BudgetUse, others: Iterable[BudgetUse]) -> BudgetUse:
 
 
 def may_start(standing: Standing, hold: BudgetUse) -> bool:
-    """Return True when one budget lets a run start.
+    """Return True if one budget admits a run.
 
-    `standing` includes the holds of other runs that start at the same time.
+    `standing` includes the holds of runs that start in the same scheduler tick.
     """
     if standing.is_used_up:
         return False
@@ -451,18 +452,18 @@ def may_start(standing: Standing, hold: BudgetUse) -> bool:
 
 
 def is_refused(standing: Standing, hold: BudgetUse) -> bool:
-    """Return True when a run cannot start in this period, even if other runs release their holds."""
+    """Return True if a budget cannot admit a run in a period, even after other runs release their holds."""
     if standing.is_used_up:
         return True
     return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit
 
 
 def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, until_ns: int) -> int:
-    """Return the part of a charge's amount that lies before a time within the charge's UTC day.
+    """Return the part of a charge for usage before a given time within the charge's UTC day.
 
     A period of another time zone begins within a UTC day. The parts before and after the time add up to the whole
-    amount. `amount` and `gpu_ms` may be negative. Use is the last part of a charge's time, because the node first
-    prepares the environment and starts the ranks.
+    amount. `amount` and `gpu_ms` may be negative. Device usage is at the end of a charge's time range, because the node
+    first prepares the environment and starts the ranks.
     """
     took_ns = abs(gpu_ms) // gpus * 1_000_000 if gpus > 0 else 0
     from_ns = max(start_ns, end_ns - took_ns) if took_ns else start_ns
@@ -507,7 +508,7 @@ def left_text(name: str, standing: Standing, currency: str, *, is_open: bool) ->
 
 
 def refused_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the reason why a run cannot start in this period."""
+    """Return the reason why a budget refuses a run until the period ends, as text."""
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -520,7 +521,7 @@ def refused_text(name: str, standing: Standing, currency: str, *, is_open: bool)
 
 
 def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the reason why the server stops a run."""
+    """Return the reason why the server stops a run for its budget, as text."""
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -528,9 +529,9 @@ def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool)
 
 
 def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool, mark: int = 0) -> str:
-    """Return the used part of a budget and the consequences.
+    """Return the warning about a budget's usage and the consequences.
 
-    `mark` selects one of the reached marks. 0 selects the last one.
+    `mark` selects one of the reached warning marks. 0 selects the last reached mark.
     """
     mark = mark or max(standing.reached, default=0)
     is_hard, when, amounts = standing.budget.hard, _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -559,7 +560,7 @@ def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool,
 
 
 def goes_on_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the message for a run that continues after a budget has stopped others."""
+    """Return the message for a run that continues after the budget has stopped other runs."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     return (
         f"budget {name!r} no longer covers all its runs {when}{amounts}: the server stops the latest runs first; "
@@ -568,7 +569,7 @@ def goes_on_text(name: str, standing: Standing, currency: str, *, is_open: bool)
 
 
 def no_room_text(name: str, standing: Standing) -> str:
-    """Return the reason why a run waits for a budget; the text is stable while the reason is the same."""
+    """Return the reason why a run waits for a budget, as text that only changes with the reason."""
     when = _when(standing)
     if standing.is_spent:
         return f"budget {name!r} is used up {when}; {renewal_text(standing)}"
@@ -590,17 +591,17 @@ def _when(standing: Standing) -> str:
 
 
 def _amounts(standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the used amount in parentheses, or "" for readers without the right to see it."""
+    """Return the used amount in parentheses, or "" for readers without the right to see amounts."""
     return f" ({used_text(standing, currency).removesuffix(_when(standing))}used)" if is_open else ""
 
 
 def renewal_text(standing: Standing) -> str:
-    """Return a text with the start of the next period."""
+    """Return a text with the start of the next budget period."""
     return f"the next period begins on {next_day_text(standing)}"
 
 
 def next_day_text(standing: Standing) -> str:
-    """Return the first day of the next period with its time zone: ``2026-12-01 (UTC)``."""
+    """Return the first day of the next budget period with its time zone: ``2026-12-01 (UTC)``."""
     budget = standing.budget
     return f"{format_day(local_day(standing.window.end_ns, budget.zone))} ({budget.time_zone or 'UTC'})"
 
@@ -608,21 +609,21 @@ def next_day_text(standing: Standing) -> str:
 FORECAST_DAYS = 7
 """Days before today that a forecast includes."""
 FACTOR = 3
-"""Ratio of the current rate to the usual rate that raises an alarm."""
+"""Ratio of the current spending rate to the usual rate that raises an alarm."""
 RUNS_MIN = 5
 RUNS_MAX = 50
-"""Minimum and maximum number of earlier runs in the median of a run name."""
+"""Minimum and maximum number of earlier runs for the median rate of a run name."""
 HOURS_MIN = 24
 HOURS = 28 * 24
-"""Minimum number of hours in the median of a team, and the age of the oldest hour."""
+"""Minimum number of hours for the median rate of a team, and the maximum age of an hour."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The expected use at the end of a period."""
+    """A budget's expected usage at the end of a period."""
 
-    amount: int  # Expected use at the end of the period, in the unit of the limit.
-    per_day: int  # Use per day that the forecast assumes.
-    # Time at which that rate uses up the limit, in nanoseconds since 1970. None: not in this period.
+    amount: int  # Expected usage at the end of the budget period, in the unit of the limit.
+    per_day: int  # Usage per day that the forecast assumes.
+    # Time at which usage reaches the limit, in nanoseconds since 1970, or None if not in the period.
     reached_ns: int | None
     basis: str  # The formula of the forecast as text.
 
@@ -630,13 +631,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     """A spending rate far above the usual rate."""
 
-    rate: int  # Current use per hour.
-    usual: int  # Median use per hour.
-    count: int  # Number of runs or hours in the median.
+    rate: int  # Current usage per hour.
+    usual: int  # Median usage per hour.
+    count: int  # Number of earlier runs or hours in the median.
 
 
 def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Forecast:
-    """Return the expected use of a budget at the end of its period."""
+    """Return the expected usage of a budget at the end of its period."""
     budget, within = standing.budget, standing.window
     today = now_ns // DAY_NS
     there = [day for day, amount in by_day.items() if today - FORECAST_DAYS <= day <= today and amount]
@@ -657,7 +658,7 @@ def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Fore
 
 
 def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
-    """Return an alarm when a rate is far above the median of at least `least` earlier rates, else None."""
+    """Return an alarm if a spending rate is far above the median of earlier rates, else None."""
     past = [one for one in earlier if one > 0]
     if len(past) < max(1, least):
         return None
@@ -666,7 +667,7 @@ def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
 
 
 def spread(amount: int, start_ns: int, end_ns: int) -> dict[int, int]:
-    """Divide an amount evenly over the hours since 1970 between start and end, at most a day apart."""
+    """Divide an amount evenly over the hours of a time range of at most a day."""
     first, last = start_ns // HOUR_NS, max(start_ns, end_ns - 1) // HOUR_NS
     length = max(1, end_ns - start_ns)
     found: dict[int, int] = {}

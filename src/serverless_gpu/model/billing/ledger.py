@@ -1,17 +1,18 @@
-"""The ledger: charges that follow from facts and prices, and the entries that record them.
+"""The ledger: charges computed from facts and prices, and the entries that record the charges.
 
-A charge is a pure function of facts and a tariff. Facts may arrive late, twice and in any order.
+A charge is a pure function of facts and a tariff. A node's facts may arrive late, twice and in any order.
 
     facts ─ metering.py ─▶ use of each day ─ tariff ─▶ lines ─ post ─▶ entries, compared with the posted ones
 
     day 1   day 2        each cost is a difference of running totals, which are rounded up once per attempt:
     0.34    0.33         the lines add up to the charge
 
-The ledger never changes an entry. For a wrong entry, the ledger posts a reversal with negative amounts and a new entry.
+The ledger never changes an entry. To correct an entry, the ledger posts a reversal with negative amounts and a new
+entry.
 
 Failure cases: The entry for the last day of a silent node is provisional. The ledger reverses a provisional entry when
-more facts arrive. A caller must not mix facts of several attempts, or two different facts with the same number. Such
-facts raise `InvalidValue`, because their sum would depend on the order of arrival.
+more facts arrive. Facts of several attempts, or two different facts with the same number, raise `InvalidValue`.
+Otherwise the charge would depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ _AFTER_GRACE = "time after the grace period of the ranks"
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
-    """The use and the cost of one attempt, as the sum of its lines."""
+    """The device usage and the cost of one attempt, as the sum of its ledger lines."""
 
     attempt: str = ""  # The attempt, as `run:fence`.
     gpu_type: str = ""
-    gpus: int = 0  # The highest number of devices at the same time.
-    gpu_ms: int = 0  # Device-milliseconds in use. `billed_ms` counts the billed part.
+    gpus: int = 0  # The highest number of devices in use at the same time.
+    gpu_ms: int = 0  # Device-milliseconds in use. `billed_ms` counts the billed device-milliseconds.
     billed_ms: int = 0
     core_ms: int = 0  # Billed core-milliseconds. `memory_mib_ms` counts the billed MiB-milliseconds.
     memory_mib_ms: int = 0
-    micros: int | None = None  # Cost in millionths of the currency unit. None without a price.
-    core_micros: int = 0  # The part of the cost for cores. `memory_micros` is the part for memory.
+    micros: int | None = None  # Cost in millionths of the currency unit, or None without a price.
+    core_micros: int = 0  # Cost of the cores. `memory_micros` is the cost of the memory.
     memory_micros: int = 0
     dbu_micros: int = 0
 
 
 def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, is_billed: bool = True) -> Charge:
-    """Return the use and the cost of an attempt.
+    """Return the device usage and the cost of an attempt.
 
-    Use lasts from the start of user code, or of holding idle devices, until the devices are free. Before the devices
-    are free, use ends provisionally at the last report. A call with all facts returns the final charge.
+    Device usage starts when user code starts, or when a session holds idle devices. The usage ends when the devices are
+    free. Before that, the last report is the provisional end. A call with all facts returns the final charge.
 
-    Raises InvalidValue when the facts are of several attempts, or two facts share a number.
+    Raises InvalidValue for facts of several attempts, or for two facts with the same number.
     """
     ordered = distinct(facts)
     whole = sum_of(lines(ordered, tariff, is_billed=is_billed), tariff)
@@ -59,7 +60,7 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, i
 
 
 def sum_of(days: Sequence[LedgerLine], tariff: Tariff) -> Charge:
-    """Return the sum of the lines of one attempt."""
+    """Return the sum of the ledger lines of one attempt."""
     billed_ms = sum(line.billed_ms for line in days)
     core_ms, memory_mib_ms = sum(line.core_ms for line in days), sum(line.memory_mib_ms for line in days)
     _, core_micros, memory_micros = cost_parts(tariff, billed_ms, core_ms, memory_mib_ms)
@@ -77,7 +78,7 @@ def sum_of(days: Sequence[LedgerLine], tariff: Tariff) -> Charge:
 
 
 def bill_of(used: Charge, reason: Reason | None) -> Bill:
-    """Return the billed amounts of a charge and the reason why a part is not billed."""
+    """Return the billed amounts of a charge, and the reason why some usage is not billed."""
     unbilled = ""
     if used.gpu_ms and reason is not None and not MEANINGS[reason].is_billed:
         unbilled = MEANINGS[reason].sentence
@@ -98,17 +99,17 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The use and the cost of one attempt on one UTC day.
+    """The device usage and the cost of one attempt on one UTC day.
 
     Each segment is its duration times the number of devices, in device-milliseconds. `gpu_ms` is the time in use: from
-    user code until the devices were free, and idle devices of a session. `billed_ms` excludes time after the grace of a
-    stop request by the server. `billed_ms` is 0 where the platform failed.
+    user code until the devices were free, and idle devices of a session. `billed_ms` excludes the time after the grace
+    period of a stop request by the server. `billed_ms` is 0 where the platform failed.
     """
 
     day: int  # Days since 1970-01-01.
-    start_ns: int  # Start of the use in nanoseconds since 1970. `end_ns` is the end of the use.
+    start_ns: int  # Start of the device usage in nanoseconds since 1970. `end_ns` is the end of the device usage.
     end_ns: int
-    gpus: int  # The highest number of devices at the same time.
+    gpus: int  # The highest number of devices in use at the same time.
     environment_ms: int = 0  # Device time while the node prepared the environment.
     start_ms: int = 0  # Device time while the ranks started.
     run_ms: int = 0
@@ -119,14 +120,14 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     billed_ms: int = 0
     core_ms: int = 0  # Billed core-milliseconds under a limit of cores, without the cores that are CPU slots.
     memory_mib_ms: int = 0  # Billed MiB-milliseconds under a limit of memory.
-    micros: int | None = None  # Millionths of the currency unit. None where the devices have no price.
+    micros: int | None = None  # Cost in millionths of the currency unit, or None if the devices have no price.
     dbu_micros: int = 0
 
 
 def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
-    """Return the lines of an attempt by day; their costs add up to a total that is rounded up once.
+    """Return the ledger lines of an attempt by day. The sum of the costs is rounded up once.
 
-    Raises InvalidValue when the facts are of several attempts, or two facts share a number.
+    Raises InvalidValue for facts of several attempts, or for two facts with the same number.
     """
     meter = Meter()
     for fact in distinct(facts):
@@ -135,7 +136,7 @@ def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> t
 
 
 def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
-    """Return the lines with costs for the daily use of an attempt."""
+    """Return the ledger lines with costs, from the daily usage of an attempt."""
     found: list[LedgerLine] = []
     billed_ms = core_ms = memory_mib_ms = micros = dbu_micros = 0
     for number, day in days.items():
@@ -168,30 +169,30 @@ def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True
 
 
 class EntryKind(StrEnum):
-    """The kind of a ledger entry. The entries of one attempt and day add up to its use on that day."""
+    """The kind of a ledger entry. The entries of one attempt and day add up to the usage on that day."""
 
-    ORIGINAL = "original"  # The first entry for a day.
+    ORIGINAL = "original"  # The first entry of an attempt for a day.
     REVERSAL = "reversal"  # Cancels an earlier entry with negative amounts.
-    RESTATED = "restated"  # Replaces a reversed entry.
+    RESTATED = "restated"  # Replaces an entry that the ledger has reversed.
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the ledger, which the ledger never changes or deletes."""
+    """One immutable row of the ledger."""
 
     number: int  # Number of the entry within its attempt: 1, 2, 3 …
     kind: EntryKind  # A reversal has the negative amounts of the entry that it reverses.
-    # True while the node is silent and more facts may arrive. The ledger later reverses such an entry.
+    # True while the node is silent and more facts may arrive. The ledger later reverses a provisional entry.
     provisional: bool
     line: LedgerLine
 
 
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
-    """Return the entries that bring a ledger to the target lines; empty when the ledger is correct.
+    """Return the entries that correct a ledger, or no entries for a correct ledger.
 
-    The function reverses a wrong entry and posts a corrected entry. The function also reverses a provisional entry that
-    becomes final, so provisional entries and their reversals add up to zero.
+    The function reverses a wrong entry and posts a corrected entry. When a provisional entry becomes final, the
+    function also reverses the provisional entry. Provisional entries and their reversals therefore add up to zero.
 
-    `final` promises that no more facts of these days will arrive. Otherwise the last day may still change.
+    `final` is True if no more facts of the target days can arrive. Otherwise the last day may still change.
     """
     number = max((entry.number for entry in posted), default=0)
     there, known = standing(posted), {entry.line.day for entry in posted}
@@ -215,7 +216,7 @@ def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: 
 
 
 def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
-    """Return the entries that no other entry has reversed, by day in ascending order."""
+    """Return the entries without a reversal, by day in ascending order."""
     found: dict[int, LedgerEntry] = {}
     for entry in sorted(posted, key=lambda entry: entry.number):
         if entry.kind is EntryKind.REVERSAL:
@@ -226,7 +227,7 @@ def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
 
 
 def reversed_line(line: LedgerLine) -> LedgerLine:
-    """Return the reversal of a line, with negative amounts and the same time and devices."""
+    """Return the reversal of a ledger line: negative amounts with the same time and devices."""
     amounts = {name: -value for name in _AMOUNTS if (value := getattr(line, name)) is not None}
     return msgspec.structs.replace(line, **amounts)
 

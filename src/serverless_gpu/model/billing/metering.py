@@ -1,4 +1,4 @@
-"""Metering: the time segments of an attempt on each day, from its facts, and the billed part of them.
+"""Metering: an attempt's time segments per day, computed from facts, and their billed part.
 
     reserved    starting    exec    alive ... alive    stopping    exited    freed
     ├ environment ┼─ start ──┼────────── run ─────────────┼── stop ──┼── gate ──┤
@@ -7,17 +7,17 @@
     without `freed`: the end is `exited`, else the last fact
 
 A session holds devices between runs. A `held` fact starts idle time, and a `freed` fact ends idle time. Each set of
-idle devices has its own pair of facts, so that no device counts twice.
+idle devices has a separate pair of facts, so that the meter counts no device twice.
 
     reserved   held    freed ─ a run has them, and its own facts ─ held    freed
                ├─ idle ──┤                                          ├─ idle ─┤
 
-Times are whole milliseconds of the boot clock. Each uninterrupted period reads the wall clock once, at its first fact.
-The later dates of the period follow from the boot clock.
+Durations are whole milliseconds of the boot clock. For each uninterrupted period, the meter reads the wall clock once,
+at the period's first fact. The meter computes the later dates of the period from the boot clock.
 
-Failure cases: After a node goes silent or reboots, the time ends at the last report, in the user's favour. The module
-never compares boot times of different boots. Without the fact that starts a segment, the time belongs to the segment
-before.
+Failure cases: After a node goes silent or reboots, the metered time ends at the last report, in the user's favour. The
+module never compares boot times of different boots. Without the fact that starts a segment, the time belongs to the
+preceding segment.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 
 STRETCH_NS_MAX = 400 * DAY_NS
-"""Maximum length of an uninterrupted period. A longer period means that the clock is wrong."""
+"""Maximum length of an uninterrupted period. A longer period indicates a wrong clock."""
 SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
 """The segments of device time, in chronological order."""
 _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
 FIRST_USED = _RUN
-"""Index of the first segment that counts as use."""
+"""Index of the first segment that counts as device usage."""
 _MS_NS = 1_000_000
 _CPU_SLOT = "CPU-"  # Prefix of CPU slot identifiers. A CPU slot is a core that is billed as a device.
 _OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, FactKind.EXEC, FactKind.HELD})
 
 
 class _Stretch:
-    """An uninterrupted period of an attempt's devices, from their first fact until they are free."""
+    """An uninterrupted period in which an attempt has devices, from the first fact until release."""
 
     __slots__ = (
         "began_ns",
@@ -82,7 +82,7 @@ class _Stretch:
         self.memory_mib = max(0, fact.memory_bytes) >> 20
 
     def see(self, fact: Fact) -> None:
-        """Record a fact; only the first fact of each kind counts."""
+        """Record a fact. Only the first fact of each kind has an effect."""
         at_ns = fact.boottime_ns
         self.last_ns = max(self.last_ns, at_ns)
         match fact.kind:
@@ -101,11 +101,11 @@ class _Stretch:
                 pass
 
     def end_ns(self) -> int:
-        """Return the end without a `freed` fact: `exited`, else the last fact."""
+        """Return the end of a period without a `freed` fact: the `exited` fact, else the last fact."""
         return self.last_ns if self.exited_ns is None else self.exited_ns
 
     def parts(self, end_ns: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the segments as index, start, end, and the origin for counting milliseconds."""
+        """Yield each segment's index, start, end, and the origin for counting milliseconds."""
         used_ns = end_ns if self.used_ns is None else min(self.used_ns, end_ns)
         if self.began_ns < used_ns:
             starting_ns = used_ns if self.starting_ns is None else _within(self.began_ns, self.starting_ns, used_ns)
@@ -124,21 +124,22 @@ class _Stretch:
 
 
 class DayUse:
-    """The use of an attempt on one day, in device-milliseconds by segment."""
+    """An attempt's device usage on one day, in device-milliseconds by segment."""
 
     __slots__ = ("billed_ms", "core_ms", "end_ns", "gpus", "memory_mib_ms", "segments", "start_ns")
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
-        # `start_ns` is the start of the use in nanoseconds since 1970. `end_ns` is the end of the use.
+        # `start_ns` is the start of the device usage in nanoseconds since 1970. `end_ns` is the end of the device
+        # usage.
         self.start_ns, self.end_ns = start_ns, end_ns
-        # `gpus` is the highest number of devices at the same time.
-        # `billed_ms` counts the billed device-milliseconds.
-        # `core_ms` counts the billed core-milliseconds, and `memory_mib_ms` the billed MiB-milliseconds.
+        # `gpus` is the highest number of devices in use at the same time. `billed_ms` counts the billed
+        # device-milliseconds. `core_ms` counts the billed core-milliseconds, and `memory_mib_ms` the billed
+        # MiB-milliseconds.
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
         self.segments = [0] * len(SEGMENTS)  # Device-milliseconds for each of `SEGMENTS`.
 
     def copy(self) -> DayUse:
-        """Return an independent copy."""
+        """Return an independent copy of the day's usage."""
         twin = DayUse(self.start_ns, self.end_ns)
         twin.gpus, twin.billed_ms = self.gpus, self.billed_ms
         twin.core_ms, twin.memory_mib_ms = self.core_ms, self.memory_mib_ms
@@ -147,20 +148,20 @@ class DayUse:
 
 
 class Meter:
-    """Adds up the facts of one attempt in their order, without storing them."""
+    """Computes device usage from the facts of one attempt in order, without storing the facts."""
 
     def __init__(self) -> None:
         self._days: dict[int, DayUse] = {}
         self._open: _Stretch | None = None
 
     def add(self, fact: Fact) -> None:
-        """Add the next fact."""
+        """Add the next fact of the attempt."""
         ended, self._open = _follow(self._open, fact)
         if ended is not None:
             _book(self._days, *ended)
 
     def used(self) -> dict[int, DayUse]:
-        """Return the use until the last report by day (days since 1970-01-01), in ascending order."""
+        """Return the device usage up to the last report by day number, in ascending order."""
         days = self._days
         if self._open is not None:
             days = {number: day.copy() for number, day in days.items()}
@@ -171,15 +172,15 @@ class Meter:
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """An uninterrupted period in which one attempt had devices."""
 
-    boot_id: str  # Boot of the node. Boot times are only comparable within the same boot.
+    boot_id: str  # Boot identifier of the node. Boot times are only comparable within the same boot.
     gpus: frozenset[str]
-    # Boot time of the first fact about the devices. `end_ns` is when the devices were free, or the last report.
+    # Boot time of the first fact about the devices. `end_ns` is the boot time of the release, or of the last report.
     start_ns: int
     end_ns: int
 
 
 def lendings(facts: Iterable[Fact]) -> Iterator[Lending]:
-    """Yield the periods in which an attempt had devices."""
+    """Yield the uninterrupted periods in which an attempt had devices."""
     stretch: _Stretch | None = None
     for fact in facts:
         ended, stretch = _follow(stretch, fact)
@@ -195,12 +196,12 @@ def _lending(stretch: _Stretch, end_ns: int) -> Lending:
 
 
 def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:
-    """Return the period that a fact ends, with its end time, and the period that continues."""
+    """Return the period that ends with a fact, the end time, and the period that continues."""
     if stretch is None or fact.kind is FactKind.HELD:
         ended = None if stretch is None else (stretch, stretch.end_ns())
         return ended, _Stretch(fact) if fact.kind in _OPENING else None
     if fact.boot_id != stretch.boot_id:
-        # A fact of a later boot proves that the attempt has ended, but does not show when.
+        # A fact of a later boot proves that the attempt has ended, but does not contain the end time.
         return None, stretch
     if fact.kind is FactKind.FREED:
         return (stretch, fact.boottime_ns), None
@@ -209,10 +210,10 @@ def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] 
 
 
 def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
-    """Add a period to each day that it touches, with dates from the wall clock of its first fact.
+    """Add a period to each day that overlaps it, with dates from the wall clock of the first fact.
 
-    A duration is the difference of two positions that are rounded to milliseconds. The rounded durations therefore add
-    up to the total duration.
+    A duration is the difference of two times, each rounded to milliseconds. The rounded durations therefore add up to
+    the total duration.
     """
     began_ns, offset_ns = stretch.began_ns, stretch.wall_ns - stretch.began_ns
     end_ns = min(max(end_ns, began_ns if stretch.used_ns is None else stretch.used_ns), began_ns + STRETCH_NS_MAX)
@@ -234,7 +235,7 @@ def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
 
 
 def _touch(days: dict[int, DayUse], stretch: _Stretch, start_ns: int, end_ns: int) -> DayUse:
-    """Return the use of a day, with its time range extended to include this part."""
+    """Return the usage of a day, with the time range extended to include a new period."""
     day = days.get(start_ns // DAY_NS)
     if day is None:
         day = days[start_ns // DAY_NS] = DayUse(start_ns, end_ns)

@@ -1,16 +1,15 @@
-"""Prices of a device, a core or a GiB of memory per hour, by start date and pool.
+"""Prices per hour for a device, a core or a GiB of memory, by start date and pool.
 
     price book ── price in force when the devices were reserved ─▶ tariff of the attempt ── × its use ─▶ micros
 
-Use without a price counts as unpriced time, because billing never guesses a price. An attempt keeps its tariff, so a
-later price change does not change its charge. Money is an integer number of micros (millionths of the currency unit).
-The total cost of an attempt is rounded up once.
+Device usage without a price counts as unpriced time, because billing never guesses a price. An attempt keeps its
+tariff, so a later price change does not change its charge. Money is an integer number of micros (millionths of the
+currency unit). The total cost of an attempt is rounded up once.
 
-A device type without a price is unpriced even if its cores have a price. Every cost that users see is therefore
-complete.
+A device type without a price is unpriced even if cores have a price. Every displayed cost is therefore complete.
 
-The price of a GPU type is that of one device. A CPU slot is a device of type ``CPU``, and the server does not charge
-its core a second time. Cores and memory are charged when an attempt has a limit on them (`cpus=`, `memory=`).
+The price of a GPU type is the price of one device. A CPU slot is a device of type ``CPU``, and the server does not
+charge its core a second time. The server charges for cores and memory if an attempt limits them (`cpus=`, `memory=`).
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from serverless_gpu.model.hardware import CPU, FAMILIES, canonical, families_of
 
 CORE = "core"
 MEMORY = "memory"
-"""Resources with a price besides GPU types: one core, and one GiB (2^30 bytes) of host memory."""
+"""Priced resources besides GPU types: one core, and one GiB (2^30 bytes) of host memory."""
 MICROS_MAX = 10**11
-"""Maximum price: 100,000 currency units per hour, to catch typing errors and prevent overflow."""
+"""Maximum price (100,000 currency units per hour), to catch typing errors and prevent overflow."""
 _UNITS_MAX = MICROS_MAX // units.MICROS_PER_UNIT
 _MIB_PER_GIB = 1024
 
@@ -40,22 +39,23 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the price book."""
 
     resource: str  # A GPU type, `CORE` or `MEMORY`.
-    micros_per_hour: int  # Millionths of the currency unit per unit of the resource.
-    pool: str = ""  # Pool of the price; "" for all pools without a separate price.
-    # Start of validity in nanoseconds since 1970. `until_ns` is the end, None until a later price begins.
+    micros_per_hour: int  # Price per unit of the resource and hour, in millionths of the currency unit.
+    pool: str = ""  # Pool to which the price applies, or "" for all pools without a separate price.
+    # Start of validity in nanoseconds since 1970. `until_ns` is the end of validity. None means until a later price
+    # begins.
     from_ns: int = 0
     until_ns: int | None = None
-    dbu_micros_per_hour: int = 0  # Millionths of a DBU per unit for prices in DBU. Else 0.
+    dbu_micros_per_hour: int = 0  # Millionths of a DBU per unit of the resource for prices in DBU, otherwise 0.
 
 
 class Tariff(msgspec.Struct, frozen=True, kw_only=True):
-    """The prices in force when an attempt's devices were reserved; None means unpriced, not free.
+    """The prices in force when an attempt's devices were reserved. None is unpriced, not free of charge.
 
     Attributes:
         gpu_micros_per_hour: price of one device. The core and memory fields are for one core and one GiB of host
             memory.
         dbu_micros_per_hour: millionths of a DBU for one device.
-        currency: of all prices.
+        currency: currency of all prices.
     """
 
     gpu_micros_per_hour: int | None = None
@@ -69,9 +69,10 @@ UNPRICED = Tariff()
 
 
 def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) -> int | None:
-    """Return the cost of an attempt, rounded up to a whole micro; None where its devices have no price.
+    """Return the cost of an attempt, rounded up to a whole micro, or None for unpriced devices.
 
-    Callers pass the totals of an attempt, once per attempt. The sum of rounded parts would exceed the rounded total.
+    Callers pass the total usage of an attempt, once per attempt. The sum of rounded parts would exceed the rounded
+    total.
     """
     if tariff.gpu_micros_per_hour is None:
         return None
@@ -83,33 +84,33 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
 
 
 def cost_of(tariff: Tariff, ms: int, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
-    """Return the cost of constant resources for some time, as the ledger charges them.
+    """Return the cost of constant resources for a duration, computed as in the ledger.
 
-    `cpus` and `memory_bytes` are 0 for an attempt without these limits.
+    `cpus` and `memory_bytes` are 0 for an attempt without a limit on cores or memory.
     """
     core_ms, memory_mib_ms = cores_beside(gpu_type, gpus, cpus) * ms, (memory_bytes >> 20) * ms
     return cost(tariff, gpus * ms, core_ms, memory_mib_ms)
 
 
 def rate(tariff: Tariff, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
-    """Return the cost of these resources for one hour."""
+    """Return the cost of constant resources for one hour."""
     return cost_of(tariff, units.MS_PER_HOUR, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes)
 
 
 def cores_beside(gpu_type: str, gpus: int, cpus: int) -> int:
-    """Return the cores to charge in addition to the devices, without the cores of CPU slots."""
+    """Return the number of cores to charge in addition to the devices, excluding cores of CPU slots."""
     return max(0, cpus - gpus) if gpu_type == CPU else cpus
 
 
 def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) -> tuple[int, int, int]:
-    """Return the parts of a cost for devices, cores and memory; 0 without a price."""
+    """Return the separate costs of devices, cores and memory, each 0 without a price."""
     devices = cost(tariff, gpu_ms) or 0
     cores = cost(tariff, gpu_ms, core_ms) or 0
     return devices, cores - devices, (cost(tariff, gpu_ms, core_ms, memory_mib_ms) or 0) - cores
 
 
 def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
-    """Return the millionths of a DBU for an attempt, rounded up; 0 when its price is not in DBU."""
+    """Return the cost of an attempt in millionths of a DBU, rounded up, or 0 without a price in DBU."""
     return -(-gpu_ms * tariff.dbu_micros_per_hour // units.MS_PER_HOUR)
 
 
@@ -143,9 +144,9 @@ def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, curre
 
 
 def is_in_force(price: Price, at_ns: int) -> bool:
-    """Return True when a timestamp is within the validity of a price.
+    """Return True if a timestamp is within the validity of a price.
 
-    A later price may still replace that price.
+    A later price may still replace a price that is within its validity.
     """
     return price.from_ns <= at_ns and (price.until_ns is None or at_ns < price.until_ns)
 
@@ -187,10 +188,10 @@ class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
-    """Return the prices for attempts by GPU type name, from the price table of a file.
+    """Return the price book from the price table of a configuration file, by GPU type name.
 
-    A price for a family applies to each member without a price of its own. The function accepts unknown names, because
-    cards with custom or product names can have prices too.
+    A price for a GPU family applies to each member without a separate price. The function accepts unknown names,
+    because cards with custom or product names can have prices too.
 
     `table` has USD per GPU-hour by type name, per core-hour under `core`, and per GiB-hour under `memory`. Raises
     InvalidOption when a price is not a number. Raises InvalidValue when a price is negative, too high or a duplicate.

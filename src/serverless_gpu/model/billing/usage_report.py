@@ -3,8 +3,8 @@
     charges (ledger entries) ──▶ amounts by account and day ─▶ groups: by user, team, tag, month … ─▶ table, file
     use of running attempts ───▶ the same, computed and marked, because the ledger does not have it yet
 
-Amounts are integers. Each charge is in exactly one group, so the groups of all reports over the same days have equal
-sums. A run counts in the group of its first charge. A report never adds money of two currencies.
+Amounts are integers. Each charge is in exactly one group, so all reports over the same days have equal totals. A report
+counts a run in the group of the run's first charge. A report never adds money of two currencies.
 
     busy    device time with work ÷ device time with telemetry
     seen    device time with telemetry ÷ device time in use
@@ -46,7 +46,7 @@ _KNOWN = f"{', '.join((*ACCOUNT_FIELDS, 'run', *PERIODS))} or tag:KEY"
 
 
 class Accounted(Protocol):
-    """A row of `accounts`: the principal that used devices and the labels of that use."""
+    """A row of `accounts`: a principal that used devices, and the labels of that device usage."""
 
     @property
     def owner(self) -> str: ...
@@ -73,20 +73,19 @@ class Accounted(Protocol):
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Use, and its cost.
+    """Device usage and its cost.
 
     Attributes:
-        runs: number of runs with their first charge in this group.
+        runs: number of runs whose first charge is in the group.
         queued_ms: milliseconds that the runs waited for devices. The fields of later segments are in device-
             milliseconds.
-        gpu_ms: device-milliseconds in use. `billed_ms` excludes the time where the platform failed.
+        gpu_ms: device-milliseconds in use. `billed_ms` excludes attempts that failed because of the platform.
         unpriced_ms: billed device-milliseconds without a price.
         core_ms: billed core-milliseconds. `memory_mib_ms` counts the billed MiB-milliseconds of host memory.
-        micros: millionths of the currency unit. None where no part has a price.
-        dbu_micros: millionths of a DBU.
-        observed_ms: device-milliseconds with telemetry, of ended attempts. `busy_ms` counts those with work.
-        provisional_ms: device-milliseconds of entries that the ledger may still reverse, because their nodes are
-            silent.
+        micros: cost in millionths of the currency unit, or None if no device has a price.
+        dbu_micros: cost in millionths of a DBU.
+        observed_ms: device-milliseconds with telemetry, of ended attempts. `busy_ms` counts busy device-milliseconds.
+        provisional_ms: device-milliseconds of entries from silent nodes, which the ledger may still reverse.
         going_ms: device-milliseconds of running attempts, which the ledger does not contain yet.
     """
 
@@ -112,17 +111,17 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> float | None:
-        """Return the busy fraction of the device time with telemetry; None without telemetry."""
+        """Return the busy fraction of the device time with telemetry, or None without telemetry."""
         return self.busy_ms / self.observed_ms if self.observed_ms > 0 else None
 
     @property
     def seen(self) -> float | None:
-        """Return the fraction of the device time in use that has telemetry; None without use."""
+        """Return the fraction of the used device time with telemetry, or None without usage."""
         return self.observed_ms / self.gpu_ms if self.gpu_ms > 0 else None
 
     @property
     def idle(self) -> float | None:
-        """Return the fraction of the observed or idly held device time without work; None without such time."""
+        """Return the idle fraction of the observed or held device time, or None without that time."""
         of_ms = self.observed_ms + self.idle_ms
         return (self.observed_ms - self.busy_ms + self.idle_ms) / of_ms if of_ms > 0 else None
 
@@ -131,12 +130,12 @@ _FIELDS = tuple(name for name in Amounts.__struct_fields__ if name != "micros")
 
 
 class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a report.
+    """One line of a usage report.
 
     Attributes:
-        key: the values of the grouping fields, in their order. "" means "none".
+        key: the values of the grouping fields, in the order of the fields. "" stands for "none".
         currency: currency of the row's amounts.
-        amounts: the use of the group.
+        amounts: the device usage of the group and its cost.
     """
 
     key: tuple[str, ...]
@@ -145,14 +144,14 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DayRange(NamedTuple):
-    """A range of UTC days since 1970-01-01, without its end."""
+    """A half-open range of UTC days, counted from 1970-01-01."""
 
     from_day: int
     until_day: int
 
 
 class UsageUnit(NamedTuple):
-    """A time unit of a table: its name, its length, and the shortest time that tables show in this unit."""
+    """A time unit for tables: name, length, and the shortest time that tables show in the unit."""
 
     name: str
     ms: int
@@ -167,7 +166,7 @@ UNITS = (
 
 
 class CostShare(NamedTuple):
-    """A group's share of the money, in hundredths of a per cent."""
+    """A group's share of the total cost, in hundredths of a per cent."""
 
     name: str
     is_team: bool
@@ -176,10 +175,10 @@ class CostShare(NamedTuple):
 
 
 def parse_by(text: str) -> tuple[str, ...]:
-    """Return the grouping fields of a report.
+    """Return the grouping fields of a report from text.
 
-    Commas separate fields. A comma in a tag's key is written ``%2C``, a per cent sign ``%25``. Raises InvalidValue for
-    unknown, repeated or too many fields.
+    Commas separate fields. The text ``%2C`` stands for a comma in a tag's key, and ``%25`` for a per cent sign. Raises
+    InvalidValue for unknown, repeated or too many fields.
     """
     found = tuple(part.strip().replace("%2C", ",").replace("%25", "%") for part in text.split(",") if part.strip())
     for field in found:
@@ -192,12 +191,12 @@ def parse_by(text: str) -> tuple[str, ...]:
 
 
 def write_by(by: Iterable[str]) -> str:
-    """Return the fields in the format that `parse_by` reads."""
+    """Return the grouping fields in the format that `parse_by` reads."""
     return ",".join(field.replace("%", "%25").replace(",", "%2C") for field in by)
 
 
 def refuse_unknown(field: str) -> None:
-    """Refuse a field that reports cannot be grouped by."""
+    """Refuse a field that is not a valid grouping field of reports."""
     is_tag = field.startswith(TAG) and len(TAG) < len(field) <= len(TAG) + TAG_CHARACTERS_MAX
     if (is_tag and "\0" not in field) or field in ACCOUNT_FIELDS or field in PERIODS or field == "run":
         return
@@ -210,7 +209,7 @@ def key_of(by: Sequence[str], account: Accounted, *, run_id: str, day: int) -> t
 
 
 def label(field: str, value: object) -> str:
-    """Return one value of a key as users see it.
+    """Return one value of a group key as text for users.
 
     The value for a day is its number of days since 1970-01-01. The value for a week is its number of weeks since the
     week of 1970-01-01.
@@ -260,7 +259,7 @@ def checked(window: DayRange) -> DayRange:
 
 
 def added(one: Amounts, other: Amounts) -> Amounts:
-    """Return the sum of two amounts; a missing price counts as 0 unless both are missing."""
+    """Return the sum of two amounts. A missing price counts as 0 unless both prices are missing."""
     if one.micros is None or other.micros is None:
         micros = one.micros if other.micros is None else other.micros
     else:
@@ -269,7 +268,7 @@ def added(one: Amounts, other: Amounts) -> Amounts:
 
 
 def together(groups: Iterable[ReportRow]) -> list[ReportRow]:
-    """Return groups with equal keys and currencies merged, in the order of first occurrence."""
+    """Merge groups with equal keys and currencies, and return them in order of first occurrence."""
     found: dict[tuple[tuple[str, ...], str], Amounts] = {}
     for group in groups:
         place = (group.key, group.currency)
@@ -278,12 +277,12 @@ def together(groups: Iterable[ReportRow]) -> list[ReportRow]:
 
 
 def totals(groups: Iterable[ReportRow]) -> list[ReportRow]:
-    """Return the sums of all groups, one for each currency."""
+    """Return the totals of all groups, one total per currency."""
     return together(ReportRow(key=(), currency=group.currency, amounts=group.amounts) for group in groups)
 
 
 def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
-    """Return groups in display order: by period, then by cost and use, highest first."""
+    """Return groups in display order: by period, then by descending cost and usage."""
     at = [place for place, field in enumerate(by) if field in PERIODS]
     return sorted(
         groups,
@@ -301,8 +300,8 @@ def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
 def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
     """Return the cost of each team, and of each user without a team.
 
-    The sum equals that of the groups, and the shares of each currency add up to 100 %. The shares with the largest
-    remainders are rounded up.
+    The total cost equals the total of the groups. The shares of each currency add up to 100 %, because the function
+    rounds up the shares with the largest remainders.
     """
     named = together(
         ReportRow(
@@ -329,7 +328,7 @@ def unit_for(most_ms: int) -> UsageUnit:
 
 
 def time_in(unit: UsageUnit, ms: int) -> str:
-    """Return milliseconds in a time unit with two decimals, and ``<0.01`` for small amounts above 0."""
+    """Return milliseconds in a time unit with two decimals, or ``<0.01`` for small times above 0."""
     if 0 < ms < unit.ms // 200:
         return "<0.01"
     hundredths = (2 * ms + unit.ms // 100) // (2 * (unit.ms // 100))
@@ -356,7 +355,7 @@ def _part(field: str, account: Accounted, run_id: str, day: int) -> str:
 
 
 def _parts(amounts: Sequence[int]) -> list[int]:
-    """Return the shares in hundredths of a per cent that add up to 10,000, by the largest remainder."""
+    """Return shares in hundredths of a per cent that add up to 10,000 (largest remainder method)."""
     whole = sum(amounts)
     parts = [amount * 10_000 // whole for amount in amounts]
     rests = sorted(range(len(amounts)), key=lambda place: -(amounts[place] * 10_000 % whole))

@@ -6,13 +6,13 @@ Each node of a gang has one supervisor, which observes the gang's ranks on the n
     node: Seen ────▶ server ─▶ all have answered, the limit has passed ─▶ Judgement: a warning, or the end, of all ranks
 
 The rules are those of `hang_detection.py`, applied to the ranks of all nodes. A rank that waits for a working rank on
-another node does not hang. This module only has values and decisions, on the server's clock. Nodes report durations and
-not times, so their clocks do not matter. Each silence has a number, so that a late message does not start a new
-silence.
+another node does not hang. This module only contains values and decisions, on the server's clock. Nodes report
+durations instead of times, so node clocks have no effect. Each silence has a number, so that a late message does not
+start a new silence.
 
-Failure cases: The server makes no decision while it has no recent message from a node, because the state of the node's
-ranks is unknown. After a restart of the server the nodes report everything again. At worst, the server repeats a
-warning.
+Failure cases: The server makes no decision without a recent message from each node, because the state of a silent
+node's ranks is unknown. After a restart of the server, the nodes report their state again. At worst, the restarted
+server repeats a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from serverless_gpu.model.lifecycle.attempt import Hang, Limits
 from serverless_gpu.model.placement import CrewPlace, numbered
 
 _WINDOW_NS_MIN = 500_000_000
-# Divisor of the inspection window. The server sends requests earlier by this part, because messages need time.
+# Divisor of the inspection window. The server sends requests earlier by this fraction of the window, because messages
+# need time.
 _EARLY = 4
 
 
@@ -46,7 +47,7 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to a node: inspect the ranks for a time window and answer with this number."""
+    """The server's request that a node inspects its ranks for a time window."""
 
     number: int
     window_ms: int
@@ -56,8 +57,8 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
     """A node's observation of its ranks.
 
     Attributes:
-        number: number of the `InspectionRequest`.
-        ranks: observations of the ranks that have not returned.
+        number: number of the answered `InspectionRequest`.
+        ranks: observations of ranks that have not returned.
         returned: ranks that have returned.
         stacks: Python stacks of a few ranks, by rank.
     """
@@ -73,9 +74,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: number of the verdict, counted from 1. The names of stack files contain this number.
-        sentence: message about the ranks that wait, the ranks they wait for, and their nodes. "" withdraws a warning.
+        sentence: message about the waiting ranks, the ranks that they wait for, and the nodes. "" withdraws a warning.
         ends: True when the server ends the run because of the hang.
-        hang: the same information for programs.
+        hang: the information of `sentence` in a structured form.
     """
 
     number: int
@@ -85,7 +86,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewSilent(msgspec.Struct, frozen=True):
-    """A silent node: start of its silence and time of its last message, on the server's clock."""
+    """A silent node: start of the silence and time of the last message, on the server's clock."""
 
     number: int
     since_ns: int
@@ -94,14 +95,15 @@ class CrewSilent(msgspec.Struct, frozen=True):
 
 
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The known progress of a gang."""
+    """The gang's progress as known to the server."""
 
-    # Silent nodes by their number in the gang. All other nodes make progress.
+    # Node number in the gang → silence, for nodes without progress. All other nodes make progress.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    # Counts the warnings of the gang. The nodes themselves inspect the ranks.
+    # Warnings and postponements of the gang. The supervisors on the nodes inspect the ranks.
     watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
     ask: InspectionRequest | None = None  # The current inspection request to all nodes.
-    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # Observations by number of the node.
+    # Node number → observation of the node's ranks.
+    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)
     judgement: Judgement | None = None
 
 
@@ -116,7 +118,7 @@ def with_observation(
     number, since_ns = (0, now_ns) if silence is None or returned else (silence.number, now_ns - silence.ms * 1_000_000)
     is_same = before is not None and (before.number, before.returned) == (number, returned)
     if is_same and before is not None:
-        since_ns = min(since_ns, before.since_ns)  # An earlier message may have had a shorter delay.
+        since_ns = min(since_ns, before.since_ns)  # An earlier message may have had a shorter network delay.
     now = CrewSilent(number, since_ns, now_ns, returned)
     gang = msgspec.structs.replace(gang, silent={**others, crew: now})
     if not is_same:
@@ -129,9 +131,10 @@ def with_observation(
 def decide(
     gang: GangWatch, limits: Limits, crews: Sequence[CrewPlace], *, per_node: bool, now_ns: int, fresh_ns: int
 ) -> GangWatch:
-    """Return the gang's progress after all decisions that are possible now.
+    """Return the gang's progress after every decision that the server can make now.
 
-    The state of a node without a message for longer than `fresh_ns` is unknown, so the server decides nothing.
+    After `fresh_ns` without a message from a node, the state of the node's ranks is unknown, so the server decides
+    nothing.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang
@@ -148,8 +151,8 @@ def decide(
         return gang
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
-        # The current time serves as number. After a restart, the server therefore cannot mistake an old answer for a
-        # new answer.
+        # Use the current time as the request number, so that a restarted server cannot mistake an old answer for a new
+        # answer.
         asked = InspectionRequest(number=now_ns, window_ms=window_ns // 1_000_000)
         return msgspec.structs.replace(gang, ask=asked, seen={})
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
@@ -170,13 +173,14 @@ def _judged(
         watch = hang_detection.spared(watch, now_ns)
     gang = msgspec.structs.replace(gang, ask=None, watch=watch)
     if at_work and watch.warned:
-        return gang  # The gang already has this warning.
+        return gang  # The server has already sent the same warning to the gang.
     returned = [
         number for crew in crews if gang.silent[crew.number].returned for number in numbered(crew, per_node=per_node)
     ]
     returned += [number for seen in gang.seen.values() for number in seen.returned]
     waiting, elsewhere = hang_detection.divided(ranks, returned)
-    # Stacks of the ranks that explain the hang best: ranks that do not wait, else ranks that wait.
+    # Select the stacks of ranks that do not wait, because they explain the hang best. Without such ranks, select
+    # waiting ranks.
     stacks = {rank: text for seen in gang.seen.values() for rank, text in seen.stacks.items()}
     explaining = [rank for rank in elsewhere if rank in stacks] or [rank for rank in waiting if rank in stacks]
     named = ranks_on(crews, per_node=per_node)
@@ -197,7 +201,7 @@ def _judged(
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:
-    """Return the gang's progress after a sign of work, without requests and without a current warning."""
+    """Return the gang's progress after a sign of work, without inspection requests and warnings."""
     judgement = gang.judgement
     if judgement is not None and not judgement.ends and judgement.sentence:
         judgement = Judgement(number=judgement.number, sentence="")

@@ -5,27 +5,27 @@
                                                                         │  the silence
                                                                         └▶ none moves: END, where the user set a limit
 
-This module only has values and decisions. The module uses no clocks, signals, /proc or files.
+This module only contains values and decisions. The module uses no clocks, signals, /proc or files.
 `node/supervisor/hang_watchdog.py` inspects the ranks and carries out the decisions.
 
-Silence does not prove a hang, because many programs train for hours without output. So before any warning the
-supervisor inspects the ranks `_LOOKS` times, over a window that ends with the limit. A rank *moves* when the
-inspections find it in two places, or when it uses its CPU.
+Silence does not prove a hang, because many programs train for hours without output. Before any warning, the supervisor
+therefore inspects the ranks `_LOOKS` times, over a window that ends with the limit. A rank *moves* if the inspections
+find two different stacks, or if the rank uses CPU time.
 
-Ranks on several GPUs may wait for each other in a busy loop in C. For them, CPU time counts only if the main thread ran
-Python code between two inspections. A program that waits for its GPU at one line nearly all the time shows no other
-place, but it does run Python code. Other programs sleep while they wait. For such programs, one long call in C counts
-as work.
+Ranks on several GPUs may wait for each other in a busy loop in C. For ranks on several GPUs, CPU time counts as work
+only if the main thread ran Python code between two inspections. A program may wait for its GPU at one line nearly all
+the time, but still runs Python code. Ranks that do not share several GPUs sleep while they wait, so one long call in C
+counts as work.
 
-A rank also makes progress when it is in a place where the supervisor found a moving rank. The supervisor warns when a
-rank that has not returned makes no progress. In a hang, the rank that other ranks wait for may still be busy. A warning
-does no harm in that case. The supervisor ends a run only when no rank moves. While one rank works, other ranks may have
-a reason to wait, such as an evaluation on rank 0. The detection then postpones the end by its limit.
+A rank also makes progress if its stack equals a stack of a moving rank. The supervisor warns when a rank that has not
+returned makes no progress. In a hang, the rank that other ranks wait for may still be busy. A superfluous warning does
+no harm. The supervisor ends a run only when no rank moves. While one rank works, other ranks can legitimately wait, for
+example for an evaluation on rank 0. The detection then postpones the end by one limit.
 
-For a gang on several nodes each supervisor only reports `RankSeen`, and `gang_hang_detection.py` decides.
+For a gang on several nodes, each supervisor only reports `RankSeen`, and `gang_hang_detection.py` decides.
 
 Failure cases: Time in which the observer did not run (suspended machine, stopped supervisor) does not count as silence.
-A rank without a stack moves when it uses its CPU.
+A rank without a stack moves if the rank uses CPU time.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ WINDOW_NS_MAX = 300_000_000_000
 _EARLY_NS = 60_000_000_000
 _LOOKS = 16
 PLACES_MAX = 3 * _LOOKS
-"""Maximum number of places per rank. One inspection finds at most one stack and one sign of CPU use."""
+"""Maximum number of digests per rank. One inspection finds at most one stack and one sign of CPU usage."""
 WHERE_CHARACTERS_MAX = 300
-"""Maximum number of characters of a place in messages. Function names in user code may be longer."""
-_LOOKS_MIN = _LOOKS // 2  # Minimum inspection time before a decision, also for a supervisor that starts late.
+"""Maximum number of characters of a code location in messages. Function names in user code may be longer."""
+_LOOKS_MIN = _LOOKS // 2  # Minimum number of inspections before a decision, also for a supervisor that starts late.
 _INTERVAL_NS_MIN = 50_000_000
-# The supervisor observes every few seconds. A longer gap means that the supervisor did not run.
+# Maximum gap between observations in nanoseconds. A longer gap means that the supervisor process did not run.
 _UNOBSERVED_NS = 30_000_000_000
-_BUSY = 0.01  # Share of one CPU. A rank that polls while it waits uses less.
-_LOOK_MS = 3.0  # Maximum CPU milliseconds that an inspection itself causes.
-_TICK_MS = 10  # Resolution of the kernel's CPU times in milliseconds, and so their maximum delay.
-_GOLDEN = 0.618  # Multiples of the golden ratio, modulo 1, are spread evenly.
+_BUSY = 0.01  # CPU share of one core that counts as work. A waiting rank that polls uses less.
+_LOOK_MS = 3.0  # Maximum CPU milliseconds that an inspection itself consumes in a rank.
+_TICK_MS = 10  # Resolution and maximum delay of the kernel's CPU times, in milliseconds.
+_GOLDEN = 0.618  # Golden ratio minus 1. Multiples of the golden ratio, modulo 1, are spread evenly.
 STOPPED, TRACED = "T", "t"
 _WAIT_CHANNELS = (
     "sk_wait",
@@ -84,7 +84,7 @@ _WAIT_CHANNELS = (
 
 
 class Sign(StrEnum):
-    """Signs that a rank waits for other ranks, the strongest first."""
+    """Signs that a rank waits for other ranks, from strongest to weakest."""
 
     COLLECTIVE = "collective"
     BACKWARD = "backward"
@@ -96,16 +96,16 @@ class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     pid: int = 0
-    state: str = ""  # State letter of the main thread in /proc. "" when unknown.
-    channel: str = ""  # Kernel function in which the main thread waits. "" when unknown or running.
-    cpu_ms: int = 0  # CPU time of the process.
-    main_us: int = 0  # CPU time of the main thread.
-    children_ms: int = 0  # CPU time of all living descendants.
-    # True when the main thread ran Python code since the last inspection, even if it only polled. A call in C that has
-    # not returned to Python does not count.
+    state: str = ""  # State letter of the main thread in /proc, or "" when unknown.
+    channel: str = ""  # Kernel function in which the main thread waits, or "" when unknown or running.
+    cpu_ms: int = 0  # CPU time of the process in milliseconds.
+    main_us: int = 0  # CPU time of the main thread in milliseconds.
+    children_ms: int = 0  # CPU time of all living descendant processes in milliseconds.
+    # True if the main thread ran Python code since the last inspection, even for polling only. A call in C that has not
+    # returned to Python does not count as Python code.
     passed: bool = False
-    stack: Stack = Stack()  # Python stacks. Empty when the rank did not provide stacks.
-    note: str = ""  # Reason for a missing stack, or another remark.
+    stack: Stack = Stack()  # Python stacks of the rank, or an empty value if the rank provided no stacks.
+    note: str = ""  # Reason for a missing stack, or another remark about the inspection.
 
     @property
     def blocked(self) -> bool:
@@ -114,15 +114,15 @@ class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of the inspections of one rank, small enough to combine those of all nodes.
+    """A compact summary of one rank's inspections, which the server combines for all nodes.
 
     Attributes:
-        state: state letter of the main thread in /proc. "" when unknown.
-        where: the main thread's place as text for users. "" when unknown.
-        place: digest of that place, from the last inspection.
-        places: digests of the places in all inspections. A moving rank reports only the first few.
-        moving: True when the rank was in more than one place, or used its CPU.
-        signs: signs of a wait for other ranks, from the last inspection.
+        state: state letter of the main thread in /proc, or "" when unknown.
+        where: the main thread's code location as text for users, or "" when unknown.
+        place: digest of the main thread's stack in the last inspection.
+        places: digests of the stacks in all inspections. A moving rank reports only a few digests.
+        moving: True if the rank had more than one stack, or used CPU time.
+        signs: signs that the rank waits for other ranks, from the last inspection.
     """
 
     rank: int
@@ -135,23 +135,24 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The known progress of a run."""
+    """A run's progress as known to the supervisor."""
 
     since_ns: int  # Time of the last sign of progress.
-    seen_ns: int  # Time of this process's last observation.
-    began_ns: int = 0  # Time of the first inspection in this silence.
-    looked_ns: int = 0  # Time of the last inspection.
-    looks: int = 0  # Number of inspections in this silence.
-    first: dict[int, RankInspection] = {}  # The first inspection in this silence, by rank.
+    seen_ns: int  # Time of the supervisor's last observation.
+    began_ns: int = 0  # Time of the first inspection in the current silence.
+    looked_ns: int = 0  # Time of the last inspection of the ranks.
+    looks: int = 0  # Number of inspections in the current silence.
+    first: dict[int, RankInspection] = {}  # The first inspection in the current silence, by rank.
     last: dict[int, RankInspection] = {}
-    places: dict[int, frozenset[int]] = {}  # Digests of the places of each rank.
+    places: dict[int, frozenset[int]] = {}  # Rank → digests of the rank's stacks.
     warned: int = 0
-    warned_ever: int = 0  # Number of warnings of the whole run.
-    spared_ns: int = 0  # Time at which the detection postponed the end because a rank worked. 0 without a postponement.
+    warned_ever: int = 0  # Number of hang warnings in the whole run.
+    # Time at which the detection postponed the end because a rank worked, or 0 without a postponement.
+    spared_ns: int = 0
 
 
 class HangAction(StrEnum):
-    """The next action of the supervisor."""
+    """The next action of the supervisor's hang detection."""
 
     WAIT = "wait"
     LOOK = "look"
@@ -160,14 +161,14 @@ class HangAction(StrEnum):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """An action, and for WAIT the time of the next step (None without a next step)."""
+    """An action of the supervisor. WAIT includes the time of the next step, or None."""
 
     action: HangAction
     at_ns: int | None = None
 
 
 class HangDeadline(msgspec.Struct, frozen=True):
-    """The action after a silence until `at_ns`. Inspections begin `window_ns` before `at_ns`."""
+    """The action if the silence lasts until `at_ns`. Inspections begin `window_ns` before `at_ns`."""
 
     at_ns: int
     window_ns: int
@@ -180,19 +181,19 @@ def begin(now_ns: int) -> RunProgress:
 
 
 def progressed(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress of a run after a sign of progress."""
+    """Return the run's progress after output or another sign of progress."""
     return RunProgress(since_ns=now_ns, seen_ns=now_ns, warned_ever=watch.warned_ever)
 
 
 def observed(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress after an observation. Silence excludes time in which the observer did not run."""
+    """Return the progress after an observation. Silence excludes time in which the supervisor did not run."""
     if now_ns - watch.seen_ns > _UNOBSERVED_NS:
         return progressed(watch, now_ns)
     return msgspec.structs.replace(watch, seen_ns=now_ns)
 
 
 def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
-    """Return the next step of the supervisor."""
+    """Return the next step of the supervisor's hang detection."""
     due = due_of(watch, limits)
     if due is None:
         return Step(HangAction.WAIT)
@@ -201,7 +202,7 @@ def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
         return Step(HangAction.WAIT, start_ns)
     if now_ns >= due.at_ns and watch.looks >= _LOOKS_MIN:
         return Step(due.action)
-    # Between half and one and a half intervals, so that inspections do not coincide with periodic work.
+    # Wait between 0.5 and 1.5 intervals, so that inspections do not coincide with periodic work.
     uneven_ns = round(due.window_ns // _LOOKS * (0.5 + watch.looks * _GOLDEN % 1))
     next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, uneven_ns)
     if watch.looks and now_ns < next_ns:
@@ -210,7 +211,7 @@ def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
 
 
 def may_spin(world_size: int, kinds: Collection[DeviceKind]) -> bool:
-    """Return True when ranks may use their CPU only to wait for each other, as in NCCL calls."""
+    """Return True if ranks may use CPU time only to wait for each other, as in NCCL calls."""
     return world_size > 1 and DeviceKind.GPU in kinds
 
 
@@ -247,20 +248,20 @@ def warned(watch: RunProgress) -> RunProgress:
 
 
 def spared(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress after a postponed end, because ranks may have reason to wait for a working rank.
+    """Return the progress after a postponed end, because ranks can legitimately wait for a working rank.
 
-    Earlier inspections no longer count.
+    Discards earlier inspections.
     """
     return msgspec.structs.replace(watch, spared_ns=now_ns, looks=0, first={}, last={}, places={})
 
 
 def moving(watch: RunProgress) -> frozenset[int]:
-    """Return the ranks that the inspections found in more than one place."""
+    """Return the ranks that moved: inspections found more than one stack."""
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
 
 
 def returned_early(attempt: Attempt, returned_ns: int | None, now_ns: int) -> bool:
-    """Return True when ranks that still run may wait forever for ranks that returned long ago."""
+    """Return True if running ranks may wait forever for ranks that returned long ago."""
     others_run = attempt.has_peers or len(attempt.returned) < attempt.world_size
     is_waiting = attempt.state is State.RUNNING and others_run
     return is_waiting and returned_ns is not None and now_ns - returned_ns >= _EARLY_NS
@@ -274,17 +275,17 @@ def seen(watch: RunProgress) -> tuple[RankSeen, ...]:
 def divide(
     looks: Collection[RankInspection], returned: Collection[int], moved: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that wait for other ranks and the ranks that do not, as `divided` does."""
+    """Divide the ranks of one node into waiting ranks and other ranks, as `divided` does."""
     ranks = [msgspec.structs.replace(_seen(look, frozenset()), moving=look.rank in moved) for look in looks]
     return divided(ranks, returned)
 
 
 def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[list[int], list[int]]:
-    """Return the ranks that wait for other ranks and the ranks that do not, each in order.
+    """Divide ranks into ranks that wait for other ranks and ranks that do not, each in order.
 
-    The strongest sign that only some ranks have decides. The order is a collective, a blocked backward pass, then a
-    wait at a socket. Without such a sign, the largest group of ranks in the same place counts as waiting. Ranks that
-    returned do not count as waiting.
+    The function uses the strongest sign that some ranks have and others lack. From strongest to weakest, the signs are
+    a collective, a blocked backward pass and a wait at a socket. Without a sign, the largest group of ranks with the
+    same stack counts as waiting. Ranks that returned do not count as waiting.
     """
     everybody = sorted({one.rank for one in ranks} | set(returned))
     able = [one for one in ranks if one.state not in (STOPPED, TRACED)]
@@ -294,7 +295,7 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
         if waiting:
             break
     if not waiting or len(waiting) == len(everybody):
-        # Use the place with the most ranks. On a tie, prefer ranks that do not move, then the lowest rank.
+        # Use the stack with the most ranks. On a tie, prefer ranks that do not move, then the lowest rank.
         sizes = Counter(one.place for one in able)
         best = min(able, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
         waiting = {one.rank for one in able if best is not None and one.place == best.place}
@@ -302,7 +303,7 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
 
 
 def are_still(ranks: Collection[RankSeen]) -> bool:
-    """Return True when any rank does not move and is in no place where a moving rank was."""
+    """Return True if any rank does not move and has a different stack from all moving ranks."""
     return _still({one.rank: frozenset(one.places) for one in ranks})
 
 
@@ -313,7 +314,7 @@ def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
         signs.append(Sign.COLLECTIVE)
     if look.blocked and in_backward(frames):
         signs.append(Sign.BACKWARD)
-    # For two ranks without torch, each place has one rank. Only this sign shows which rank waits.
+    # With two ranks without torch, each stack belongs to one rank. Only the socket sign shows which rank waits.
     channel = look.channel.startswith(_WAIT_CHANNELS)
     if (channel or (not look.channel and at_socket(frames))) and not uses_torch(frames):
         signs.append(Sign.SOCKET)
@@ -331,7 +332,7 @@ def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
 def _place(
     look: RankInspection, before: RankInspection | None, elapsed_ms: float, number: int, spins: bool
 ) -> frozenset[int]:
-    """Return digests of a rank's place; empty when the kernel has stopped the rank or nothing is known."""
+    """Return digests of a rank's stack, or no digests for a stopped or unknown rank."""
     if look.state in (STOPPED, TRACED):
         return frozenset()
     frames = look.stack.frames
@@ -339,13 +340,13 @@ def _place(
     found: set[tuple[str, ...]] = (
         {("busy", str(look.rank), str(number))} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
     )
-    if frames:  # A missing stack is not a different place.
+    if frames:  # A missing stack does not count as a different stack.
         found.add(_texts(frames))
     return frozenset(map(_digest, found))
 
 
 def _texts(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """Return a stack without directories, because the same file may have another path on another node."""
+    """Return a stack without directories, because paths of the same file may differ between nodes."""
     return tuple(frame.text() for frame in frames)
 
 
@@ -354,21 +355,21 @@ def _digest(texts: tuple[str, ...]) -> int:
 
 
 def _used_ms(look: RankInspection, before: RankInspection, spins: bool) -> float:
-    """Return the CPU time since the last inspection that counts as work."""
+    """Return the CPU milliseconds since the last inspection that count as work."""
     frames = look.stack.frames
     used_ms = 0.0
     if look.passed or not spins:
         used_ms += (look.main_us - before.main_us) / 1e3
-    # Without Python frames, or while the main thread waits for other threads, the whole process counts.
+    # Without Python frames, or while the main thread waits for other threads, use the CPU time of the whole process.
     if not frames or (delegates(frames) and (look.passed or not spins)):
         used_ms += max(0, look.cpu_ms - before.cpu_ms - _TICK_MS)
-    if not frames or delegates(frames):  # Child processes may work for this rank.
+    if not frames or delegates(frames):  # Child processes may work for the rank.
         used_ms += max(0, look.children_ms - before.children_ms - _TICK_MS)
     return used_ms
 
 
 def _still(places: Mapping[int, frozenset[int]]) -> bool:
-    """Return True when any rank does not move and is in no place where a moving rank was."""
+    """Return True if any rank does not move and has a different stack from all moving ranks."""
     lively = {place for own in places.values() if len(own) > 1 for place in own}
     return any(len(own) < 2 and not own & lively for own in places.values())
 

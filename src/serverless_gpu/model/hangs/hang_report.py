@@ -1,6 +1,6 @@
-"""Reports about a hung run: a one-line message, and a file with the stacks of all ranks.
+"""Formats reports about a hung run: a one-line message, and a file with the stacks of all ranks.
 
-The functions format values as text. `hang_detection.py` decides when to report.
+`hang_detection.py` decides when to report.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _STATES = {
 
 
 class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The known state of a run that hangs."""
+    """The ranks and inspections of a hung run."""
 
     waiting: tuple[int, ...]  # Ranks that wait for other ranks.
-    elsewhere: tuple[int, ...]  # Ranks that do not wait.
+    elsewhere: tuple[int, ...]  # Ranks that do not wait for other ranks.
     looks: dict[int, RankInspection]  # The last inspection by rank, without ranks that have returned.
-    first: dict[int, RankInspection]  # The first inspection of this silence, by rank.
+    first: dict[int, RankInspection]  # The first inspection of the current silence, by rank.
     moving: frozenset[int]  # Ranks that moved between inspections.
     silent_ms: int  # Duration without output.
     watched_ms: int  # Duration of the inspections.
@@ -63,7 +63,7 @@ def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Seque
 
 
 def sentence(finding: HangFinding) -> str:
-    """Return a one-line message: the ranks that wait, and the ranks they wait for."""
+    """Return a one-line message about the waiting ranks and the ranks that they wait for."""
     seen = [
         RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
         for rank, look in finding.looks.items()
@@ -78,13 +78,13 @@ def hang_sentence(
     silent_ms: int,
     named: Callable[[Sequence[int]], str] = ranks_text,
 ) -> str:
-    """Return a one-line message: the ranks that wait, and the ranks they wait for."""
+    """Return a one-line message about the waiting ranks and the ranks that they wait for."""
     who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
     return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
 
 def stacks(finding: HangFinding) -> dict[int, str]:
-    """Return main thread stacks of ranks that explain the hang: not waiting ranks, else waiting ranks."""
+    """Return main thread stacks of ranks that do not wait, else of waiting ranks."""
     running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
     chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
     return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}
@@ -137,7 +137,7 @@ def _elsewhere(seen: Mapping[int, RankSeen], elsewhere: Sequence[int], named: Ca
 
 
 def _grouped(ranks: Iterable[RankSeen]) -> list[tuple[str, list[int]]]:
-    """Return the ranks of each place, ordered by the first rank."""
+    """Return groups of ranks with the same stack, ordered by the lowest rank."""
     groups: dict[str, list[int]] = {}
     for one in sorted(ranks, key=lambda one: one.rank):
         groups.setdefault(one.where, []).append(one.rank)

@@ -5,16 +5,16 @@
     a client attaches ┘                     ▲
     no telemetry ──── the time does not count
 
-For a gang on several nodes each node reports its idle level, and the lowest level applies to the gang (`of_gang`).
+For a gang on several nodes, each node reports its idle level. The lowest level applies to the gang (`of_gang`).
 
-This module only has values and functions that return the next value. The module uses no clocks, sockets or user
-messages. The supervisor carries out the decisions: a warning, or an ordinary stop, so that ranks can save a checkpoint
-first.
+This module only contains values and functions that return the next value. The module uses no clocks, sockets or user
+messages. The supervisor carries out the decisions: a warning, or an ordinary stop that gives ranks time to save a
+checkpoint.
 
 Only *observed* idle time counts. A device without telemetry, a monitor that restarts and a suspended machine do not
 prove idleness. The supervisor always warns before it stops an idle run.
 
-Failure cases: A rank that waits in a busy loop on its GPU keeps the GPU busy. Such a busy loop is a hang
+Failure cases: A rank that waits in a busy loop on its GPU keeps the GPU busy. A busy loop is a hang
 (`hang_detection.py`) and not idleness. A program that prints while its GPU is idle makes progress, so idle detection
 does not stop the program.
 """
@@ -28,16 +28,17 @@ import msgspec
 
 from serverless_gpu.model.spec import Command, Function, Kernel, Payload, RunSpec
 
-_WARN_AT = 0.8  # Fraction of the idle limit before the warning, the same as for sessions.
-_UNOBSERVED_NS = 30_000_000_000  # Telemetry arrives every second. A longer gap does not count as idle time.
+_WARN_AT = 0.8  # Fraction of the idle limit after which the supervisor warns, the same as for sessions.
+# Maximum gap between telemetry samples in nanoseconds. A longer gap does not count as idle time.
+_UNOBSERVED_NS = 30_000_000_000
 
 KERNEL_LIMIT_S = 1800.0
 LIMITS_S: dict[type[Payload], float | None] = {Function: None, Command: None, Kernel: KERNEL_LIMIT_S}
-"""Default limit of idle seconds by payload. None means no limit. A session has its own default (3600)."""
+"""Default limit of idle seconds by payload, None for no limit. A session has another default (3600)."""
 
 
 class IdleVerdict(StrEnum):
-    """The action that follows from idle time."""
+    """The supervisor's action after idle time."""
 
     GO_ON = "go on"
     WARN = "warn"
@@ -50,10 +51,10 @@ _ORDER = (IdleVerdict.GO_ON, IdleVerdict.WARN, IdleVerdict.STOP)
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
     """The observed idle time of a run's devices."""
 
-    limit_ns: int  # The supervisor stops the run after this idle time.
-    heard_ns: int  # Boot time of the last observation.
-    idle_ns: int = 0  # Observed idle time since the last work of a device.
-    warned: bool = False  # True after the warning.
+    limit_ns: int  # Idle time in nanoseconds after which the supervisor stops the run.
+    heard_ns: int  # Boot time of the last telemetry observation.
+    idle_ns: int = 0  # Observed idle nanoseconds since a device last worked.
+    warned: bool = False  # True after the supervisor has warned about idle devices.
 
     @property
     def left_ns(self) -> int:
@@ -62,18 +63,18 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limit_s(spec: RunSpec) -> float | None:
-    """Return the limit of idle seconds for a run, or None without a limit."""
+    """Return the maximum idle seconds of a run, or None without a limit."""
     return LIMITS_S[type(spec.payload)] if spec.idle_timeout_s is None else spec.idle_timeout_s
 
 
 def begin(spec: RunSpec, now_ns: int) -> Idle | None:
-    """Return the initial value at the start of user code, or None without a limit."""
+    """Return the initial idle state at the start of user code, or None without an idle limit."""
     limit = limit_s(spec)
     return None if limit is None else Idle(limit_ns=round(limit * 1e9), heard_ns=now_ns)
 
 
 def seen(idle: Idle, now_ns: int, *, busy: bool) -> Idle:
-    """Return the next value after a telemetry sample."""
+    """Return the idle state after a telemetry sample."""
     if busy:
         return used(idle, now_ns)
     gap_ns = now_ns - idle.heard_ns
@@ -82,12 +83,12 @@ def seen(idle: Idle, now_ns: int, *, busy: bool) -> Idle:
 
 
 def used(idle: Idle, now_ns: int) -> Idle:
-    """Return the next value after progress, or after a client attached."""
+    """Return the idle state after progress, or after a client attached."""
     return msgspec.structs.replace(idle, heard_ns=now_ns, idle_ns=0, warned=False)
 
 
 def decide(idle: Idle) -> tuple[Idle, IdleVerdict]:
-    """Return the next value and the action: one warning first, then a stop."""
+    """Return the next idle state and the action: a warning first, then a stop."""
     if idle.warned:
         return idle, IdleVerdict.STOP if idle.idle_ns >= idle.limit_ns else IdleVerdict.GO_ON
     if idle.idle_ns >= idle.limit_ns * _WARN_AT:
@@ -103,6 +104,6 @@ def level(idle: Idle) -> IdleVerdict:
 
 
 def of_gang(levels: Collection[IdleVerdict], told: IdleVerdict | None) -> IdleVerdict:
-    """Return the action for a gang: it is idle only if all nodes are idle, and a warning precedes a stop."""
+    """Return the action for a gang, which is idle only if all nodes are idle."""
     least = min(levels, key=_ORDER.index, default=IdleVerdict.GO_ON)
     return IdleVerdict.WARN if least is IdleVerdict.STOP and told in (None, IdleVerdict.GO_ON) else least

@@ -5,12 +5,10 @@
       File "…/train.py", line 30 in train                                       user code: the place in messages
       File "<string>", line 6 in <module>                                       the zygote's frame, always the last
 
-The functions take text and return values. In an inspection, a rank writes only its main thread. In a crash, a rank
-writes all threads, the newest first, so the main thread is the last. Beyond a hundred threads faulthandler writes "..."
-instead of the oldest threads.
+In an inspection, a rank dumps only its main thread. In a crash, a rank dumps all threads, the newest first, so the main
+thread is the last. Beyond 100 threads, faulthandler writes "..." instead of the oldest threads.
 
-Failure cases: The text may be truncated or come from a newer Python. The parser ignores lines that it does not
-understand, and never raises.
+Failure cases: The text may be truncated or come from a newer Python. The parser ignores unknown lines and never raises.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ import msgspec
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD = re.compile(r"^((Current t|T)hread 0x[0-9a-f]+|Stack \(most recent call first\):)")
-_ZYGOTE = "<string>"  # File name of the program of `python -c`.
+_ZYGOTE = "<string>"  # File name in stacks for code of `python -c`.
 _OUTERMOST = re.compile(r'^  File "<string>", line \d+ in <module>$')
 _CUT = "..."
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _STANDARD = ("/lib/python3", "/lib64/python3")
 
-# A frame in one of these files means a wait for other ranks.
+# Source files whose frames show that a rank waits for other ranks.
 _COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/horovod/", "/mpi4py/")
-# Exceptions: these modules read and write files.
+# Exceptions to the list above: distributed modules that read and write files.
 _NOT_COLLECTIVE = ("/torch/distributed/checkpoint/",)
-# This file counts only as the innermost frame, because a forward pass runs user code inside a frame of this file.
+# Source file that shows a wait only as the innermost frame, because a forward pass runs user code inside its frames.
 _REDUCER = "/torch/nn/parallel/distributed.py"
 _BACKWARD = "/torch/autograd/"
-# Files in which a main thread waits while other threads or processes do the work.
+# Source files in which a main thread waits while other threads or processes do the work.
 _DELEGATES = (
     "/threading.py",
     "/queue.py",
@@ -56,7 +54,7 @@ class StackFrame(msgspec.Struct, frozen=True):
     function: str
 
     def text(self) -> str:
-        """Return the place as text for users, for example ``train.py:41 load_batch``."""
+        """Return the code location as text for users, for example ``train.py:41 load_batch``."""
         return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
 
 
@@ -68,11 +66,11 @@ class Thread(msgspec.Struct, frozen=True):
 
     @property
     def current(self) -> bool:
-        """Return True for the thread that received the signal: the main thread, unless it blocks signals."""
+        """Return True for the thread that received the signal, which is usually the main thread."""
         return self.title.startswith("Current")
 
     def body(self) -> str:
-        """Return the frames in the format of faulthandler."""
+        """Return the thread's frames in the format of faulthandler."""
         return "\n".join(f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in self.frames)
 
 
@@ -88,16 +86,16 @@ class Stack(msgspec.Struct, frozen=True):
         return () if self.main is None else self.main.frames
 
     def where(self) -> str:
-        """Return the place of the main thread as text: its innermost frame outside of libraries, or ""."""
+        """Return the main thread's innermost frame outside of libraries as text, or ""."""
         own = (frame for frame in self.frames if not _library(frame.file))
         frame = next(own, self.frames[0] if self.frames else None)
         return "" if frame is None else frame.text()
 
 
 def parse(text: str, own: str) -> Stack:
-    """Return the stack from faulthandler's text, without the frames of the runtime.
+    """Return the stack from faulthandler's text, without the frames of the package's runtime.
 
-    The main thread keeps its frames of the runtime (`own`) if it has no other frames.
+    If the main thread has only frames of the runtime (`own`), the function keeps these frames.
     """
     threads: list[tuple[str, list[StackFrame]]] = []
     cut = False
@@ -116,7 +114,7 @@ def parse(text: str, own: str) -> Stack:
         Thread(title, tuple(frame for frame in frames if not frame.file.startswith(own))) for title, frames in threads
     ]
     place = len(made) - 1
-    if cut:  # The oldest threads are missing. The main thread may be the one that received the signal.
+    if cut:  # The oldest threads are missing, so the thread that received the signal may be the main thread.
         place = next((place for place, thread in enumerate(made) if thread.current), -1)
     if place < 0:
         return Stack(None, tuple(made))
@@ -127,7 +125,7 @@ def parse(text: str, own: str) -> Stack:
 
 
 def readable(text: str, own: str) -> str:
-    """Return a crash text without frames of the runtime (`own`) and without the list of modules."""
+    """Return a crash dump without frames of the runtime (`own`) and without the list of modules."""
     lines = text.partition("\nExtension modules:")[0].rstrip().splitlines()
     made = [*map(_frame, lines), None]
     kept = []
@@ -139,15 +137,15 @@ def readable(text: str, own: str) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """Return True when a text ends like a complete stack dump of a rank."""
+    """Return True if a text ends like a complete stack dump of a rank."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.strip() == _CUT or bool(_OUTERMOST.match(last)))
 
 
 def in_collective(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True when these frames are in a call that waits for other ranks.
+    """Return True if the frames of a thread are in a call that waits for other ranks.
 
-    Only frames inside the innermost user code count. A model's own forward pass runs inside frames of
+    The function checks only frames inside the innermost user code. A model's own forward pass runs inside frames of
     `torch/distributed/fsdp`, but does not wait for other ranks.
     """
     for place, frame in enumerate(frames):
@@ -161,22 +159,22 @@ def in_collective(frames: tuple[StackFrame, ...]) -> bool:
 
 
 def in_backward(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True in a backward pass, whose end waits for gradients of other ranks."""
+    """Return True for frames in a backward pass, which waits for gradients of other ranks at its end."""
     return bool(frames) and _BACKWARD in frames[0].file
 
 
 def at_socket(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True when the innermost frame is in the standard library's socket code."""
+    """Return True if the innermost frame is in the standard library's socket code."""
     return bool(frames) and _standard(frames[0].file) and frames[0].file.endswith(_SOCKETS)
 
 
 def delegates(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True when these frames only wait for other threads or processes of the same rank."""
+    """Return True if the frames only wait for other threads or processes of the same rank."""
     return bool(frames) and _standard(frames[0].file) and _has(frames[0].file, _DELEGATES)
 
 
 def uses_torch(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True when user code has called torch."""
+    """Return True if the frames show a call of torch by user code."""
     for frame in frames:
         if "/torch/" in frame.file:
             return True

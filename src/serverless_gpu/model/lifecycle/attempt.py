@@ -1,10 +1,11 @@
 """Data types of an attempt's lifecycle: states, reasons, limits, failures, events and facts.
 
-`attempt_lifecycle.py` decides what an event does. A fact is an immutable record of one event of an attempt on its node.
-All use and money follow from facts (`metering.py`, `ledger.py`). The node records facts and sends them to the server.
+`attempt_lifecycle.py` decides the effect of an event. A fact is an immutable record of one event of an attempt on its
+node. The server computes all device usage and charges from facts (`metering.py`, `ledger.py`). The node records facts
+and sends them to the server.
 
-`Stopped` is the last message of a run. `stopped.json` in a run directory also holds this message. `Stopped` is separate
-from the other messages (`node/base/protocol.py`) because readers of run directories only need `Stopped`.
+`Stopped` is the last message of a run. `stopped.json` in a run directory also contains the `Stopped` message. `Stopped`
+is separate from the messages in `node/base/protocol.py` because readers of run directories only need `Stopped`.
 """
 
 from __future__ import annotations
@@ -121,29 +122,29 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
 """Final reason of an attempt by the reason of its stop request."""
 
 SUPERVISOR_GONE = frozenset({Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED})
-"""Reasons for a supervisor that died without reporting an end. `judge_loss` selects the reason."""
+"""Possible reasons after a supervisor died without reporting an end. `judge_loss` selects the reason."""
 
-# Stops after which the run may continue in another attempt, unless a later stop has a different reason.
+# Stop reasons after which the run may continue in another attempt, unless a later stop request has a final reason.
 PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})
 
 STOPPED_FOR_A_FAILURE = "failure"
 
 
 def stop_word(reason: Reason | None) -> str:
-    """Return `SGPU_STOP_REASON` of ranks: a `StopReason`, or ``"failure"`` after a failure of the run."""
+    """Return the value of `SGPU_STOP_REASON`: a `StopReason`, or ``"failure"`` after a failure of the run."""
     words = {ending: why.value for why, ending in STOPPED_BY.items()}
     words[Reason.NODE_PARTITIONED] = StopReason.DRAIN.value
     return words.get(reason, STOPPED_FOR_A_FAILURE) if reason is not None else STOPPED_FOR_A_FAILURE
 
 
 class Meaning(msgspec.Struct, frozen=True):
-    """The consequences of a reason."""
+    """The consequences of a final reason for retries, billing and messages."""
 
     state: State
-    # True when a new attempt needs no `retries` from the user, because no user code ran.
+    # True if the server may start a new attempt without the user's `retries`, because no user code ran.
     may_retry: bool
-    is_billed: bool  # True when the time is billed. Platform failures are not.
-    sentence: str  # The message for users.
+    is_billed: bool  # True if the server bills the attempt's device time. The server does not bill platform failures.
+    sentence: str  # The explanation of the reason for users.
 
 
 MEANINGS: Mapping[Reason, Meaning] = {
@@ -220,22 +221,23 @@ MEANINGS: Mapping[Reason, Meaning] = {
 
 
 UNSAVED_MAX = 3
-"""Default number of consecutive attempts without new saved data after which `resume` gives up."""
+"""Default number of consecutive attempts without a new checkpoint after which `resume` stops retrying."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits of an attempt, in nanoseconds."""
 
-    timeout_ns: int | None = None  # From the first user code to the last. None means no limit.
-    # Time between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
+    timeout_ns: int | None = None  # Maximum duration of user code, or None for no limit.
+    # Time between SIGTERM and SIGKILL after a stop request, or after a rank returned but does not exit.
     grace_ns: int = 30_000_000_000
     failure_grace_ns: int = 2_000_000_000  # Time between SIGTERM and SIGKILL after another rank failed.
-    start_ns: int = 300_000_000_000  # From the placement to the first user code.
-    hang_warning_ns: int | None = 600_000_000_000  # Time without progress until a warning. None disables the warning.
-    hang_timeout_ns: int | None = None  # Time without progress until the run ends. None disables this end.
+    start_ns: int = 300_000_000_000  # Maximum time from the placement to the first user code.
+    # Time without progress until the supervisor warns. None disables the warning.
+    hang_warning_ns: int | None = 600_000_000_000
+    hang_timeout_ns: int | None = None  # Time without progress until the supervisor ends the run, or None for no limit.
 
     def stop_grace_ns(self) -> int:
-        """Return the grace period that fits into the time limit: at most half of the limit."""
+        """Return the grace period, reduced to at most half of the time limit."""
         if self.timeout_ns is not None and self.timeout_ns < 2 * self.grace_ns:
             return self.timeout_ns // 2
         return self.grace_ns
@@ -244,18 +246,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A failure of one rank, or of the whole attempt (`rank` None)."""
 
-    rank: int | None  # Global rank. For a command that runs once per node, the node's number.
+    rank: int | None  # Global rank, or the node's number for a command that runs once per node.
     reason: Reason
     at_ns: int  # Time of the failure on the node's boot clock.
-    peer_lost: bool = False  # True when the rank only reported that a peer closed its connection.
+    peer_lost: bool = False  # True if the rank only reported that a peer closed its connection.
     signal: int | None = None  # Signal that ended the rank, or None.
-    exit_code: int | None = None  # Exit code of a command if not 0, else None.
+    exit_code: int | None = None  # Exit code of a failed command, else None.
     detail: str = ""
-    node: str = ""  # Node of the failure for an attempt on several nodes, else "".
+    node: str = ""  # Name of the node on which the failure occurred, or "" for an attempt on one node.
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of a hung run that wait, and the ranks they wait for.
+    """The waiting ranks of a hung run, and the ranks that they wait for.
 
     Attributes:
         waiting: ranks that wait for other ranks.
@@ -273,8 +275,8 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):
     """The end of an attempt, in `stopped.json` and as a message of the supervisor.
 
-    At the time of this message no rank runs any more, and results and failures are in the run directory. The GPU gate
-    follows.
+    The supervisor sends this message after all ranks have ended and the run directory contains results and failures.
+    The GPU gate runs afterwards.
     """
 
     state: State
@@ -282,9 +284,10 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     cause: Failure | None
     consequences: tuple[Failure, ...]
     log_tail: str = ""  # Last output of the rank that caused the end.
-    tails: dict[int, str] = {}  # Last lines of ranks without live output. The rank that caused the end comes first.
-    hang: Hang | None = None  # The ranks that waited, and the ranks they waited for.
-    # True when the kernel confirms that no process is left. False when a process could not be ended.
+    # Last output lines of ranks whose output is not shown live, starting with the rank that caused the end.
+    tails: dict[int, str] = {}
+    hang: Hang | None = None  # The ranks that waited, and the ranks that they waited for.
+    # True if the kernel confirms that all processes have ended. False if the supervisor could not kill a process.
     proven: bool = True
     hint: str = ""  # Probable cause of a failure of user code.
 
@@ -294,11 +297,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     fence: int
-    world_size: int  # Number of user processes on this node. Processes have numbers within the whole gang.
+    world_size: int  # Number of user processes on the node. Process numbers are unique within the gang.
     limits: Limits
-    # True when other nodes have ranks of the gang. Ranks that return on this node wait for ranks on other nodes.
+    # True if other nodes have ranks of the gang. Ranks that return then wait for ranks on other nodes.
     has_peers: bool = False
-    first: int = 0  # The lowest number of a process on this node.
+    first: int = 0  # The lowest process number on the node.
     state: State = State.QUEUED
     phase: Phase = Phase.NONE
     reason: Reason | None = None
@@ -309,7 +312,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     exited: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     killed: bool = False
-    fault_ns: int | None = None  # Time of the first failure of a GPU, or None.
+    fault_ns: int | None = None  # Time of the attempt's first GPU failure, or None.
 
     @property
     def gang(self) -> str:
@@ -318,21 +321,21 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> range:
-        """Return the numbers of the processes on this node."""
+        """Return the process numbers on the node."""
         return range(self.first, self.first + self.world_size)
 
     @property
     def cause(self) -> Failure | None:
-        """Return the failure that explains why the attempt ended."""
+        """Return the failure that caused the end of the attempt."""
         return root_cause(self.failures, self.stop_ns)
 
 
 class GangPlaced(msgspec.Struct, frozen=True):
-    """The gang has GPUs and a stem."""
+    """The gang has its GPUs, and the stem (parent process of the ranks) runs."""
 
 
 class Preparing(msgspec.Struct, frozen=True):
-    """Preparation of the environment makes progress, but has not finished."""
+    """The preparation of the environment makes progress, but has not finished."""
 
 
 class RanksNotStarted(msgspec.Struct, frozen=True):
@@ -349,7 +352,7 @@ class RankExecuting(msgspec.Struct, frozen=True):
 
 
 class RankReturned(msgspec.Struct, frozen=True):
-    """A rank's result is durable."""
+    """The node has stored a rank's result durably."""
 
     rank: int
 
@@ -365,7 +368,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     signal: int | None  # Signal that ended the process, or None.
-    out_of_memory: bool = False  # True when the kernel's counters show an out-of-memory kill.
+    out_of_memory: bool = False  # True if the kernel's counters show an out-of-memory kill.
     detail: str = ""  # A message for users.
 
 
@@ -399,7 +402,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class TreeEmpty(msgspec.Struct, frozen=True):
-    """No process of the attempt is left."""
+    """All processes of the attempt have ended."""
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
@@ -411,7 +414,7 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class PeerFailed(msgspec.Struct, frozen=True):
-    """The attempt failed on another of its nodes."""
+    """The attempt failed on another node."""
 
     detail: str
 
@@ -437,12 +440,12 @@ Event = (
 
 
 def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | None:
-    """Return the failure that explains the others: the first in time, or the lowest rank on a tie.
+    """Return the failure that caused all later failures, and the lowest rank on a tie.
 
-    A rank that only reports a lost peer explains nothing while another failure is known. After the stop began, only a
-    crash counts, because a dying rank closes its sockets before the supervisor can reap it. Later exceptions are
-    consequences. A failed GPU explains all failures of its rank, even if the driver reports the GPU failure a moment
-    later. A failure on another node explains reports about lost peers, but no crash.
+    A report of a lost peer is not the cause while another failure is known. After the start of a stop, only a crash can
+    be the cause, because a dying rank closes its sockets before the supervisor can reap the rank. Exceptions after the
+    start of a stop are consequences. A failed GPU explains all failures of its rank, even if the driver reports the GPU
+    failure later. A failure on another node explains reports of lost peers, but no crash.
     """
 
     def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:
@@ -460,11 +463,11 @@ class FactKind(StrEnum):
 
     RESERVED = "reserved"
     HYDRATING = "hydrating"  # The devices are reserved while the node prepares the environment.
-    STARTING = "starting"  # The environment is ready, and the ranks start.
+    STARTING = "starting"  # The environment is ready, and the node starts the ranks.
     EXEC = "exec"
     HELD = "held"
     ALIVE = "alive"
-    STOPPING = "stopping"  # The ranks must end, or have finished their work.
+    STOPPING = "stopping"  # The ranks have finished their work or must stop.
     EXITED = "exited"
     FREED = "freed"
 
@@ -480,10 +483,10 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         boottime_ns: nanoseconds since boot. All durations use the boot time.
         wall_ns: nanoseconds since 1970. The wall time only determines the calendar day of the fact.
         gpus: identifiers of the allocated devices.
-        cpus: allocated cores. 0 without a limit.
-        memory_bytes: allocated host memory. 0 without a limit.
-        grace_ms: only for `stopping` after a stop request, else None. The ranks have this time to stop, and longer time
-            is not billed.
+        cpus: allocated cores, or 0 without a limit.
+        memory_bytes: allocated host memory, or 0 without a limit.
+        grace_ms: grace period after a stop request, only for `stopping`, else None. The server does not bill the time
+            beyond the grace period.
     """
 
     attempt: str
@@ -499,7 +502,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def alive_after(last: Fact, at_ns: int) -> Fact:
-    """Return a fact that an attempt was still alive at a boot time, after its last known fact."""
+    """Return an `alive` fact at a boot time, numbered after the attempt's last known fact."""
     return msgspec.structs.replace(
         last,
         seq=last.seq + 1,

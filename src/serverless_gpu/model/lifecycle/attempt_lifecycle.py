@@ -4,19 +4,20 @@
        │          │          │
        └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
 
-This module has the transition table and its handlers. The module uses no clocks, processes, sockets or files. `advance`
-accepts an attempt, an event and the time. `advance` returns the next attempt value and instructions, which the caller
-carries out. The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides
-how the server interprets reports and silence (UNREACHABLE).
+This module contains the transition table and its handlers. The module uses no clocks, processes, sockets or files.
+`advance` accepts an attempt, an event and the time. `advance` returns the next attempt value and instructions for the
+caller. The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides how the
+server interprets reports and silence (UNREACHABLE).
 
 STOPPING has two phases: TERMINATING (ranks have a stop request and a deadline) and KILLING (the supervisor kills all
-processes and waits for `TreeEmpty`). A successful run also passes through KILLING, which ends processes that its ranks
-left running. RUNNING has two phases. In RETURNED, all ranks of this node have returned, but not those of other nodes.
-SETTLING follows a rank's report that a peer closed its connection. The peer is the likely cause, and the peer's own
-report may arrive milliseconds later. The attempt waits `SETTLE_NS` for the peer's report before the cause is decided.
+processes and waits for `TreeEmpty`). A successful run also passes through KILLING, in which the supervisor ends
+leftover processes of the ranks. RUNNING has two phases. In RETURNED, all ranks of the supervisor's node have returned,
+but ranks of other nodes still run. SETTLING follows a rank's report that a peer closed its connection. The peer is the
+likely cause, and the peer's own report may arrive milliseconds later. The supervisor waits `SETTLE_NS` for the peer's
+report before it decides the cause.
 
-A rank that returns and then dies while its interpreter shuts down has still returned. The rank's result was durable
-before the rank reported its return, so the supervisor records a note and no failure.
+A crash while a returned rank's interpreter shuts down is not a failure. The rank's result was durable before the rank
+reported its return, so the supervisor only records a note.
 
 `judge_loss` decides the billing of an attempt whose supervisor died without reporting an end:
 
@@ -26,10 +27,11 @@ before the rank reported its return, so the supervisor records a note and no fai
       the run had a memory limit
     anything else                       ───▶ SUPERVISOR_KILLED   billed until the last report
 
-A process of the run may have the uid of its supervisor and can then kill the supervisor at any time. So the death alone
-does not prove a platform failure. Evidence must come from the kernel, because the run cannot write there. Runs without
-a memory limit can exhaust the machine's memory themselves, so for such runs an out-of-memory kill proves nothing.
-`HOST_OOM` of a rank is billed for the same reason. A boot identifier or kernel log that cannot be read is no evidence.
+A process of the run may have the uid of its supervisor and can then kill the supervisor at any time. The death alone
+therefore does not prove a platform failure. Evidence must come from the kernel's log, because the run cannot write to
+that log. A run without a memory limit can exhaust the machine's memory, so an out-of-memory kill proves nothing for
+that run. The server bills `HOST_OOM` of a rank for the same reason. An unreadable boot identifier or kernel log is no
+evidence.
 """
 
 from __future__ import annotations
@@ -71,12 +73,12 @@ from serverless_gpu.model.lifecycle.attempt import (
 
 SETTLE_NS = 200_000_000
 FENCE_GRACE_NS = 30_000_000_000
-"""Maximum time for ranks to end after the lease expired. The server waits a minute before it starts another attempt."""
+"""Maximum time for ranks to end after the lease expired. The server waits a minute before starting another attempt."""
 FAULT_NS = 60_000_000_000
 """Time after a GPU failure at which the supervisor ends an attempt whose ranks have not noticed the failure."""
 
 ASKED = frozenset({Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
-"""Reasons of attempts that ended because of a stop request."""
+"""Final reasons of attempts that ended because of a stop request."""
 _NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
 
 
@@ -95,7 +97,7 @@ _Handler = Callable[..., Step]
 
 
 class IllegalAttemptTransition(Exception):
-    """An event arrived in a state without a row for it. The attempt did not change."""
+    """Raised when the transition table has no row for an event in the attempt's state. The attempt does not change."""
 
     def __init__(self, attempt: Attempt, event: Event) -> None:
         super().__init__(f"run {attempt.run_id} (fence {attempt.fence}): {type(event).__name__} in {attempt.state}")
@@ -104,7 +106,7 @@ class IllegalAttemptTransition(Exception):
 def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
     """Return the attempt after an event, and the instructions to carry out.
 
-    `now_ns` is the node's boot time. Raises IllegalAttemptTransition when the table has no row for the event.
+    `now_ns` is the node's boot time. Raises IllegalAttemptTransition if the transition table has no row for the event.
     """
     handler = TABLE[attempt.state].get(type(event))
     if handler is None:
@@ -145,7 +147,7 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
 def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
     if len(attempt.returned) < attempt.world_size:
         return attempt, ()
-    # All results are durable, so the run can only succeed now. Ranks have their grace period to exit by themselves.
+    # All results are durable, so the run can only succeed. Ranks get their grace period to exit by themselves.
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
     if len(attempt.exited) == attempt.world_size:  # The ranks exited while they waited for ranks on other nodes.
         return _kill(attempt, now_ns, Reason.COMPLETED)
@@ -172,7 +174,7 @@ def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
 
 
 def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
-    """End this node's part when all its ranks have returned and exited, to free the node's devices early."""
+    """End the attempt on a node when all ranks of the node have exited, to free the devices early."""
     if attempt.phase is Phase.RETURNED and len(attempt.exited) == attempt.world_size:
         return _released(attempt, Released(), now_ns)
     return attempt, ()
@@ -197,7 +199,7 @@ def _exit_failure(event: RankExited, now_ns: int) -> Failure:
 
 
 def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
-    # All results are durable. Only processes that waited for other nodes have died.
+    # All results are durable, because only processes that waited for other nodes have died.
     if attempt.phase is Phase.RETURNED:
         return _concluded_if_gone(replace(attempt, exited=attempt.returned), now_ns)
     reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
@@ -211,13 +213,14 @@ def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
     reason = STOPPED_BY[event.why]
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, reason)
-    # Another node reached the time limit first because its clock started earlier. The same grace applies here.
+    # Another node reached the time limit first because its clock started earlier. The same grace period applies on both
+    # nodes.
     grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
     return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
-    """Update the reason of a stop in progress, which decides if another attempt may follow."""
+    """Update the reason of a stop in progress. The reason decides if another attempt may follow."""
     reason = STOPPED_BY[event.why]
     if attempt.reason in PASSING_STOPS and reason not in PASSING_STOPS:
         return replace(attempt, reason=reason), ()
@@ -232,7 +235,7 @@ def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
 
 
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    """Schedule a forced end. The rank on the failed GPU soon dies with a report, or hangs."""
+    """Schedule a forced end of the attempt, because the rank on the failed GPU may hang."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
     if attempt.phase is Phase.RETURNED:
         return attempt, ()
@@ -249,7 +252,8 @@ def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) 
 def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
     """Stop after a failure on another node.
 
-    Later reports of ranks are consequences of that failure, but a crash that the supervisor reaps is not.
+    Later reports of ranks are consequences of the other node's failure. A crash that the supervisor reaps is an
+    independent failure.
     """
     failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, peer_lost=True, detail=event.detail)
     attempt = _with_failure(attempt, failure)
@@ -286,7 +290,7 @@ def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
 
 
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
-    """Stop by this node's own clock, because another attempt may soon run elsewhere."""
+    """Stop after the lease expired, because another attempt may soon run on other nodes."""
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.NODE_PARTITIONED)
     grace = min(attempt.limits.grace_ns, FENCE_GRACE_NS)
@@ -333,7 +337,7 @@ def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     return attempt, (AttemptInstruction.KILL_TREE,)
 
 
-# Rows: state → event → handler. Terminal states have empty rows because they accept no events.
+# Transition table: state → event → handler. Terminal states have empty rows because they accept no events.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         GangPlaced: lambda attempt, _, now_ns: (
@@ -380,7 +384,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         PeerFailed: _peer_failed,
         Released: _released,
     },
-    State.UNREACHABLE: {},  # Only the server uses this state.
+    State.UNREACHABLE: {},  # Only the server uses the UNREACHABLE state.
     State.STOPPING: {
         Preparing: _nothing,
         RanksNotStarted: _nothing,
@@ -407,24 +411,24 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
 
 
 UNKNOWN_BOOT = "unknown"
-"""Placeholder where a machine has no boot identifier."""
+"""Placeholder for a machine without a boot identifier."""
 _OUT_OF_MEMORY = re.compile(r"Out of memory: Killed process (\d+) \(.*oom_score_adj:(-?\d+)\s*$")
 _MEMORY_FAILURE = re.compile(r"(?:Memory failure: \S+|MCE): Killing .{1,16}:(\d+) due to hardware memory corruption")
 _TEXT_MAX = 200
 
 
 class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence about a supervisor's death that its run cannot have written."""
+    """Evidence about a supervisor's death that the supervised run cannot forge."""
 
-    boot_id: str  # Boot identifier in the attempt's facts. "" without facts.
+    boot_id: str  # Boot identifier in the attempt's facts, or "" without facts.
     boot_id_now: str
-    pid: int | None = None  # Process ID of the supervisor. None when unknown.
-    is_memory_limited: bool = False  # True when the run had its own memory limit.
-    kernel_lines: tuple[str, ...] = ()  # The kernel's own log records since the attempt got its devices.
+    pid: int | None = None  # Process ID of the supervisor, or None when unknown.
+    is_memory_limited: bool = False  # True if the run had its own memory limit.
+    kernel_lines: tuple[str, ...] = ()  # The kernel's log records since the allocation of the attempt's devices.
 
 
 def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
-    """Return the reason for the end of the attempt, and the evidence as text or ""."""
+    """Return the reason for the supervisor's loss, and the evidence as text or ""."""
     boots = {evidence.boot_id, evidence.boot_id_now}
     if len(boots) == 2 and not boots & {"", UNKNOWN_BOOT}:
         return Reason.SUPERVISOR_LOST, "the machine has restarted since the attempt began"
@@ -436,7 +440,7 @@ def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
 
 
 def _records_of(pid: int, evidence: LossEvidence) -> Iterator[str]:
-    """Yield kernel records that explain the death of a process and that its run cannot have caused."""
+    """Yield kernel records that explain a process's death and that its run cannot have caused."""
     for line in evidence.kernel_lines:
         failed = _MEMORY_FAILURE.match(line)
         if failed is not None and int(failed[1]) == pid:

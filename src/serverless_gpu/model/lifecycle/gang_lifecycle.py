@@ -1,6 +1,6 @@
 """The lifecycle of a gang on several nodes: combines the states of its nodes into one attempt.
 
-A `Crew` is one node's part of a gang: a supervisor and its ranks. This text calls each part a node.
+A `Crew` is the part of a gang on one node: a supervisor and its ranks. In the following text, "node" denotes a `Crew`.
 
     nodes: STARTING RUNNING UNREACHABLE STOPPING, halted?, returned?, over?  ── fold ─▶ the attempt's state
                                                                                      ├─ the cause, decided once
@@ -8,22 +8,22 @@ A `Crew` is one node's part of a gang: a supervisor and its ranks. This text cal
                                                                                      ├─ all returned: ranks may exit
                                                                                      └─ all over: the attempt's end
 
-Each node reports the state of its own ranks to the server. `fold` combines the reports. With one node, the result is
+Each node reports the state of its own ranks to the server. `fold` combines the reports. With one node, `fold` returns
 that node's state.
 
-- **The cause** is the first node that failed by itself. Two reports explain little: a closed connection of a peer while
-  other nodes may report more, and a dead process while another node is silent. The report of a node that failed by
-  itself or was lost replaces such a report once. After that, only a failed GPU replaces the cause.
+- **The cause** is the first node that failed by itself. Two reports are weak causes: a closed connection of a peer
+while other nodes may report more, and a dead process while another node is silent. The report of a node that failed by
+itself or was lost replaces a weak cause once. After that replacement, only a failed GPU replaces the cause.
 
-- **A node whose part ended after a stop request** explains nothing, unless the kernel shows an earlier crash. After a
-  stop request for the run, all failures are consequences of the request.
+- **A node that stopped after a stop request** is not the cause, unless the kernel shows an earlier crash. After a stop
+request for the run, all failures are consequences of the request.
 
 - **An attempt ends only after it has ended on all nodes**, because another attempt could collide with remaining
   processes. The caller can learn the cause earlier when no attempt follows (`early_reasons`).
 
-- **Ranks that have returned on one node wait for ranks on other nodes.** The store of rank 0 is on its node, and other
-  ranks would fail without this store. The server decides once that all ranks may exit, and only without failures or
-  stop requests. After that the run succeeds when its results arrive.
+- **Ranks that have returned on one node wait for ranks on other nodes.** The rendezvous store of rank 0 is on its node,
+and other ranks would fail without that store. The server decides once that all ranks may exit, and only without
+failures or stop requests. Then the run succeeds when its results arrive.
 
 - **A node does not wait for silent nodes.** When all of its ranks have returned and all other nodes without a return
   are silent, its ranks may exit (`may_leave`) and free its devices. The other nodes still decide how the attempt ends.
@@ -40,7 +40,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 _CRASHES = frozenset({Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST})
-"""Reasons from the kernel or the driver. Such reasons are true even after a stop request."""
+"""Reasons that the kernel or the driver reports. Kernel and driver reports are valid even after a stop request."""
 _OF_SILENCE = (
     Reason.NODE_GONE,
     Reason.NODE_REBOOTED,
@@ -49,15 +49,15 @@ _OF_SILENCE = (
     Reason.SUPERVISOR_KILLED,
     Reason.TIMEOUT,
 )
-"""Possible reasons of a silent node, besides reasons that prevent another attempt anyway."""
+"""Possible final reasons of a silent node, besides reasons that always prevent another attempt."""
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
     """The reason of an early end on one node, which the node's supervisor reports immediately.
 
     Attributes:
-        rank: number of the process that failed, or None for all processes of the node.
-        peer_lost: True when the rank only reported a closed connection of a peer.
+        rank: number of the failed process, or None for all processes of the node.
+        peer_lost: True if the rank only reported a closed connection of a peer.
         detail: a one-line message for users.
     """
 
@@ -71,51 +71,53 @@ class Over(msgspec.Struct, frozen=True, kw_only=True):
     """The end of an attempt on one node."""
 
     reason: Reason
-    began: bool = False  # True when user code of the node's ranks had started.
-    proven: bool = True  # True when no process of the attempt is left on the node.
-    given_up: bool = False  # True when the end is certain without a report: the node restarted or never reconnected.
-    rank: int | None = None  # The fields `rank`, `peer_lost` and `detail` are as in `Halt`.
+    began: bool = False  # True if user code of the node's ranks had started.
+    proven: bool = True  # True if all processes of the attempt on the node have ended.
+    given_up: bool = False  # True if the end is certain without a report: the node restarted or never reconnected.
+    rank: int | None = None  # The fields `rank`, `peer_lost` and `detail` have the meaning of the fields in `Halt`.
     peer_lost: bool = False
     detail: str = ""
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a gang on one node, as far as the other nodes need it."""
+    """The part of a gang's state on one node that affects other nodes."""
 
     number: int
-    state: State = State.STARTING  # STARTING, RUNNING, UNREACHABLE or STOPPING. Ignored once `over` is set.
-    before: State | None = None  # The state before UNREACHABLE.
-    began: bool = False  # True when user code of the node's ranks has started.
-    returned: bool = False  # True when all ranks of the node have returned and wait for other nodes.
-    halt: Halt | None = None  # The reason of an early end, once the node has reported it.
-    over: Over | None = None  # The end of the attempt on this node.
+    # STARTING, RUNNING, UNREACHABLE or STOPPING. `fold` ignores the state once `over` is set.
+    state: State = State.STARTING
+    before: State | None = None  # The node's state before UNREACHABLE.
+    began: bool = False  # True if user code of the node's ranks has started.
+    returned: bool = False  # True if all ranks of the node have returned and wait for other nodes.
+    halt: Halt | None = None  # The reason of an early end, once the node has reported the reason.
+    over: Over | None = None  # The end of the attempt on the node, or None.
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why a gang ends early."""
 
-    # The node that caused the end. None when the server decided: after a stop request, or when nodes did not connect.
+    # The node that caused the end. None if the server decided the end, after a stop request or because nodes did not
+    # connect.
     crew: int | None
     reason: Reason
     rank: int | None = None
     detail: str = ""
-    final: bool = True  # True when no later report can replace this cause.
-    # Numbers of two nodes if the cause is that the first does not reach the second.
+    final: bool = True  # True if no later report can replace the cause.
+    # Numbers of two nodes, if the cause is that one node does not reach the other node.
     apart: tuple[int, int] | None = None
-    silent: bool = False  # True when a node became silent before any user code could start.
+    silent: bool = False  # True if a node became silent before any user code could start.
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
     """The combined state of a gang on all its nodes."""
 
-    # State of the attempt until its end. UNREACHABLE when a node is silent, STOPPING when a node stops. Otherwise the
-    # least advanced state of all nodes.
+    # State of the attempt until its end. UNREACHABLE if a node is silent, STOPPING if a node stops. Otherwise the least
+    # advanced state of all nodes.
     state: State
-    before: State | None  # The state without the silent nodes. None when no node is silent.
-    began: bool  # True when user code has started on any node.
+    before: State | None  # The combined state without the silent nodes, or None if no node is silent.
+    began: bool  # True if user code has started on any node.
     cause: Cause | None  # The reason of an early end, or None.
-    releases: bool  # True when all ranks have returned and may exit.
-    # The attempt's end, once it has ended on all nodes. `GivenUp` does not include `began`.
+    releases: bool  # True if all ranks have returned and may exit.
+    # The attempt's end, once the attempt has ended on all nodes. `GivenUp` does not include `began`.
     over: AttemptEnded | GivenUp | None
 
 
@@ -141,30 +143,30 @@ def fold(
 
 
 def must_stop(crew: Crew, cause: Cause | None) -> bool:
-    """Return True when a node must stop its ranks because the gang ends early."""
+    """Return True if a node must stop its ranks because the gang ends early."""
     return cause is not None and crew.over is None and crew.halt is None
 
 
 def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
-    """Return True when the ranks of a node may exit because all nodes that have not returned are silent."""
+    """Return True if a node's ranks may exit because all nodes with unreturned ranks are silent."""
     awaited = [other for other in crews if not other.returned and not _succeeded(other)]
     are_silent = all(other.over is None and other.state is State.UNREACHABLE for other in awaited)
     return crew.returned and bool(awaited) and are_silent
 
 
 def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
-    """Return the possible reasons of a gang's end before all nodes have ended, the most likely first.
+    """Return the possible reasons of a gang's end before all nodes have ended, most likely first.
 
-    There are two cases. In the first case, the attempt has ended on the node that caused the end, and no report can
-    replace the cause. In the second case, the attempt has ended on all other nodes, or these are silent. The caller
-    then need not wait for proof that a node is gone. The caller has checked that no reason leads to another attempt.
+    The reasons are known early in two cases. In one case, the attempt has ended on the node that caused the end, and no
+    report can replace the cause. In the other case, all other nodes have ended or are silent. The caller then need not
+    wait for proof that a node is gone. The caller has checked that no reason leads to another attempt.
 
-    Returns no reasons while they are unknown, or when the server decided the end.
+    Returns no reasons while the reasons are unknown, or if the server decided the end.
     """
     if cause is None or cause.crew is None:
         return ()
     own = crews[cause.crew]
-    # A report of a failed GPU may arrive later, and replaces every cause.
+    # A later report of a failed GPU replaces every cause.
     reasons = (_explained(crews, cause), Reason.GPU_LOST)
     if cause.final and own.over is not None:
         return reasons
@@ -188,7 +190,7 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
         return before
     found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
     if stop is not None and before is None:
-        # After a stop request, only a failed GPU or the certain loss of a node is another cause.
+        # After a stop request, only a failed GPU or the certain loss of a node replaces the stop request as cause.
         given_up = {crew.number for crew in crews if crew.over is not None and crew.over.given_up}
         proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or cause.crew in given_up]
         asked = Cause(crew=None, reason=STOPPED_BY[stop])
@@ -207,7 +209,7 @@ def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None
     if over is not None and over.given_up and not (has_said and halt is not None and not halt.peer_lost):
         return Cause(crew=crew.number, reason=over.reason, detail=over.detail)
     if has_said and halt is not None and not (released and crew.returned):
-        # A silent node may have caused the death of the process.
+        # A silent node may have killed the process indirectly, so the signal is not a final cause.
         doubtful = halt.reason is Reason.RANK_SIGNAL and any(other.state is State.UNREACHABLE for other in crews)
         final = not halt.peer_lost and not doubtful
         return Cause(crew=crew.number, reason=halt.reason, rank=halt.rank, detail=halt.detail, final=final)
@@ -231,9 +233,9 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
 
 
 def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:
-    """Return the reason that explains an end best.
+    """Return the reason that best explains a gang's end.
 
-    Failures that a node reports after the cause may explain more than the cause.
+    A failure that a node reports after the cause may be more specific than the cause.
     """
     if any(crew.over is not None and crew.over.reason is Reason.GPU_LOST for crew in crews):
         return Reason.GPU_LOST

@@ -1,13 +1,14 @@
-"""Rendezvous of a gang: its nodes try connections to each other instead of relying on name resolution.
+"""Rendezvous of a gang: the nodes test connections to each other instead of using name resolution.
 
     each node     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
     server        has all offers             ─▶ sends them to every node
     each node     tries every address of every other node ─▶ CrewReach        over TCP, with a shared secret
     server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: the nodes without a path
 
-The field `crew` is the number of a node within its gang. The secret derives from the gang's nonce, so a node does not
-mistake a foreign process for its peer. A foreign process may listen at 127.0.0.1 or at an address that two sites share.
-An address counts only when every other node reached it, because NCCL and Gloo connect all ranks to each other.
+The field `crew` is the number of a node within its gang. Nodes derive the shared secret from the gang's nonce, so a
+node does not mistake a foreign process for its peer. A foreign process may listen at 127.0.0.1 or at an address that
+two sites share. An address is usable only if every other node reached it, because NCCL and Gloo connect all ranks to
+each other.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 SAVED_MAX = 32
-"""Maximum number of earlier attempts in an offer. A node lists the newest attempts."""
+"""Maximum number of earlier attempts in a rendezvous offer. A node lists the newest attempts."""
 ADDRESSES_MAX = 16
-"""Maximum number of addresses in an offer. A machine with Docker can have dozens of bridges."""
+"""Maximum number of addresses in a rendezvous offer. A machine with Docker can have dozens of bridges."""
 PROBE_S = 3.0
 """Timeout in seconds for one address. A node tries all addresses at the same time."""
 PROBLEM_CHARACTERS_MAX = 200
 FAR_TIMES, FAR_US = 10, 1_000
-"""A far address takes 10 times as long as the node's nearest address, and at least 1,000 µs."""
+"""Thresholds for a distant address: 10 times the nearest address's connection time, and 1,000 µs."""
 
-# Characters of the kernel's interface names, without the comma, which is a separator for NCCL.
+# Valid characters of the kernel's interface names, without the comma, which separates names for NCCL.
 _INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")
 _Way = tuple[int, int, str]
-"""Number of the connecting node, number of the target node, and the address."""
+"""Key of a connection test: number of the connecting node, number of the target node, and the address."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +49,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         crew: number of the node in the gang.
         port: port on which the node's supervisor listens until the rendezvous is complete.
-        rendezvous_port: port that the node reserves for rank 0. 0 for all nodes but node 0.
-        addresses: addresses of the node in its order of preference. Loopback is the last.
-        saved: earlier attempts whose checkpoints the node sees, the newest first.
+        rendezvous_port: port that node 0 reserves for rank 0, or 0 for all other nodes.
+        addresses: addresses of the node in the node's order of preference. Loopback is the last address.
+        saved: earlier attempts whose checkpoints the node can read, the newest first.
     """
 
     crew: int
@@ -61,11 +62,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of trying one address of another node.
+    """The result of a connection test to one address of another node.
 
     Attributes:
         crew: number of the node with the address.
-        microseconds: time until the answer. None without an answer.
+        microseconds: time until the answer, or None without an answer.
         problem: the error as text for users, or "".
     """
 
@@ -76,21 +77,21 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewReach(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of other nodes that one node tried, with the results."""
+    """The results of one node's connection tests to the addresses of other nodes."""
 
     crew: int
     tried: tuple[Tried, ...]
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """The rendezvous of a gang: the same for all nodes, fixed for an attempt.
+    """The rendezvous of a gang, identical for all nodes and fixed for an attempt.
 
     Attributes:
         master: address and port of rank 0's rendezvous.
         interfaces: the interface for NCCL and Gloo on each node, by number of the node.
         addresses: the address at which other nodes reach each node, by number of the node.
-        resume: the newest earlier attempt whose checkpoints all nodes see, or 0. All ranks must continue from the same
-            attempt.
+        resume: the newest earlier attempt whose checkpoints all nodes can read, or 0. All ranks must continue from the
+            same attempt.
     """
 
     master: tuple[str, int]
@@ -102,14 +103,14 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
     """A gang with two nodes that cannot reach each other."""
 
-    pair: tuple[int, int]  # Numbers of two nodes. The first node does not reach the second node.
-    sentence: str  # The names of both nodes and the tried addresses, as text for users.
+    pair: tuple[int, int]  # Numbers of two nodes, of which node one does not reach node two.
+    sentence: str  # The names of the two nodes and the tried addresses, as text for users.
 
 
 def word(nonce: str, *, frm: int, to: int) -> bytes:
     """Return the 32-byte secret by which node `to` recognizes a connection from node `frm`.
 
-    Each gang has its own nonce. The answer is the secret for the other direction.
+    Each gang has its own nonce. The peer answers with the secret for the opposite direction.
     """
     return hashlib.sha256(f"{nonce}:{frm}:{to}".encode()).digest()
 
@@ -119,10 +120,10 @@ def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequenc
 
     All nodes use the same kind of address, as NCCL and Gloo require: IPv4, else IPv6, else loopback for supervisors on
     the same machine. For each node, the function selects the first address of that kind that all other nodes reached.
-    The node's own order counts, because connection time does not indicate bandwidth. The function only skips an address
-    that is far while another one is near.
+    The function respects the node's order of addresses, because connection time does not indicate bandwidth. The
+    function only skips a distant address while a near address exists.
 
-    Raises ValueError when nodes are missing or duplicate, or have invalid ports.
+    Raises ValueError if nodes are missing or duplicate, or have invalid ports.
     """
     offers = sorted(offers, key=lambda offer: offer.crew)
     if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
@@ -147,7 +148,7 @@ def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequenc
 
 
 def is_interface(name: str) -> bool:
-    """Return True when an interface name can be passed to NCCL and Gloo in a variable."""
+    """Return True if NCCL and Gloo can read an interface name from an environment variable."""
     return _INTERFACE.fullmatch(name) is not None
 
 
@@ -155,7 +156,7 @@ def kind_of(address: str) -> str:
     """Return the kind of an address, or "" if other nodes cannot use it (such as link-local)."""
     try:
         ip = ipaddress.ip_address(address)
-    except ValueError:  # An address with a scope is also an error, because only its own node can use it.
+    except ValueError:  # An address with a scope is also invalid, because only its own node can use the address.
         return ""
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if ip.is_link_local or ip.is_unspecified or ip.is_multicast or "%" in address:
@@ -177,17 +178,17 @@ def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried],
 
 
 def _slowest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], address: Address) -> int | None:
-    """Return the longest time in which a node reached an address, or None if any node failed."""
+    """Return the longest time that any node needed to reach an address, or None after a failure."""
     found = [tried.get((other.crew, offer.crew, address.address)) for other in offers if other.crew != offer.crew]
     times = [one.microseconds for one in found if one is not None and one.microseconds is not None]
     return max(times) if len(times) == len(found) else None
 
 
 def _apart(offers: Sequence[Offer], tried: Mapping[_Way, Tried], nodes: Sequence[str]) -> Apart:
-    """Return the first node that other nodes do not reach, with a message for users.
+    """Return the lowest-numbered node that other nodes do not reach, with a message for users.
 
     The message names the node that reaches the fewest addresses of the unreachable node. If all nodes are reachable,
-    but not by the same kind of address, the message is about the first node.
+    but not by the same kind of address, the message is about the lowest-numbered node.
     """
     lonely = [to for to in offers if all(_slowest(to, offers, tried, address) is None for address in _offered(to))]
     to = (lonely or list(offers))[0]
@@ -218,7 +219,7 @@ def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[s
 
 
 def variables(chosen: Chosen, crew: int) -> dict[str, str]:
-    """Return the environment variables with which ranks use the rendezvous.
+    """Return the environment variables that configure ranks for the rendezvous.
 
     The variables contain the interface for NCCL and Gloo, and the attempt from which all ranks continue.
     """

@@ -1,11 +1,11 @@
-"""Retention of run directories: limits their age first, then their total size.
+"""Retention of run directories: limits the age first, then the total size.
 
     entries (id, end time, size) · policy (age, bytes, spared) · now   →   ids, oldest first
 
-The functions are pure. `node/attempt/retention.py` reads and deletes the directories. That module never deletes runs
-that have not ended. The policy also keeps runs for `spared_ns` after their end, because the caller may not have read
-the results yet. Only ended runs count toward the size limit, so that one huge active run does not expel all ended runs.
-After a clock moves back, ages are negative and nothing is deleted.
+The functions are pure. `node/attempt/retention.py` reads and deletes the run directories, but never deletes runs that
+have not ended. The policy also retains runs for `spared_ns` after their end, because the caller may not have read the
+results yet. Only ended runs count toward the size limit. Otherwise one huge active run would expel all ended runs.
+After a clock moves back, ages are negative and the policy deletes nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
     """The directory of one run."""
 
     run_id: str
-    ended_ns: int | None  # End time in nanoseconds since 1970. None while the run has not ended.
+    ended_ns: int | None  # End time in nanoseconds since 1970, or None before the run ends.
     size_bytes: int
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on age and size of the directories of ended runs."""
 
-    age_ns: int | None = round(DEFAULT_DAYS * DAY_NS)  # Maximum age after the end. None for no limit.
-    # Maximum size of all ended runs together. None for no limit.
+    age_ns: int | None = round(DEFAULT_DAYS * DAY_NS)  # Maximum age after the end of the run, or None for no limit.
+    # Maximum total size of all ended runs in bytes, or None for no limit.
     size_bytes_max: int | None = round(DEFAULT_GIB * 2**30)
-    spared_ns: int = HOUR_NS  # Minimum age for deletion.
+    spared_ns: int = HOUR_NS  # Minimum age of a run directory for deletion.
 
 
 def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> tuple[RunDirectory, ...]:
@@ -48,7 +48,7 @@ def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> t
         too_old = policy.age_ns is not None and age_ns > policy.age_ns
         too_much = policy.size_bytes_max is not None and total > policy.size_bytes_max
         if age_ns < policy.spared_ns:
-            break  # All later entries in this order are younger.
+            break  # All later entries in the order are younger.
         if too_old or too_much:
             chosen.append(entry)
             total -= entry.size_bytes

@@ -6,27 +6,28 @@
        └──── a new attempt ◀────────────┘
 
 This module decides how the server interprets reports about a run. The module uses no clocks, database or nodes.
-`attempt_lifecycle.py` has the events within one attempt, and the attempt's supervisor drives it. This table only
+`attempt_lifecycle.py` handles the events within one attempt, driven by the attempt's supervisor. The run's table only
 receives the supervisor's reports.
 
 Tests check five guarantees:
 
-- A run ends once. A terminal state has an empty row.
+- A run ends once. A terminal state has an empty row in the transition table.
 
-- The server starts a new attempt only after proof that the attempt before has ended. Proof is its own report
-  (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
-  (`Forgotten`). Silence is no proof.
+- The server starts a new attempt only after proof that the preceding attempt has ended. Proof is the attempt's own
+report (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
+(`Forgotten`). Silence is no proof.
 
-- A server that was restored from a backup does not start earlier runs, because they may have run since the backup.
+- A server that was restored from a backup does not start queued runs of the backup, because the runs may have started
+since the backup.
 
 - User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). A failure before user code
-  is the platform's fault, and the server retries the run a few times by itself.
+is the platform's fault, and the server automatically retries the run a few times.
 
 - A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached
   the time limit or were lost, without newly saved data. Preempted attempts do not count.
 
-A final stop (cancel, timeout, budget) replaces a stop after which the run may continue (preempt, drain), never the
-other way round. If every rank returned before the stop arrived, the run is SUCCEEDED.
+A final stop request (cancel, timeout, budget) replaces a stop request after which the run may continue (preempt,
+drain), never vice versa. If every rank returned before the stop request arrived, the run is SUCCEEDED.
 """
 
 from __future__ import annotations
@@ -48,23 +49,24 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 
 INFRA_PAUSES_S = (1.0, 5.0, 30.0)
-"""Pauses in seconds after the first, second … platform failure before user code."""
+"""Pauses in seconds after consecutive platform failures before user code."""
 INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
 """Maximum number of new attempts after platform failures before user code."""
 
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
     Reason.SERVER_RESTORED
 }
-"""Reasons of attempts without an orderly end. User code may have stopped at any point."""
+"""Final reasons of attempts without an orderly end. User code may have stopped at any point."""
 
 FAULT_RETRIES_MAX = 3
 """Maximum number of new attempts with `retry_on_infra` after infrastructure failures."""
 FAULTS = LOST | {Reason.GPU_LOST}
-"""Infrastructure failures while user code ran."""
+"""Final reasons for infrastructure failures while user code ran."""
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
-# User code finished. Another attempt would cost the same without a better result, or produce a second result.
+# Reasons after finished user code. Another attempt would cost the same without a better result, or produce a second
+# result.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
 _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
@@ -75,7 +77,7 @@ _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 class RunInstruction(StrEnum):
-    """Instructions to the caller, for the transaction that writes the run."""
+    """Instructions to the caller of `advance`, for the transaction that writes the run."""
 
     SEND_STOP = "send_stop"
     REQUEUE = "requeue"
@@ -83,32 +85,33 @@ class RunInstruction(StrEnum):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run: everything that the next decision depends on."""
+    """The state of a run, with all inputs of the next decision."""
 
     run_id: str
-    fence: int = 0  # Number of the current attempt, which only grows. 0 before the first attempt.
+    fence: int = 0  # Number of the current attempt, which only increases; 0 before any attempt.
     state: State = State.QUEUED
     reason: Reason | None = None
     stop: StopReason | None = None  # Reason of the stop request, or None.
-    began: bool = False  # True when user code of the current attempt is known to have started.
+    began: bool = False  # True if the server knows that user code of the current attempt has started.
     may_resume: bool = False  # Value of `spec.resume`.
     retries_left: int = 0  # Remaining attempts from the user's `retries`.
-    infra_left: int = INFRA_RETRIES_MAX  # Remaining attempts after platform failures.
+    infra_left: int = INFRA_RETRIES_MAX  # Remaining attempts after platform failures before user code.
     before: State | None = None  # The last known state of an UNREACHABLE run, else None.
-    # Remaining attempts after GPU or node failures. 0 unless the user requested `retry_on_infra`.
+    # Remaining attempts after GPU or node failures, or 0 unless the user requested `retry_on_infra`.
     faults_left: int = 0
-    # True when another attempt follows the time limit: the server set the limit (`max_run_s`), and the user set
+    # True if another attempt follows the time limit: the server set the limit (`max_run_s`), and the user set
     # `resume`.
     goes_on_at_limit: bool = False
-    saved: int = 0  # Number of the newest attempt that is known to have saved data to continue from, else 0.
-    unsaved: int = 0  # Consecutive ended attempts, up to the last, that saved nothing.
-    unsaved_max: int = UNSAVED_MAX  # Maximum number of consecutive attempts that saved nothing; the run then ends.
-    ran: int = 0  # Number of ended attempts that started user code, without preempted attempts.
-    attempts_max: int | None = None  # Limit of a usage policy for attempts that start user code, or None.
+    saved: int = 0  # Number of the newest attempt with a known checkpoint, else 0.
+    unsaved: int = 0  # Number of consecutive attempts, up to the last ended attempt, without a new checkpoint.
+    # Maximum number of consecutive attempts without a new checkpoint, after which the run ends.
+    unsaved_max: int = UNSAVED_MAX
+    ran: int = 0  # Number of ended attempts with started user code, excluding preempted attempts.
+    attempts_max: int | None = None  # Maximum number of attempts with started user code, from a usage policy, or None.
 
 
 class RunPlaced(msgspec.Struct, frozen=True):
-    """The scheduler has placed the next attempt, but no node has received it yet."""
+    """The scheduler has placed the next attempt, but no node has received the attempt yet."""
 
 
 class UserCodeStarted(msgspec.Struct, frozen=True):
@@ -120,7 +123,7 @@ class Stopping(msgspec.Struct, frozen=True):
 
 
 class Silent(msgspec.Struct, frozen=True):
-    """The server received no report of the attempt for longer than the soft limit."""
+    """The server has received no report of the attempt for longer than the soft limit."""
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -136,17 +139,17 @@ class StopAsked(msgspec.Struct, frozen=True):
 
 
 class AttemptEnded(msgspec.Struct, frozen=True):
-    """The node reports that the attempt is over."""
+    """The node reports that the attempt has ended."""
 
     reason: Reason
     began: bool
-    # True when no process is left. False when a process could not be ended, so that no attempt may follow.
+    # True if all processes have ended. False if the node could not kill a process, so that no attempt may follow.
     proven: bool = True
-    uncounted: bool = False  # True when the next attempt does not count toward `infra_left`.
+    uncounted: bool = False  # True if the next attempt does not count toward `infra_left`.
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """The attempt is certainly over without a report: its node rebooted, or the hard fence passed."""
+    """The attempt has certainly ended without a report: its node rebooted, or the hard fence passed."""
 
     reason: Reason
 
@@ -163,7 +166,7 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 class Unsatisfiable(msgspec.Struct, frozen=True):
-    """The run has reached its wait limit, and no joined node can ever serve the run."""
+    """The run has reached its wait limit, and no joined node can ever satisfy the run's request."""
 
 
 Event = (
@@ -184,7 +187,7 @@ _Handler = Callable[..., Step]
 
 
 class IllegalRunTransition(Exception):
-    """An event arrived in a state without a row for it. The run did not change."""
+    """Raised when the transition table has no row for an event in the run's state. The run does not change."""
 
     def __init__(self, run: Run, event: Event) -> None:
         super().__init__(f"run {run.run_id} (fence {run.fence}): {type(event).__name__} in {run.state}")
@@ -193,7 +196,8 @@ class IllegalRunTransition(Exception):
 def advance(run: Run, event: Event) -> Step:
     """Return the run after an event, and the instructions to carry out.
 
-    An unchanged run need not be written. Raises IllegalRunTransition when the table has no row for the event.
+    The caller need not write an unchanged run. Raises IllegalRunTransition if the transition table has no row for the
+    event.
     """
     handler = TABLE[run.state].get(type(event))
     if handler is None:
@@ -202,12 +206,12 @@ def advance(run: Run, event: Event) -> Step:
 
 
 def over_because(event: AttemptEnded | GivenUp | Forgotten) -> Reason:
-    """Return the reason why an attempt ended. The run may continue with another attempt."""
+    """Return the reason why an attempt ended, after which the run may continue."""
     return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
 
 
 def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
-    """Return True when a run ends with its attempt for each of the given reasons."""
+    """Return True if a run ends with its attempt for each of the given final reasons."""
     ends = (advance(run, AttemptEnded(reason, began=began)) for reason in reasons)
     return all(RunInstruction.CONCLUDE in instructions for _, instructions in ends)
 
@@ -236,7 +240,7 @@ def _silent(run: Run, _: Silent) -> Step:
 
 def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     if event.why not in _FINAL_STOPS:
-        return run, ()  # A queued run holds no devices to release.
+        return run, ()  # A queued run has no devices to release.
     return _conclude(replace(run, stop=event.why), STOPPED_BY[event.why])
 
 
@@ -245,7 +249,7 @@ def _stop(run: Run, event: StopAsked) -> Step:
     if run.stop is not None and not is_stronger:
         return run, ()
     run = replace(run, stop=event.why)
-    if run.state is State.UNREACHABLE:  # The run stays unreachable. After the next report the run is stopping.
+    if run.state is State.UNREACHABLE:  # The run stays UNREACHABLE. After the next report, the run is STOPPING.
         return replace(run, before=State.STOPPING), (RunInstruction.SEND_STOP,)
     return replace(run, state=State.STOPPING), (RunInstruction.SEND_STOP,)
 
@@ -258,14 +262,15 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
     at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
-        # If another attempt would follow without the stop request, the request is the reason of the end.
+        # If another attempt would follow without the stop request, the stop request is the reason of the run's end.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, AttemptEnded) and not event.proven:
-        return _conclude(run, reason)  # A remaining process of the attempt could run beside the next attempt.
+        # A remaining process of the ended attempt could run concurrently with the next attempt.
+        return _conclude(run, reason)
     if untouched:
         if reason in _DISPLACED or (isinstance(event, AttemptEnded) and event.uncounted):
-            return _requeue(run)  # An operator moved the run, or a node went silent, before user code started.
+            return _requeue(run)  # Case: an operator moved the run, or a node became silent, before user code started.
         return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
     if at_limit:
         return _resume(run, reason)
@@ -283,7 +288,7 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
 
 
 def _resume(run: Run, reason: Reason) -> Step:
-    """Queue a resumable run for another attempt, unless too many attempts in a row saved nothing."""
+    """Queue a resumable run again, unless too many consecutive attempts saved no checkpoint."""
     unsaved = 0 if run.saved >= run.fence else run.unsaved + 1
     if unsaved >= run.unsaved_max:
         return _conclude(replace(run, unsaved=unsaved), Reason.NO_PROGRESS)
@@ -291,7 +296,7 @@ def _resume(run: Run, reason: Reason) -> Step:
 
 
 def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
-    """Queue a run for another attempt after user code began, within the limit of its policy."""
+    """Queue a run for another attempt after user code began, within the usage policy's limit."""
     if not run.began:
         return _requeue(replace(run, **spent))
     if has_used_attempts(run):
@@ -300,7 +305,7 @@ def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
 
 
 def has_used_attempts(run: Run) -> bool:
-    """Return True when the usage policy allows no attempt after this one, once its user code starts."""
+    """Return True if the usage policy allows no attempt after the current one, once its user code starts."""
     return run.attempts_max is not None and run.ran + 1 >= run.attempts_max
 
 
@@ -331,7 +336,7 @@ def _later(one: State, other: State) -> State:
 
 _OVER: Mapping[type, _Handler] = {AttemptEnded: _over, GivenUp: _over, Forgotten: _over}
 
-# Rows: state → event → handler. Terminal states have empty rows because they accept no events.
+# Transition table: state → event → handler. Terminal states have empty rows because they accept no events.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         RunPlaced: lambda run, _: (replace(run, fence=run.fence + 1, state=State.STARTING), ()),

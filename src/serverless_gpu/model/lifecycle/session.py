@@ -1,12 +1,12 @@
-"""A held session: allocates its devices to runs in order, and ends after too much idle time.
+"""A session that holds devices, allocates them to runs in order, and ends after too much idle time.
 
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
-This module only has values and functions that return the next value. The module uses no clocks, sockets or locks. The
-session's process carries out the decisions (`node/supervisor/session.py`).
+This module only contains values and functions that return the next value. The module uses no clocks, sockets or locks.
+The session's process carries out the decisions (`node/supervisor/session.py`).
 
-The session serves runs in the order of their requests. A small run never passes a large run, because the large run
-could otherwise wait forever. A device that was not proven free after a run stays unfit until the next inspection.
+The session serves runs in the order of their requests. A small run never overtakes a large run, because the large run
+could otherwise wait forever. A device without proof of its release after a run stays unfit until the next inspection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.units import format_duration_ms
 
-_WARN_AT = 0.8  # Fraction of the idle limit before the session warns.
+_WARN_AT = 0.8  # Fraction of the idle limit after which the session warns.
 
 
 class DeviceRequest(msgspec.Struct, frozen=True):
@@ -29,14 +29,14 @@ class DeviceRequest(msgspec.Struct, frozen=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a session: everything that the next decision depends on."""
+    """The state of a session, with all inputs of the next decision."""
 
     devices: tuple[Device, ...]  # All devices of the session, in LOCAL_RANK order.
-    idle_ns: int | None  # Start of the idle time, or None while a run has or wants a device.
-    loans: dict[str, tuple[Device, ...]] = {}  # Allocated devices by run.
+    idle_ns: int | None  # Start of the idle time, or None while a run has or awaits devices.
+    loans: dict[str, tuple[Device, ...]] = {}  # Run → allocated devices.
     queue: tuple[DeviceRequest, ...] = ()  # Waiting runs, first come first served.
-    unfit: frozenset[str] = frozenset()  # Identifiers of devices that were not proven free.
-    warned: bool = False  # True when the user got a warning about the end of the idle time.
+    unfit: frozenset[str] = frozenset()  # Identifiers of devices without proof of their release.
+    warned: bool = False  # True after the session has warned the user about the approaching end.
 
     @property
     def idle(self) -> tuple[Device, ...]:
@@ -51,12 +51,12 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask(state: SessionState, request: DeviceRequest) -> SessionState:
-    """Return the state with another waiting run."""
+    """Return the session's state with another waiting run."""
     return msgspec.structs.replace(state, queue=(*state.queue, request), idle_ns=None, warned=False)
 
 
 def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
-    """Return the state with devices allocated to the next queued runs, and the runs that got devices."""
+    """Return the state after allocating devices to queued runs, and the runs with new devices."""
     served: list[str] = []
     while state.queue and state.queue[0].count <= len(state.lendable):
         first, *rest = state.queue
@@ -67,7 +67,7 @@ def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
 
 
 def leave(state: SessionState, run_id: str, now_ns: int) -> SessionState:
-    """Return the state without a run that released its devices or stopped waiting."""
+    """Return the session's state without a run that released its devices or stopped waiting."""
     loans = {holder: devices for holder, devices in state.loans.items() if holder != run_id}
     queue = tuple(request for request in state.queue if request.run_id != run_id)
     idle_ns = state.idle_ns
@@ -77,7 +77,7 @@ def leave(state: SessionState, run_id: str, now_ns: int) -> SessionState:
 
 
 def mark_unfit(state: SessionState, unfit: Collection[str]) -> SessionState:
-    """Return the state with exactly these devices marked as unfit."""
+    """Return the session's state with exactly the given devices marked as unfit."""
     return msgspec.structs.replace(state, unfit=frozenset(unfit))
 
 
@@ -95,7 +95,7 @@ def waiting_text(state: SessionState, request: DeviceRequest) -> str:
 def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
     """Return the effect of elapsed time on an idle session.
 
-    Returns the next state, a message for the user or "", and True when the session ends.
+    Returns the next state, a message for the user or "", and True if the session ends.
     """
     if state.idle_ns is None:
         return state, "", False

@@ -363,7 +363,7 @@ class RestoredEnvironment:
 
         def there(path: str) -> str:
             """Return a caller's path in the restored environment, or unchanged if outside of the environment."""
-            if not path:  # An empty path or list entry means the working directory.
+            if not path:  # An empty path or list entry denotes the working directory.
                 return moved(self.snapshot, self.tree, cwd) or path
             return moved(self.snapshot, self.tree, os.path.normpath(os.path.join(cwd, path))) or path
 

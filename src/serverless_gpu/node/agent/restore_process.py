@@ -223,7 +223,7 @@ def restored(
 
 
 def way_for(asked: Mode, environments: Path) -> RestoreMethod:
-    """Return the restore method for this machine. With `asked` = "", any method is allowed.
+    """Return the restore method for this machine. If `asked` is "", any method is allowed.
 
     Raises EnvironmentUnsupported if mounts are requested but impossible, or if code cannot be loaded from links.
     """

@@ -121,7 +121,10 @@ class ZygotePool:
         return any(key.environment == snapshot for key in self._zygotes)
 
     def leave_environments(self) -> bool:
-        """End interpreters in restored environments if no run waits for them. Return True if any was ended."""
+        """End interpreters in restored environments, unless a run waits for them.
+
+        Return True if any interpreter was ended.
+        """
         leaving = [
             key
             for key, zygote in self._zygotes.items()
@@ -181,7 +184,8 @@ class ZygotePool:
         elif key in self._cold:
             why, since_ns = self._cold[key]
             if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
-                self._warm(key, request)  # The new zygote serves the next run; this run does not wait for it.
+                # The new zygote serves the next run. The present run does not wait for the zygote.
+                self._warm(key, request)
             return self._one_shot(request), why
         if zygote is not None:
             changed = zygote.stale()

@@ -12,7 +12,7 @@ a rank could write the memory of another owner's zygote.
 A zygote is stale if a file that it loaded has changed. If a package changes that the zygote never loaded, ranks use the
 new version. A zygote can move to another restored environment if all of its loaded files are equal in both
 (`environment/restore/interpreters.py`). If the directories of an environment are deleted and made again, its zygote
-still sees the deleted directories. The agent ends a zygote that sees deleted directories.
+still uses the deleted directories. The agent ends a zygote that uses deleted directories.
 
 `.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Processes of start-up
 code belong to no run. No run pays for start-up processes, and no supervisor ends them.

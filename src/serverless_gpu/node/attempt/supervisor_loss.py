@@ -9,8 +9,8 @@ attempt's lock. While the process holds the lock, no supervisor runs and no othe
 would have written the same files.
 
 Failure cases: If no process watched the attempt, its newest output file is the last observed activity. After a reboot,
-boottimes cannot be compared, so the last fact is the last observed activity. If the disk is full, the receipt counts
-the facts in the file. This module truncates an incomplete fact at the end of the file.
+boottimes cannot be compared, so the last fact is the last observed activity. If a full disk prevents further facts, the
+receipt counts only the facts in the file. This module truncates an incomplete fact at the end of the file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def settle_loss(
     stopped: protocol.Stopped | None = None,
     lost: LostAttempt | None = None,
 ) -> protocol.Stopped:
-    """Write the missing files of an attempt without a supervisor. Return its final state.
+    """Write the missing files of an attempt without a supervisor. Return the final state.
 
     `seen_ns` is the boottime at which a process of the attempt was last seen; None if no process watched the attempt.
     `stopped` is the final state to write if no file contains one; None if the supervisor was lost.

@@ -31,9 +31,10 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a durable, complete file that only its owner can read. Create its directory if needed.
+    """Write a durable, complete file that only its owner can read.
 
-    Without `replace`, an existing file stays unchanged, even if another process creates it meanwhile.
+    Creates the directory if needed. Without `replace`, an existing file stays unchanged, even if another process
+    creates the file meanwhile.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -10,8 +10,8 @@
 An agent and an uplink check the requirements once before they start (`require_for_runs`). A lock test creates a file,
 tries the lock, and removes the file. If the file cannot be created, the error is the same as for any other write error.
 
-Failure cases, each with a message and a remedy: The file system refuses a lock or link. Linux is older than 5.3. A
-container has an older seccomp profile. Python was built with older kernel headers.
+Each failure has a message and a remedy. The file system may refuse locks or links. Linux may be older than 5.3. A
+container may have an older seccomp profile. Python may have been built with older kernel headers.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class BorrowedDevices:
         self._asked = False
 
     def try_take(self) -> str | None:
-        """Take the devices if the session has lent them. Otherwise return the reason why this run waits.
+        """Take the devices if the session has lent them, or return the reason why this run waits.
 
         Raises SessionEnded if the session ended first, and AgentUnavailable if the session has too many connections.
         """
@@ -235,7 +235,10 @@ class BorrowedDevices:
 
 
 def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines without a remaining cause. Return the remaining ones by uuid. Raises StorageError."""
+    """Lift quarantines without a remaining cause. Return the remaining quarantines by uuid.
+
+    Raises StorageError.
+    """
     notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
     if not notes:
         return {}
@@ -253,7 +256,10 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
 def quarantine(
     locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
 ) -> tuple[str, ...]:
-    """Under their locks, quarantine the devices that a run did not leave free. Return their uuids."""
+    """Under their locks, quarantine the devices that a run did not leave free.
+
+    Return the uuids of the quarantined devices.
+    """
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
     noted: Mapping[str, Quarantine] = {}
     with contextlib.suppress(StorageError):
@@ -270,7 +276,7 @@ def quarantine(
 
 
 def _held_text(held: Sequence[LockHolder]) -> str:
-    """Describe the holder that some devices have in common."""
+    """Describe the common holder of some devices."""
     first = held[0]
     names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
     if len(held) > _NAMED_MAX:

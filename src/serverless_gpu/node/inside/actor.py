@@ -1,4 +1,4 @@
-"""The rank's side of actors: creates an object, then calls its methods until the channel closes.
+"""The rank's part of actors: creates an object, then calls its methods until the channel closes.
 
     rank                                         caller (a Unix socket in its own private directory)
     connect, HELLO {rank, world_size}   ──▶

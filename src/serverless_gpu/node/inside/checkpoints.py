@@ -1,9 +1,9 @@
 """Chooses the checkpoints of the newest earlier attempt that saved a checkpoint, to continue from.
 
 <checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. The directory is empty or missing if attempt n stopped
-before it saved a checkpoint. Earlier attempts have certainly ended, so every rank finds the same directory. Several
-nodes may see different directories. The nodes agree beforehand on the newest attempt whose checkpoints all nodes see. A
-name that begins with a dot or ends in `.tmp` is an unfinished checkpoint and does not count.
+before it saved a checkpoint. Earlier attempts have certainly ended, so every rank finds the same directory. On several
+nodes, the directories may differ. The nodes agree beforehand on the newest attempt whose checkpoints exist on all
+nodes. A name that begins with a dot or ends in `.tmp` is an unfinished checkpoint and does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ AGREED = "SGPU_RESUME_FENCE"
 def newest_before(directory: str, agreed: str | None = None) -> str | None:
     """Return the directory of the newest earlier attempt that saved a checkpoint, or None.
 
-    `agreed` is the attempt from which all nodes of a gang continue; "0" means none. On a single node, `agreed` is None.
+    `agreed` is the attempt from which all nodes of a gang continue, or "0" for no attempt. On a single node, `agreed`
+    is None.
     """
     run = os.path.dirname(os.path.normpath(directory))
     for fence in saved_before(directory):

@@ -30,7 +30,7 @@ _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
 def run(argv: list[str], report: protocol.Report) -> int:
-    """Run a program to its end. Return its exit code, or end by the same signal."""
+    """Run a program to its end. Return the program's exit code, or end by the same signal."""
     earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier

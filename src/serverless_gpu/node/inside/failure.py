@@ -172,7 +172,10 @@ def _traceback(error: BaseException) -> str:
 
 
 def leave_out_own_frames(error: traceback.TracebackException) -> None:
-    """Remove the package's frames before the first frame of user code. Keep them if no frame follows."""
+    """Remove the package's frames before the first frame of user code.
+
+    Keep the package's frames if no frame of user code follows.
+    """
     pending: list[traceback.TracebackException | None] = [error]
     while pending:
         told = pending.pop()
@@ -198,7 +201,7 @@ def _first_foreign(stack: traceback.StackSummary) -> int:
 
 
 def _cut(text: str, size_max: int) -> str:
-    """Cut text to `size_max` bytes of UTF-8. Leave out the middle and replace lone surrogates."""
+    """Cut text to `size_max` bytes of UTF-8. Omit the middle and replace lone surrogates."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size_max:
         return data.decode("utf-8")

@@ -82,7 +82,7 @@ def become_subreaper() -> None:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread. Raises OSError on failure.
+    """Send a signal to the main thread of a process. Raises OSError on failure.
 
     A signal to the process could reach any of its threads.
     """

@@ -12,11 +12,11 @@ namespace cannot write the memory of processes in parent or sibling namespaces. 
 files, signals or mounts. Root maps all its ids and stays root inside the namespace. Other users map their own uid and
 gid. For these users, files of other owners show the overflow uid 65534, and setuid programs have no effect.
 
-Mounts: Only processes that are forked or executed after `enter_mounts` see the mounts. The mounts end with the last of
-these processes. A later `enter_mounts`, also in a child, can mount over the same directory. A mount is a mapping
-decoded from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the names).
-The kernel accepts at most 4 KB of layer names for one overlay. Layer names are therefore short, and most layers are
-symbolic links.
+Mounts: The mounts are visible only to processes that are forked or executed after `enter_mounts`. The mounts end with
+the last of these processes. A later `enter_mounts`, also in a child, can mount over the same directory. A mount is a
+mapping decoded from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the
+names). The kernel accepts at most 4 KB of layer names for one overlay. Layer names are therefore short, and most layers
+are symbolic links.
 
 Failure cases: Functions raise an OSError that names the step and the path, or return the reason of a failure.
 

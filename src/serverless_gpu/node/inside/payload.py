@@ -3,7 +3,7 @@
 A file holds a magic string, one JSON line, the pickle stream and the out-of-band buffers. The JSON line is `{python,
 cloudpickle, stream, buffers}`, where `stream` and `buffers` are sizes in bytes. Each buffer starts at the next multiple
 of 64. Arrays and CPU tensors are buffers. `dump` writes buffers from their own memory, and `load` maps them as private
-pages, so neither side copies the buffers.
+pages, so neither writer nor reader copies the buffers.
 
 The writer and the reader of a pickle may import this package under different names. Each process therefore has one
 vendored cloudpickle module, `_sgpu_cloudpickle`. Pickle streams refer to cloudpickle by this name. Functions of this
@@ -576,8 +576,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 class _Unpickler(pickle.Unpickler):
     """An unpickler that does not change classes which this process already has.
 
-    A class of `__main__` comes back from a rank with its definition. The unpickler recognizes the class as the caller's
-    own. Otherwise the rank's definition would overwrite the class, and its methods would see the rank's globals.
+    A rank returns a class of `__main__` with the class's definition. The unpickler recognizes the class as the caller's
+    own. Otherwise the rank's definition would overwrite the class, and the class's methods would use the rank's
+    globals.
     """
 
     def __init__(self, file: IO[bytes], buffers: Sequence[Buffer]) -> None:

@@ -42,7 +42,7 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
     """Wait until this rank may enter the function.
 
     `has_store` means that rank 0 is on this node. `gate` is a pipe. The node's first rank has the writing end, and the
-    other ranks have the reading end. A `gate` of None means no wait.
+    other ranks have the reading end. Without a `gate`, the function does not wait.
     """
     if gate is None:
         return
@@ -62,7 +62,7 @@ def _listening(port: int) -> bool:
     """Return True if a process listens on a port. A test connection would disturb torch's store.
 
     The supervisor keeps the port bound. With SO_REUSEADDR, a process can bind the port again while no process listens
-    on it.
+    on the port.
     """
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:

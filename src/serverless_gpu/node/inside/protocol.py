@@ -30,8 +30,7 @@
                                                                        for attached clients and the receipt
 
 `at` is CLOCK_BOOTTIME in nanoseconds. All processes of a node share this clock. Each peer sends its protocol version
-first. Each peer refuses an unknown protocol version of the other peer, because agent and runtime may come from
-different installations.
+first. Each peer refuses an unknown protocol version, because agent and runtime may come from different installations.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .rank import RankOutput, execute
 
 
 def main(directory: str, *, world_size: int) -> int:
-    """Run the call of a run directory as the rank that the environment names. Return its exit code.
+    """Run the call of a run directory as the rank that the environment names. Return the exit code.
 
     The rank writes nothing to the directory. `world_size` is the number of ranks of the original run. If WORLD_SIZE
     differs, rank 0 reports the difference on stderr and the ranks use WORLD_SIZE.

@@ -55,7 +55,7 @@ _MADV_COLLAPSE = 25
 
 
 def main(channel_fd: int, version: int, preload: list[str]) -> None:
-    """Preload modules, then fork a stem for each request until the agent is gone.
+    """Preload modules, then fork a stem for each request until the agent exits.
 
     `version` is the agent's protocol version. The zygote skips modules in `preload` that are not installed.
     """
@@ -215,7 +215,7 @@ def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
     """Return the addresses of writable anonymous memory that can become one huge page each.
 
     Copying page tables takes most of the time of a fork with torch loaded. Each call needs three such forks. A process
-    that writes to a huge page still copies only 4 KiB of it.
+    that writes to a huge page still copies only 4 KiB of the page.
     """
     found: list[int] = []
     with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="surrogateescape") as file:
@@ -230,6 +230,6 @@ def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
 
 
 def collapse_huge_page(address: int) -> bool:
-    """Move one range into a huge page. Return True if the kernel did."""
+    """Move one range into a huge page. Return True if the kernel moved the range."""
     libc = ctypes.CDLL(None)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)

@@ -12,7 +12,7 @@ Failure cases:
 
 If MLflow is missing, incomplete, or its database has another version, the keeper records one message and exits. After a
 pause, the next request starts another keeper. A keeper with an owner, or with a server that has answered before,
-retries by itself.
+retries without a request.
 
 If the server dies or hangs, the keeper starts the server again on the same port, with exponential backoff.
 
@@ -189,7 +189,7 @@ class MlflowKeeper:
     def _once(self) -> tuple[End, float | None]:
         """Run the server once.
 
-        Return why it ended, and for how many seconds it answered (None: never).
+        Return why the server ended, and for how many seconds it answered (None: never).
         """
         self._note(stage="starting", server=0)
         child = self._start()

@@ -339,7 +339,7 @@ class ServerFiles:
         return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
 
     def ports(self, noted: ServerRecord) -> Iterator[int]:
-        """Yield the ports to try in order. The last port is 0, which means any port."""
+        """Yield the ports to try in order. The last port is 0, which lets the kernel choose a port."""
         if noted.port:
             yield noted.port
         start = int.from_bytes(hashlib.sha256(os.fsencode(self.directory.resolve())).digest()[:4])

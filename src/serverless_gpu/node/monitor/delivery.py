@@ -184,7 +184,8 @@ class AttemptDelivery:
             self._delivery.run()
         except Exception:  # noqa: BLE001 - one attempt's delivery must not end those of the others
             traceback.print_exc()
-            self._delivery.abandon("failed")  # Without this call, the delivery would fail again and again.
+            # Without this call, every later delivery of the attempt would fail in the same way.
+            self._delivery.abandon("failed")
             self.untracked("the delivery to MLflow failed; see the node's monitor.log", final=True)
         self._wake()
 

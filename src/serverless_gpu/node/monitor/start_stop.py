@@ -200,7 +200,7 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
 
 
 def stop(home: Home) -> int:
-    """End the idle monitors of a home and return their number.
+    """End the idle monitors of a home and return the number of ended monitors.
 
     Busy monitors exit after their last attempt. Undelivered writes to MLflow get a few seconds. The next monitor
     delivers the remaining data. Raises AgentUnavailable.

@@ -9,8 +9,8 @@ In the log file, a line marks missing bytes. The last bytes before the end are a
 
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── later output, or the last 256 KiB
 
-Attached clients see all output except floods. A notice marks missing output, even if the rank stops writing during a
-flood:
+Attached clients receive all output except floods. A notice marks missing output, even if the rank stops writing during
+a flood:
 
     chunk ─▶ no client? stop ───▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
@@ -324,7 +324,7 @@ class LiveOutput:
     def __init__(
         self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
     ) -> None:
-        self.skipped_bytes = 0  # Bytes left out so far.
+        self.skipped_bytes = 0  # Number of bytes omitted from the live view so far.
         self._rank = rank
         self._viewer = viewer
         self._last = last

@@ -158,7 +158,7 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the start-up variables that callers of one zygote share: all except those of libraries."""
     found = startup_variables(environ)
-    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # An empty tuple means any value.
+    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # An empty tuple allows any value.
     return {
         name: value
         for name, value in found.items()

@@ -194,7 +194,7 @@ class LocalGang:
             self._pass_on(self._cluster.note, note=True)
 
     def release(self) -> None:
-        """Let the ranks exit after all of them have returned."""
+        """Let the ranks exit after all ranks have returned."""
         with contextlib.suppress(OSError):
             self._say({"op": "release"})
 
@@ -258,7 +258,7 @@ class LocalGang:
 
     @property
     def behind(self) -> bool:
-        """Return True if a log has left out live output and `tend` must report the gap soon."""
+        """Return True if a log has omitted live output and `tend` must report the gap soon."""
         return any(log.behind for log in self.logs.values())
 
     def tend(self) -> None:

@@ -293,7 +293,7 @@ def free_bytes(path: str | Path) -> int:
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
     """Copy Ray's logs to `kept`.
 
-    Return a message if the time limit left out some logs, else "".
+    Return a message if the time limit prevented the copy of some logs, else "".
     """
     left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):

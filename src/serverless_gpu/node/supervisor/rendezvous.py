@@ -122,7 +122,7 @@ class Peers:
             return True
         if self._news.offer is None:
             port = self._reserved() if self._launch.crew == 0 else 0
-            # Checkpoints that this node sees. The ranks of all nodes must continue from the same checkpoint.
+            # Checkpoints that exist on this node. The ranks of all nodes must continue from the same checkpoint.
             saved: tuple[int, ...] = ()
             with contextlib.suppress(OSError):
                 saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
@@ -144,7 +144,7 @@ class Peers:
         """Process the server's state of the gang. Return the events for this node."""
         if self._meeting is None:
             return []
-        # The judgement comes before the failure of a peer, because the judgement may explain that failure.
+        # The server's judgement precedes the failure of a peer, because the judgement may explain the failure.
         judged = self.judge(heard)
         if heard.peer_failed:
             return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]

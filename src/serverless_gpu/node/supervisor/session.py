@@ -280,7 +280,7 @@ class SessionHolder:
         return book
 
     def _retested(self, book: SessionState) -> SessionState:
-        """Check unfit devices again while a run waits for them."""
+        """Check unfit devices again while a run waits for the devices."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
             return book

@@ -31,7 +31,7 @@ If the agent assigns the attempt twice, only one supervisor gets the attempt's l
 begin again.
 
 If the kernel cannot end a process (D state), the supervisor ends the attempt after a minute, although the process
-remains (`ProcessDrain`). The check of the devices then includes the remaining processes.
+remains (`ProcessDrain`). The final check of the devices then includes the remaining processes.
 
 For ranks on other nodes, see `rendezvous.py`.
 """

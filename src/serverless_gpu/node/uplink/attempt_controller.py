@@ -461,7 +461,7 @@ def still_held(home: Home, directory: Path) -> bool:
 def settle_orphan(
     directory: Path, remote: ServerAttempt, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
-    """Write `stopped.json` and receipt of an attempt without a supervisor. Return its final state.
+    """Write `stopped.json` and receipt of an attempt without a supervisor. Return the final state.
 
         no facts                        refused: no user code ran or will run
         facts, even damaged ones        supervisor lost; the devices' locks show when the attempt's processes have ended

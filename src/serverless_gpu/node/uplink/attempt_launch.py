@@ -3,7 +3,7 @@
     Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
 The launch is not confirmed. User code therefore waits until the server has answered a report about this attempt. An
-order may be an hour old, and the server may have started another attempt since.
+order may be an hour old, and the server may have started another attempt meanwhile.
 
 A node starts the interpreter before the run's ranks exist. A client must therefore name an existing interpreter that
 other users cannot replace (`check_python`). Options may change the interpreter's behaviour. The node refuses options

@@ -3,7 +3,7 @@
     AgentHello   at the start, after every lost connection, and if the server does not know the node
     Heartbeat    every few seconds
 
-The node offers the devices that a local client would see. Declared devices replace real devices, and
+The node offers the devices that a local client could use. Declared devices replace real devices, and
 `CUDA_VISIBLE_DEVICES` hides devices. The node reports the devices that other runs, other users or a quarantine hold, so
 that the server does not use them. The server already knows the devices of this uplink's own attempts.
 """

@@ -6,7 +6,7 @@
     end H100 at F             … ─ 3.49 ─┤F                  prices planned for later are withdrawn
 
 A price that was in force never changes, because tariffs of attempts refer to the price. An operator can set a price in
-the past only if the server has placed no attempt for this price since then. Each change adds an audit entry.
+the past only if the server has placed no attempt for this price since that time. Each change adds an audit entry.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ EVERY_S = 60.0
 AT_ONCE = 100
 """The maximum number of attempts in one check."""
 PAGE = 5_000
-"""Maximum number of ledger entries in one read. After a start, the loop reads existing entries in pages."""
+"""Maximum number of ledger entries in one read. After a start, the loop reads all entries in pages."""
 MONEY, TIME = "micros", "gpu_ms"
 _log = logging.getLogger(__name__)
 _Hours = dict[int, tuple[int, int]]

@@ -146,7 +146,7 @@ class Spending:
             return self._moment
 
     def change(self) -> None:
-        """Record that budgets have changed. Call this after the commit; the next `look` reads all budgets."""
+        """Record that budgets have changed, after the commit. The next `look` reads all budgets again."""
         with self._lock:
             self._changed = self._next()
 
@@ -418,7 +418,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """Counts down the remaining amounts of budgets in the order of the queue (`concurrency_limits.BudgetRooms`)."""
+    """Counts down remaining amounts of budgets in queue order (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,

@@ -14,12 +14,16 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The authenticated caller of a request: a principal, or the supervisor of an attempt.
 
-    Attributes: name: name of the principal; "" on public routes and for an attempt. kind: user, service, or "attempt".
-    role: a role from `wire.principals`; "" for an attempt. teams: teams of the principal. scopes: operations that the
-    token permits; empty if the token permits every operation of its owner. token_id: identifier of the token, for the
-    audit. attempt: run, fence and supervisor number, if the token belongs to an attempt. until_ns: end of the token's
-    validity, nanoseconds since 1970; None for a token without an end. late: True if the server has abandoned this
-    attempt and accepts only final reports from the supervisor.
+    Attributes:
+        name: name of the principal; "" on public routes and for an attempt.
+        kind: user, service, or "attempt".
+        role: a role from `wire.principals`; "" for an attempt.
+        teams: teams of the principal.
+        scopes: operations that the token permits; empty if the token permits every operation of its owner.
+        token_id: identifier of the token, for the audit.
+        attempt: run, fence and supervisor number, if the token belongs to an attempt.
+        until_ns: end of the token's validity, nanoseconds since 1970; None for a token without an end.
+        late: True if the server has abandoned this attempt and accepts only final reports from the supervisor.
     """
 
     name: str = ""

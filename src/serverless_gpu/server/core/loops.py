@@ -24,7 +24,7 @@ affect durations and deadlines. The server logs each jump, and the acceptance of
 Failure cases:
 
 * The server starts while the clock is wrong: the server accepts the clock, because the server has no better source. If
-the clock is behind, the server accepts expired tokens.
+  the clock is behind, the server accepts expired tokens.
 
 * The clock jumps repeatedly: the hour of waiting starts again with each jump.
 """
@@ -42,7 +42,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 
 LONGEST_S = 30.0
 LATE_S = 90.0
-"""Seconds without a successful tick after which a loop counts as failed: three times the longest pause."""
+"""Seconds without a successful tick after which a loop counts as failed: three longest pauses."""
 SHORT_S = 0.005
 SETTLING_S = 600.0
 STEP_S = 120.0
@@ -74,7 +74,7 @@ class Loop:
         return self._name
 
     def problem(self) -> str:
-        """Return the loop's problem, or "". A loop fails if its last successful tick is too old or its thread ended."""
+        """Return the loop's problem, or "": its last successful tick is too old, or its thread has ended."""
         if not self._stopped.is_set() and self._thread.ident is not None and not self._thread.is_alive():
             return f"the {self._name} has ended"
         silent_s = (self._clock.boottime_ns() - self._good_ns) / 1e9

@@ -68,7 +68,7 @@ class Keys:
         Args:
             run_id: the run.
             fence: number of the attempt.
-            crew: number of the supervisor in its gang; the token of supervisor 0 contains no number.
+            crew: number of the supervisor in its gang. The token of supervisor 0 contains no number.
             until_s: expiry, seconds since 1970; None for a node that does not renew tokens.
         """
         whose = [run_id, f"{fence}-{crew}" if crew else f"{fence}", *([] if until_s is None else [f"{until_s}"])]

@@ -19,7 +19,7 @@ process waits for the disk.
 Failure cases:
 
 * The disk does not respond: records wait in the queue. The log drops records beyond the queue's capacity. A later log
-line reports the number of dropped records. Before its end, the process waits at most `CLOSING_S` for the queue.
+  line reports the number of dropped records. Before its end, the process waits at most `CLOSING_S` for the queue.
 
 * The disk is full: lines are lost, and the server continues.
 
@@ -53,8 +53,8 @@ FIELDS = (
     "method",
     "route",  # declared route such as "/runs/{run}", never the actual path
     "status",
-    "ms",  # milliseconds until the first byte of the response
-    "total_ms",  # milliseconds until the end of the response
+    "ms",  # milliseconds to the first response byte
+    "total_ms",  # milliseconds to the last byte
     "peer",  # network address of the peer
     "more",  # number of similar lines that the log has dropped
 )

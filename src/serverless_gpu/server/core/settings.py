@@ -147,32 +147,42 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server after validation. Durations are seconds.
 
-    Attributes: home: the home directory, `$SERVERLESS_GPU_HOME`. database: database url, see `db/database.py`. store:
-    url or path of the store of environments; "" for `server/store`. host: address on which the server listens. port:
-    port of the server; 0 for any free port; None for 7878, or a free port if 7878 is taken. hosts: additional host
-    names that the server accepts. tls_cert: file with the server's certificate and intermediate certificates; "" for
-    plain HTTP. tls_key: file with the key of the certificate. tls_ca: file with the certificate authority for machines
-    that join; "" if machines already trust the authority. behind_proxy: addresses or networks of TLS proxies. The
-    server trusts the client address headers of these proxies. Except for loopback, the server answers only these
-    proxies. node: True if the server's machine is also a node. partition_grace_s: time that an attempt continues
-    without an answer of the server. partition_margin_s: additional wait of the server before it assumes that the grace
-    has passed. soft_expiry_s: time without a report after which the server shows an attempt as unreachable.
-    heartbeat_s: maximum interval between heartbeats of nodes and attempts. lease_written_s: minimum interval between
-    two database writes of one renewed lease. upload_s: time in which this machine's node retries to upload outputs of
-    an ended attempt. retention_s: age after which the server removes rows, output and results of ended runs.
-    unsatisfiable_after_s: time after which the server ends a run that no joined node can execute; 0 for never.
-    max_run_s: maximum runtime of an attempt without a time limit in its usage policy; None for no limit.
-    logs_bytes_max: maximum output of all runs; beyond it, the server removes the oldest output. nearby_bytes_max:
-    maximum disk space for copies of environments in a bucket; 0 for no copies. runs_waiting_max: maximum number of
-    waiting runs of one principal. on_owner_disabled: action for running runs of an owner who lost the right to start
-    runs: finish, or stop. currency: currency of prices and charges. ray: settings of Ray for a pool of several
-    machines; None for a pool of one machine. key_lost: True to start although the key of secrets or unfinished runs is
-    lost. accept_rollback: True to start although the database lacks changes that this server had acknowledged. mlflow:
-    True if an MLflow server runs beside this server. mlflow_store: url or path of the MLflow store; "" for the MLflow
-    store in the home. mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback. webhook: URL
-    to which the server posts notices of budgets and alarms; "" for none. stopping_s: time for running requests to
-    finish when the server stops; the server refuses new requests meanwhile. queue: policy of the queue without the
-    shares, which are in the database (`records/pools.py`).
+    Attributes:
+        home: the home directory, `$SERVERLESS_GPU_HOME`.
+        database: database url, see `db/database.py`.
+        store: url or path of the store of environments; "" for `server/store`.
+        host: address on which the server listens.
+        port: port of the server; 0 for any free port; None for 7878, or a free port if 7878 is taken.
+        hosts: additional host names that the server accepts.
+        tls_cert: file with the server's certificate and intermediate certificates; "" for plain HTTP.
+        tls_key: file with the key of the certificate.
+        tls_ca: file with the certificate authority for machines that join; "" if machines already trust the authority.
+        behind_proxy: addresses or networks of TLS proxies. The server trusts the client address headers of these
+            proxies. Except for loopback, the server answers only these proxies.
+        node: True if the server's machine is also a node.
+        partition_grace_s: time that an attempt continues without an answer of the server.
+        partition_margin_s: additional wait of the server before it assumes that the grace has passed.
+        soft_expiry_s: time without a report after which the server shows an attempt as unreachable.
+        heartbeat_s: maximum interval between heartbeats of nodes and attempts.
+        lease_written_s: minimum interval between two database writes of one renewed lease.
+        upload_s: time in which this machine's node retries to upload outputs of an ended attempt.
+        retention_s: age after which the server removes rows, output and results of ended runs.
+        unsatisfiable_after_s: time after which the server ends a run that no joined node can execute; 0 for never.
+        max_run_s: maximum runtime of an attempt without a time limit in its usage policy; None for no limit.
+        logs_bytes_max: maximum output of all runs. Above this limit, the server removes the oldest output.
+        nearby_bytes_max: maximum disk space for copies of environments in a bucket; 0 for no copies.
+        runs_waiting_max: maximum number of waiting runs of one principal.
+        on_owner_disabled: action for running runs of an owner who lost the right to start runs: finish, or stop.
+        currency: currency of prices and charges.
+        ray: settings of Ray for a pool of several machines; None for a pool of one machine.
+        key_lost: True to start although the key of secrets or unfinished runs is lost.
+        accept_rollback: True to start although the database lacks changes that this server had acknowledged.
+        mlflow: True if an MLflow server runs beside this server.
+        mlflow_store: url or path of the MLflow store; "" for the MLflow store in the home.
+        mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback.
+        webhook: URL to which the server posts notices of budgets and alarms; "" for none.
+        stopping_s: time for running requests to finish when the server stops. A stopping server refuses new requests.
+        queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
     """
 
     home: Path
@@ -241,13 +251,13 @@ def read_settings(
     """Return the settings of a server.
 
     Args:
-        home: the home directory; the function reads `server.toml` there if the file exists.
+        home: the home directory. The function reads `server.toml` in this directory if the file exists.
         options: values from the command line, by the names of `server.toml`; None for options not given.
         environ: the environment variables to read; None for no variables.
 
     Raises:
         InvalidOption: a setting does not exist, or a value has the wrong type.
-        InvalidValue: the file cannot be read, or a value is invalid; the message names its origin.
+        InvalidValue: the file cannot be read, or a value is invalid. The message names the origin.
     """
     merged, origins = _merged(home, options or {}, environ or {})
     checked = _Checked(origins)

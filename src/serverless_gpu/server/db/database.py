@@ -11,16 +11,17 @@ no file, no network and no engine.
 
 Failure cases:
 
-* The database is unreachable or too busy: callers get `ServerUnavailable`. Usually the database has written nothing. If
-the connection broke during the commit, all changes may be durable. Callers can safely repeat their request.
+* The database is unreachable or too busy: callers receive `ServerUnavailable`. Usually the database has written
+  nothing. If the connection broke during the commit, all changes may be durable. Callers can safely repeat their
+  request.
 
 * The disk is full: the server releases the disk reserve and runs the function again (`disk_reserve`). Without a
-  reserve, callers get `ServerStorageFull`, and reads continue.
+  reserve, callers receive `ServerStorageFull`, and reads continue.
 
-* A value does not fit into its column: callers get `InvalidValue`. The database checks values after the server has
-validated the request body.
+* A value does not fit into its column: callers receive `InvalidValue`. The database checks values after the server has
+  validated the request body.
 
-* The database file is damaged or not a database: callers get `ServerProblem`, and the operator restores a backup.
+* The database file is damaged or not a database: callers receive `ServerProblem`, and the operator restores a backup.
 
 * A transaction function starts another transaction: `Database` refuses the inner transaction, because it would wait for
   the outer one.
@@ -87,8 +88,7 @@ UNWRITABLE = "the database cannot be written: its disk is read-only or failing"
 
 _KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
 # A failed machine does not close its connections. The server therefore treats a connection as broken after half a
-# minute of
-# silence.
+# minute of silence.
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
@@ -96,11 +96,11 @@ class Transactions(Protocol):
     """Interface for reads and writes of the database. `Database` implements it."""
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` on one snapshot of the database, and return its result. Callers use a thread."""
+        """Run `work` on one snapshot of the database, and return its result. Blocks."""
         ...
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `work` once its changes are durable. Callers use a thread. `work` may run twice."""
+        """Return the result of `work` once its changes are durable. `work` may run twice. Blocks."""
         ...
 
 
@@ -188,7 +188,7 @@ class Database:
             self._writer.on_commit = told
 
     def checkpoint(self) -> None:
-        """Copy SQLite's log into the database file without waiting for a lock. A lost log then loses less data."""
+        """Copy SQLite's log into the database file without waiting for a lock, to limit the loss of a log."""
         if self._file is None:
             return
         try:
@@ -312,7 +312,8 @@ class Database:
                 return done
             except sa.exc.DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
-                # Another transaction wrote this row after `work` had searched for the row. The second run will find the
+                # Another transaction wrote this row after `work` had searched for the row. The next call of `work` will
+                # find the row.
                 # row.
                 again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
                 if not again or tried == TRIES:
@@ -493,8 +494,8 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
         with connection.cursor() as cursor:
-            # These settings override the configuration of the database. A forgotten session must not block the server,
-            # and acknowledged changes must be on disk.
+            # The session's settings override the configuration of the database. A forgotten session must not block the
+            # server, and acknowledged changes must be on disk.
             cursor.execute(f"SET lock_timeout = '{WAIT_S}s'")
             cursor.execute(
                 "SELECT set_config('synchronous_commit', 'on', false)"

@@ -9,17 +9,17 @@ the lock. Callers queue transaction functions. Transaction functions that arrive
 
 Failure cases:
 
-* A transaction function raises: the writer rolls back to the function's savepoint, and the caller gets the exception.
-The failure does not affect other functions.
+* A transaction function raises: the writer rolls back to the function's savepoint, and the caller receives the
+  exception. The failure does not affect other functions.
 
 * The whole transaction fails (disk full, I/O error, lock held by another process): SQLite writes no change of the
   transaction. The writer then runs each function in a separate transaction, so that only callers of failing functions
   get an error.
 
 * The process dies: committed changes remain, and uncommitted changes are lost. No caller has received a result for a
-lost change.
+  lost change.
 
-* Another server has claimed the database: the writer commits nothing, and each caller gets `Superseded`.
+* Another server has claimed the database: the writer commits nothing, and each caller receives `Superseded`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class GroupCommit:
         clock: limits how long a commit accepts more transaction functions.
         measures: metrics that count commits.
 
-    Attributes: holder: `LeaderLock.name`, once this server has a generation. The writer then counts commits in the
-    database. on_commit: called with the number of each commit, before the commit's callers get their results.
+    Attributes:
+        holder: `LeaderLock.name`, once this server has a generation. The writer then counts commits in the database.
+        on_commit: called with the number of each commit, before the commit's callers get their results.
     """
 
     def __init__(self, engine: sa.Engine, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -135,7 +136,7 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Run a function and all functions that arrive meanwhile in one commit. Return True when the writer closes."""
+        """Commit a function with functions that arrive meanwhile. Return True when the writer closes."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()

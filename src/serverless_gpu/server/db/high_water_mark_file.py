@@ -13,7 +13,7 @@ The mark may lag behind the database, but is never ahead. A starting server comp
 (`operations/backup.py`).
 
 * SQLite: the server writes the mark before a write returns. The mark survives the end of the process. A power failure
-may undo its last second (`SYNC_S`).
+  may undo its last second (`SYNC_S`).
 
 * PostgreSQL: the mark lags by a second, and records only the audit.
 
@@ -25,7 +25,7 @@ Failure cases:
 * The server cannot write the mark: the server logs this failure once. The mark lags until a write succeeds.
 
 * The mark is missing, for example in a copied home or after an older server version: the starting server skips the
-comparison.
+  comparison.
 
 * Neither slot is intact: the server refuses to start, as after a rollback, because the disk lost synced data.
 """

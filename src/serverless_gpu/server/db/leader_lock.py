@@ -19,7 +19,7 @@ server that lost the lock to another server never writes again:
 * A new session checks the lock before it writes (`doubt`).
 
 * Each owner increments the generation in the database and records its name as the holder. A server that finds another
-holder ends, even if the lock is free again, because its leases and deliveries are outdated.
+  holder ends, even if the lock is free again, because its leases and deliveries are outdated.
 
 The generation fences writes:
 
@@ -146,7 +146,7 @@ class LeaderLock:
         self._is_numbered = True
 
     def lose(self) -> None:
-        """Record that another server has claimed the database. This server stops writing and ends."""
+        """Record that another server has claimed the database. The server then stops writing and ends."""
         self._held = False
         if not self.is_gone:
             self.is_gone = True

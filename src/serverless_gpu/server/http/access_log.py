@@ -4,7 +4,7 @@
                 └─ response: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
 A log line contains the declared route, never the path, and no data of the request. Every node sends frequent requests
-such as heartbeats. The log contains a line for every hundredth of these requests, and for each failed or slow request.
+such as heartbeats. The log contains a line for every hundredth frequent request, and for each failed or slow request.
 Requests that the server refuses before authentication could fill the log. The middleware therefore limits the log lines
 for refused requests per second. The next log line reports the number of dropped lines.
 """

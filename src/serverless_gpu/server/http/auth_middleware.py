@@ -70,7 +70,7 @@ TOKEN_CHARACTERS_MAX = 200
 BODY_SILENCE_S = 60.0
 """Maximum seconds between two parts of a request body."""
 AUTHENTICATING_MAX = 8
-"""Maximum number of concurrent token checks, so that requests with bad tokens cannot occupy all threads."""
+"""Maximum number of concurrent token checks. Bad tokens therefore cannot occupy all threads."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
 

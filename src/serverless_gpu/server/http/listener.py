@@ -41,7 +41,7 @@ BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
 """Maximum bytes of a request line and headers. The limit in `AuthMiddleware` is lower."""
 HEAD_S = 20.0
-"""Seconds in which a new connection must start a request, and in which a request's headers must be complete."""
+"""Seconds in which a new connection must start a request, and for the headers of a request."""
 CONNECTIONS_MAX = 10_000
 OTHER_FILES = 256
 """Descriptors reserved for the database, logs and bodies in transfer, not for connections."""
@@ -56,7 +56,7 @@ def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
     Args:
         directory: the server's directory.
-        may_share: True if a process of another home may hold the directory's lock. That process may be paused. The
+        may_share: True if a process of another home may hold the directory's lock. The other process may be paused. The
             database then decides if this process replaces it.
 
     Yields:

@@ -32,7 +32,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ProxyMiddleware:
-    """Counts requests, and refuses those that bypass the proxy or arrive during a shutdown.
+    """Counts requests. Refuses requests that bypass the proxy or arrive during a shutdown.
 
     Attributes:
         busy: number of running requests.

@@ -166,10 +166,14 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Call:
     """An admitted request.
 
-    Attributes: who: the caller that the token belongs to. reach: reach of `who` on the route's resource: "none", "own",
-    "team", "all". clock: clock for streams. measures: metrics that count streams. again: authorizes the caller again
-    and updates `who` and `reach`; can raise `NotAuthenticated` or `NotAllowed`; called in a thread. look: check that
-    the server repeats during a stream; raises `NotFound` once the caller may not see the object.
+    Attributes:
+        who: the caller that the token belongs to.
+        reach: reach of `who` on the route's resource: "none", "own", "team", "all".
+        clock: clock for streams.
+        measures: metrics that count streams.
+        again: authorizes the caller again and updates `who` and `reach`. Blocks, and can raise `NotAuthenticated` or
+            `NotAllowed`.
+        look: check that the server repeats during a stream. Raises `NotFound` once the caller may not see the object.
     """
 
     def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: ServerMetrics) -> None:

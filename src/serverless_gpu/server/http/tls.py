@@ -9,12 +9,12 @@ Open connections keep their certificate, so a renewal does not interrupt them.
 
 Failure cases:
 
-* A file is missing or invalid, the key belongs to another certificate, or other users may read the key. A starting
-server refuses in all of these cases. A renewal logs the reason and keeps the current certificate.
+* A file is missing or invalid, the key belongs to another certificate, or other users may read the key. In each case, a
+  starting server refuses to start. A renewal logs the reason and keeps the current certificate.
 
 * The certificate has expired or is not yet valid. A start logs an ERROR and continues, because local calls and runs use
-loopback without a certificate. Without a server, these runs would end after the partition grace. A renewal refuses an
-expired certificate and keeps the current certificate.
+  loopback without a certificate. Without a server, these runs would end after the partition grace. A renewal refuses an
+  expired certificate and keeps the current certificate.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     """Principals that share a uid with the first administrator, or would share the uid."""
 
     principals: tuple[str, ...]  # Other principals that may start runs or own runs, by name.
-    had_runs: tuple[str, ...]  # Other principals that own runs. Code of these runs may have run on this machine.
+    had_runs: tuple[str, ...]  # Other principals that own runs. The code of their runs may have run on this machine.
     undecided: tuple[str, ...]  # Pools whose isolation no administrator has decided.
     closed: tuple[str, ...]  # Pools in which runs of other principals wait, including the undecided pools.
     shared: tuple[str, ...]  # Pools in which all runs share a uid.

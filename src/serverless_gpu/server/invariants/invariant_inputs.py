@@ -3,9 +3,9 @@
     load(connection, after=…)     a page of runs in the order of their identifiers, with all their rows
     of_runs(connection, ids)      runs with the given identifiers
 
-This module only reads. Loading a page needs a handful of queries by key on one snapshot of the database. `load` omits
-very large data, such as a run with many thousand events or an attempt with many thousand facts. `RecordedRuns.skipped`
-lists the omitted data. A `Crew` is the part of a gang on one node.
+The module only reads the database. Loading a page needs a handful of queries by key on one snapshot of the database.
+`load` omits very large data, such as a run with many thousand events or an attempt with many thousand facts.
+`RecordedRuns.skipped` lists the omitted data. A `Crew` is the part of a gang on one node.
 """
 
 from __future__ import annotations

@@ -458,10 +458,10 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
 
 
 def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
-    """Return True if a receipt is comparable: its node knows the tariff and agrees with the server on the end.
+    """Return True if a receipt is comparable: its node knows the tariff and the server's end reason.
 
-    If the server abandons an attempt that later ends by itself, the attempt has two end times. The server then uses the
-    end that the server recorded. The ends on all nodes decide who pays, but a node knows only its local end.
+    If the server abandons an attempt that later ends by itself, the attempt has two end reasons. The server then uses
+    the reason that it recorded. The reasons on all nodes decide who pays, but a node knows only its local reason.
     """
     own, whole = of.crew.reason, of.attempt.reason
     if own is None or whole is None or MEANINGS[own].is_billed is not MEANINGS[whole].is_billed:

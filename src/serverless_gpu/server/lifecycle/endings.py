@@ -47,9 +47,7 @@ from serverless_gpu.units import format_duration_ms
 TAILS_MAX = 8
 """Maximum number of ranks whose last output an ending contains. The limit of a single node is equal."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""Reasons that every node of a gang reports for one event. A report with one of these reasons is not a separate
-failure.
-"""
+"""Reasons that every node of a gang reports for one event, so that they are no separate failures."""
 
 
 T = TypeVar("T")
@@ -98,7 +96,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
-    """Return the ending of a run before all of its nodes end, if the ending is certain and no retry follows."""
+    """Return the ending of a run before all nodes end; None unless the ending is certain and final."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None
@@ -134,9 +132,12 @@ def may_be_early(run: StoredRun) -> bool:
 class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
     """The ending of an attempt on one node, as known to the server.
 
-    Attributes: node: the node's name. stopped: the final report of its supervisor, once it has arrived. halt: the early
-    report of the supervisor with the reason for the end. reason: reason for the end according to the server; None while
-    the ranks run. given_up: True if the server declared the end without a final report from the node.
+    Attributes:
+        node: the node's name.
+        stopped: the final report of its supervisor, once it has arrived.
+        halt: the early report of the supervisor with the reason for the end.
+        reason: reason for the end according to the server; None while the ranks run.
+        given_up: True if the server declared the end without a final report from the node.
     """
 
     node: str

@@ -52,8 +52,11 @@ from serverless_gpu.wire.agents import Report, ReportAnswer
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a gang on several nodes.
 
-    Attributes: heard_ns: time of each node's last report, by node rank. hangs: state of the hang detection. idle:
-    idleness of each node's devices, by node rank. told: the warning that the server sends to the nodes of the gang.
+    Attributes:
+        heard_ns: time of each node's last report, by node rank.
+        hangs: state of the hang detection.
+        idle: idleness of each node's devices, by node rank.
+        told: the warning that the server sends to the nodes of the gang.
     """
 
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)

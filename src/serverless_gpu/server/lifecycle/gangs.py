@@ -3,7 +3,7 @@
     an event of a node ─▶ `after`: the new `Crew` ─▶ `follow`: all nodes (`model/lifecycle/gang_lifecycle.py`)
                                                           └─ the resulting events of the run
 
-The events are those of `model/lifecycle/run_lifecycle.py`. Each node's part of a gang (`Crew`) has its own lifecycle.
+`model/lifecycle/run_lifecycle.py` defines the events. Each node's part of a gang (`Crew`) has its own lifecycle.
 `follow` combines these lifecycles into events of the run. For a gang on one node, the events of the node are the events
 of the run.
 """
@@ -34,9 +34,9 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
-"""Reasons that apply to all nodes of a gang, regardless of which node reports first."""
+"""Reasons that apply to all nodes of a gang. The node that reports first is irrelevant."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that each node enforces. The first node that reaches a limit stops the gang without a failure."""
+"""Limits that each node enforces. The first node at a limit stops the gang without a failure."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -78,7 +78,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
 
 
 def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
-    """Return a node's part of a gang with a report of its return or early end. An earlier report stays valid."""
+    """Return a node's part of a gang with its return or early end, unless already recorded."""
     if crew.ended_ns is not None:
         return crew
     if returned and not crew.returned:
@@ -91,8 +91,11 @@ def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> Store
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
     """The gang's part of the answer to a node's report.
 
-    Attributes: release: True if the ranks of the node may exit. peer_failed: the failure on another node, or "". stop:
-    the limit that another node reached. The ranks stop with their full grace period. The run itself is not stopped.
+    Attributes:
+        release: True if the ranks of the node may exit.
+        peer_failed: the failure on another node, or "".
+        stop: the limit that another node reached. The ranks stop with their full grace period. The run itself is not
+            stopped.
     """
 
     release: bool = False

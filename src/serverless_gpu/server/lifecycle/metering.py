@@ -27,7 +27,7 @@ from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""Two minutes. A running attempt writes a fact every minute (`node.account.ALIVE_S`), and one fact may be late."""
+"""Two minutes: a running attempt writes a fact every minute, and one fact may be late."""
 OFF_NS = 1_000_000_000
 """One second. The ledger counts usage by day, so the server ignores a smaller clock offset."""
 
@@ -92,7 +92,7 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return facts with times of the server's calendar. The times do not change if the node's clock is right."""
+    """Return facts with times of the server's calendar, unchanged if the node's clock is right."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)

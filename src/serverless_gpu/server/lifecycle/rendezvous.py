@@ -86,7 +86,7 @@ COME_S = 300.0
 MEET_S = 120.0
 """Seconds that nodes have to test each other's addresses, after all offers have arrived."""
 TOTAL_S = 3_600.0
-"""Seconds that the server waits for nodes that still report, for example while they fetch their environment."""
+"""Seconds that the server waits for nodes that report, for example during environment downloads."""
 _ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
 _MICROSECONDS_MAX = 1 << 40
 

@@ -18,8 +18,8 @@ Failure cases:
   the audit.
 
 - The server abandons the attempt while a report arrives. The report's handler renews the lease before it reads the row.
-  The monitor checks the lease within its transaction. The first report after a long silence always writes. The later of
-  these transactions therefore sees the earlier one.
+  The monitor checks the lease within its transaction. The first report after a long silence always writes. The later
+  transaction therefore sees the changes of the earlier transaction.
 
 - The disk of the database is full when a node reports an attempt that has ended. The server answers
   `ServerUnavailable`. The answer "storage full" would mean that the server received the report and that the attempt may
@@ -86,7 +86,7 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")
 SIGNS_PER_S = 100
-"""Target rate of heartbeats of all attempts together. Half a core can answer about 250 heartbeats per second."""
+"""Target rate of heartbeats of all attempts. Half a core can answer about 250 heartbeats per second."""
 SENTENCE_CHARACTERS_MAX = 2_000
 DETAIL_CHARACTERS_MAX = 300
 """Maximum length of a report's text about the reason for an end. Users of other nodes read this text."""
@@ -415,7 +415,7 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
 
 
 def _check_fact(crew: StoredCrew, fact: Fact) -> None:
-    """Refuse a fact with values that are impossible for this attempt. The server bills every accepted fact."""
+    """Refuse a fact with values that this attempt cannot have. The server bills every accepted fact."""
     if fact.attempt != crew.gang:
         raise InvalidValue(f"the report of {crew.gang} contains a fact of another attempt")
     times = (fact.boottime_ns, fact.wall_ns)

@@ -74,10 +74,10 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""A capability in `AgentHello.takes`. Nodes without the capability receive `RunSpec.max_run_s` as timeout."""
+"""A capability in `AgentHello.takes`. Other nodes receive `RunSpec.max_run_s` as timeout."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
-"""Minimum seconds between two database writes of a node's last message time, unless other data changed."""
+"""Minimum seconds between two writes of a node's last message time, unless other data changed."""
 SEND_AGAIN_S = 15.0
 LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0

@@ -58,7 +58,7 @@ class Holder(NamedTuple):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """The time on both clocks, and the silence after which the server gives up a node, in nanoseconds."""
+    """The wall clock and boottime, and the silence before the server abandons a node, in nanoseconds."""
 
     boottime_ns: int
     wall_ns: int

@@ -54,7 +54,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 WITHOUT = "without"
-"""A capability in `AgentHello.takes`. The server can exclude devices only on nodes with this capability."""
+"""A capability in `AgentHello.takes`. Nodes with this capability can exclude devices."""
 
 
 class NodeService:

@@ -44,7 +44,7 @@ Failure cases:
 * A backup was altered: `verify` and a restore name the first altered file.
 
 * The home already has a server directory, or a running server's directory was renamed: the restore refuses and changes
-nothing.
+  nothing.
 
 * A restore is killed: the home has either no server or a complete server. Settled runs stay settled, and the next start
   settles the remaining runs.
@@ -119,10 +119,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a backup."""
 
     version: int  # version of the manifest format
-    made_ns: int  # time of the backup before the database copy, nanoseconds since 1970
-    program: str  # version of serverless-gpu that made the backup
-    database: str  # kind of database: sqlite or postgresql
-    files: Mapping[str, BackupFile]  # files by path in the backup
+    made_ns: int  # Time before the database copy, nanoseconds since 1970.
+    program: str  # Version of serverless-gpu that made the backup.
+    database: str  # Kind of database: sqlite or postgresql.
+    files: Mapping[str, BackupFile]  # Files by path in the backup.
 
 
 class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,15 +16,14 @@ MLflow ends with the server. Unless the settings name another store, MLflow serv
 address. Users therefore also see runs that were tracked without a server. If an MLflow server of another interpreter
 already runs at this address, the server stops that MLflow server.
 
-    sgpu up ── keeper (`node/mlflow_server/`), in the server's interpreter
- ── MLflow, on loopback
+    sgpu up ── keeper (`node/mlflow_server/`), in the server's interpreter ── MLflow, on loopback
        ├─ a thread starts another keeper if the keeper is killed
        └─ /version has its address: runs whose caller configured no tracking use this address
 
 Failure cases:
 
 * Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage meanwhile. The
-outage does not affect runs.
+  outage does not affect runs.
 
 * Ray does not start: the server continues. New gangs on other machines wait with a reason.
 

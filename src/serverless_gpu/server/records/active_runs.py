@@ -33,11 +33,15 @@ class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
 class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run with an unfinished attempt, reduced to the columns that loops need.
 
-    Attributes: crews: the unfinished parts of its attempt on nodes, by node rank. stop: the reason of its stop request,
-    or None. created_ns: time of the placement of its attempt. started_ns: time when user code of its attempt began;
-    None before. num_nodes: number of nodes of its attempt, including nodes on which the attempt has ended. began: True
-    if user code of its attempt has begun. chosen: True if the rendezvous of its nodes has an address. called_off: True
-    if the server has called the attempt off before its rendezvous.
+    Attributes:
+        crews: the unfinished parts of its attempt on nodes, by node rank.
+        stop: the reason of its stop request, or None.
+        created_ns: time of the placement of its attempt.
+        started_ns: time when user code of its attempt began; None before.
+        num_nodes: number of nodes of its attempt, including nodes on which the attempt has ended.
+        began: True if user code of its attempt has begun.
+        chosen: True if the rendezvous of its nodes has an address.
+        called_off: True if the server has called the attempt off before its rendezvous.
     """
 
     id: str

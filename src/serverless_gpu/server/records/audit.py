@@ -1,5 +1,4 @@
-"""Repository of the audit, which records actions of principals. The server adds a row in the transaction of each
-action.
+"""Repository of the audit of principals' actions. Each action's transaction adds a row.
 
 Later, a loop (`AuditChainWriter`) adds each row to the hash chain (`model/audit_chain.py`). Under concurrent writes,
 row numbers have gaps and become visible out of order. A hash chain inside the actions' transactions would force the
@@ -169,7 +168,7 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
-    """Return entries of the audit chain in order. An entry whose row is missing has only number and digest."""
+    """Return entries of the audit chain in order. Entries without a row have only number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
     for column in (audit.c.principal, audit.c.action, audit.c.subject):

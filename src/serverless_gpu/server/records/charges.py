@@ -167,10 +167,12 @@ def account_from_row(row: sa.Row[Any]) -> Account:
 class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A stored entry of the ledger.
 
-    Attributes: seq: number of the entry, which increases with time. account_id: account of the entry; all entries of an
-    attempt have the same account. posted_ns: time when the entry was written, nanoseconds since 1970. queued_ms: wall
-    time for which the run waited for this attempt. Only one row of the attempt has this value. The reversal of that row
-    has the negative value.
+    Attributes:
+        seq: number of the entry, which increases with time.
+        account_id: account of the entry; all entries of an attempt have the same account.
+        posted_ns: time when the entry was written, nanoseconds since 1970.
+        queued_ms: wall time for which the run waited for this attempt. Only one row of the attempt has this value. The
+            reversal of that row has the negative value.
     """
 
     seq: int
@@ -189,7 +191,8 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         day: the day on which the attempt ended on that node.
         gpu_ms: device-milliseconds that the attempt used.
-        observed_ms: observed device-milliseconds; `busy_ms` counts those in which a device worked.
+        observed_ms: observed device-milliseconds. `busy_ms` counts the observed device-milliseconds with a working
+            device.
         peak_memory_bytes: maximum memory use of one device; None if unknown.
     """
 
@@ -219,8 +222,10 @@ class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
 class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Ledger entries to insert for an attempt on one node.
 
-    Attributes: posted: the entries that the ledger already contains. queued_ms: time for which the run waited for the
-    attempt; 0 for all nodes except the first. entries: the entries to insert.
+    Attributes:
+        posted: the entries that the ledger already contains.
+        queued_ms: time for which the run waited for the attempt; 0 for all nodes except the first.
+        entries: the entries to insert.
     """
 
     crew: CrewId
@@ -273,7 +278,7 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
-    """Return the ledger entries of each attempt by node rank. The result includes attempts without entries."""
+    """Return the ledger entries of each attempt by node rank, including attempts without entries."""
     found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
@@ -369,7 +374,7 @@ def before(
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if runs used one of these GPU types after a time. Removed runs count. None means any type."""
+    """Return True if runs used one of these GPU types (None: any type) after a time. Removed runs count."""
     query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(accounts.c.gpu_type.in_(gpu_types))

@@ -27,17 +27,20 @@ CrewId = tuple[str, int, int]
 """Run, fence and node rank: the identity of an attempt's part on one node."""
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
-"""Reasons with which the server abandons an attempt without a report. The server ignores later reports."""
+"""Reasons for abandoning an attempt without a report. The server ignores later reports."""
 
 
 class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an attempt on one node, to insert.
 
-    Attributes: number: rank of the node in the attempt, from 0 on. node: the node's name. boot_id: current boot of the
-    node. Once the node reports another boot, the attempt has ended on the node. first_rank: lowest global rank on the
-    node, if each device has a rank. gpus: number of devices on the node. token_sha256: hash of the token of this part.
-    The server can compute the token again from its key. grace_s: seconds for which the ranks may run without an answer
-    of the server.
+    Attributes:
+        number: rank of the node in the attempt, from 0 on.
+        node: the node's name.
+        boot_id: current boot of the node. Once the node reports another boot, the attempt has ended on the node.
+        first_rank: lowest global rank on the node, if each device has a rank.
+        gpus: number of devices on the node.
+        token_sha256: hash of the token of this part. The server can compute the token again from its key.
+        grace_s: seconds for which the ranks may run without an answer of the server.
     """
 
     number: int = 0
@@ -53,14 +56,19 @@ class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
 class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an attempt on one node. `CrewOutcome` is separate because an outcome may be large.
 
-    Attributes: node: the node's name. state: the last state that the node reported; UNREACHABLE while the node sends no
-    reports. before: state before UNREACHABLE. proven: after the end, True if none of the attempt's processes still
-    exists. sentence: the node's message about the attempt. lease_ns: the stored time of the last report, up to 15 s
-    old. grace_s: the longest time that the server ever allowed the ranks to run without an answer, in seconds.
-    leave_ns: announced time when the ranks must leave the node, nanoseconds since 1970. started_ns: start of user code.
-    halt_json: `gang_lifecycle.Halt` as JSON: the early report of the reason for the end, once received. returned: True
-    if all ranks on the node have returned and wait for the ranks of other nodes. uncharged: True if the attempt has
-    ended on the node and the ledger lacks its entries.
+    Attributes:
+        node: the node's name.
+        state: the last state that the node reported; UNREACHABLE while the node sends no reports.
+        before: state before UNREACHABLE.
+        proven: after the end, True if none of the attempt's processes still exists.
+        sentence: the node's message about the attempt.
+        lease_ns: the stored time of the last report, up to 15 s old.
+        grace_s: the longest time that the server ever allowed the ranks to run without an answer, in seconds.
+        leave_ns: announced time when the ranks must leave the node, nanoseconds since 1970.
+        started_ns: start of user code.
+        halt_json: `gang_lifecycle.Halt` as JSON: the early report of the reason for the end, once received.
+        returned: True if all ranks on the node have returned and wait for the ranks of other nodes.
+        uncharged: True if the attempt has ended on the node and the ledger lacks its entries.
     """
 
     run_id: str
@@ -205,7 +213,7 @@ def is_any_unsettled(connection: sa.Connection, run_id: str, fence: int) -> bool
 
 
 def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, str]:
-    """Return the receipts of attempts from those nodes that have sent one."""
+    """Return the receipts of attempts from the nodes that have sent a receipt."""
     found: dict[CrewId, str] = {}
     query = sa.select(crews.c.run_id, crews.c.fence, crews.c.crew, crews.c.receipt_json)
     for some in in_chunks(sorted({run_id for run_id, _, _ in ids})):

@@ -14,8 +14,10 @@ from serverless_gpu.server.db.tables import events
 class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One change of a run's state.
 
-    Attributes: fence: fence of the attempt to which the event belongs. reason: the reason for the end of the run, or of
-    an attempt after which the run waits again. node: the node's name, or "".
+    Attributes:
+        fence: fence of the attempt to which the event belongs.
+        reason: the reason for the end of the run, or of an attempt after which the run waits again.
+        node: the node's name, or "".
     """
 
     run_id: str

@@ -39,10 +39,13 @@ UPGRADE = "upgrade"
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     """The row of a node.
 
-    Attributes: principal: the principal of the agent's token. hello: the node's last hello, without attempts. seen_ns:
-    stored time of the last message, nanoseconds since 1970, up to some seconds old. forgotten_ns: time when an operator
-    declared the node dead, or None. token_id: identifier of the token of the node's last hello. rules: decisions of
-    operators about the node. Only the function `rule` writes this field.
+    Attributes:
+        principal: the principal of the agent's token.
+        hello: the node's last hello, without attempts.
+        seen_ns: stored time of the last message, nanoseconds since 1970, up to some seconds old.
+        forgotten_ns: time when an operator declared the node dead, or None.
+        token_id: identifier of the token of the node's last hello.
+        rules: decisions of operators about the node. Only the function `rule` writes this field.
     """
 
     id: str
@@ -299,7 +302,7 @@ def invitation(connection: sa.Connection, token_id: str) -> Invitation | None:
 
 
 def use(connection: sa.Connection, token_id: str) -> bool:
-    """Use a join token once, and return False if it is used up. Concurrent calls cannot share the last use."""
+    """Use a join token once, and return False if it is used up. Only one caller gets the last use."""
     left = sa.and_(invitations.c.token == token_id, invitations.c.uses_left > 0)
     done = connection.execute(invitations.update().where(left).values(uses_left=invitations.c.uses_left - 1))
     return done.rowcount == 1

@@ -21,7 +21,7 @@ from serverless_gpu.server.db.tables import crews, orders
 from serverless_gpu.server.records.crews import CrewId, Gang
 
 OPEN_MAX = 1_000
-"""The maximum number of orders in one read. The server sends further orders after the node has confirmed these."""
+"""Maximum number of orders in one read. The server sends more after confirmations by the node."""
 
 
 class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,12 +49,12 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a usage policy without holders, and return True if it existed. Its runs keep their limits."""
+    """Remove a usage policy without holders, and return True if it existed. Runs keep their limits."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return, by policy, the maximum devices per user at once. The result omits policies without a maximum."""
+    """Return, by policy, the maximum concurrent devices per user. Policies without a maximum are omitted."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 

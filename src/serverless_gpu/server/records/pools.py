@@ -1,8 +1,8 @@
 """Repository of pools of nodes, and of the fair-share weights of teams and users.
 
 An on-demand pool serves runs that name no pool. A reserved pool serves only runs that name the pool. However, a
-reserved pool may lend idle devices to other runs that can release them in time. A team or user without a stored share
-has a weight of 1.
+reserved pool may lend idle devices to other runs that can quickly release the devices. A team or user without a stored
+share has a weight of 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
 SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 NO_ISOLATION, UNSET = "none", "unset"
-"""An administrator's setting for a pool: principals may share a uid, or only one principal may use the pool."""
+"""Isolation of a pool: several principals may share a uid, or only one principal may use the pool."""
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ PREFIX = "sgpu_"
 TOKEN_EXPIRY_S = 90 * 86_400.0
 """Default lifetime of a principal's token, in seconds."""
 RENEWED_BELOW_S = 60 * 86_400.0
-"""Remaining seconds below which use renews a node's token. Token files are replaced at half of this time."""
+"""Remaining seconds below which use renews a node's token. The server replaces token files at half."""
 USED_EVERY_NS = 60_000_000_000
 """Minimum number of seconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
@@ -231,9 +231,11 @@ def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bo
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
     """A token to create.
 
-    Attributes: principal: the owner of the token. label: purpose of the token, as described by its owner. scopes: names
-    from `model.access_control.SCOPES`. A token without scopes permits every operation of its owner. expires_ns: expiry,
-    nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
+    Attributes:
+        principal: the owner of the token.
+        label: purpose of the token, as described by its owner.
+        scopes: names from `model.access_control.SCOPES`. A token without scopes permits every operation of its owner.
+        expires_ns: expiry, nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
     """
 
     principal: str

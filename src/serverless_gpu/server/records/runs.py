@@ -83,15 +83,21 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The row of a run, without its payload.
 
-    Attributes: priority: priority class; the scheduler serves class 0 first. detail: details in addition to the reason.
-    fence: fence of the current attempt; 0 before the first attempt. queued_ns: time when the run entered the queue;
-    unchanged if the run waits again. events: number of the run's last event. tracked: link to the MLflow run of all
-    attempts; "" until a node reports the link. restored_ns: time when an operator restored the server from a backup
-    during the run. A restored run gets no other attempt. saved: fence of the newest attempt with a saved checkpoint; 0
-    for none. unsaved: number of consecutive ended attempts, up to the last attempt, without a checkpoint. ran: number
-    of ended attempts that count against the maximum of the usage policy. ran_ms: time for which user code of earlier
-    attempts ran. member_of: teams of the owner at submission, if the run names no team (`model/billing/budget.py`).
-    attempt: the current or last attempt.
+    Attributes:
+        priority: priority class; the scheduler serves class 0 first.
+        detail: details in addition to the reason.
+        fence: fence of the current attempt; 0 before the first attempt.
+        queued_ns: time when the run entered the queue; unchanged if the run waits again.
+        events: number of the run's last event.
+        tracked: link to the MLflow run of all attempts; "" until a node reports the link.
+        restored_ns: time when an operator restored the server from a backup during the run. A restored run gets no
+            other attempt.
+        saved: fence of the newest attempt with a saved checkpoint; 0 for none.
+        unsaved: number of consecutive ended attempts, up to the last attempt, without a checkpoint.
+        ran: number of ended attempts that count against the maximum of the usage policy.
+        ran_ms: time for which user code of earlier attempts ran.
+        member_of: teams of the owner at submission, if the run names no team (`model/billing/budget.py`).
+        attempt: the current or last attempt.
     """
 
     id: str
@@ -195,8 +201,11 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of runs, including the access of the caller.
 
-    Attributes: states: states to include; empty for all. tags: tags that a run must all have. seen_by: the calling
-    principal, or None for a caller who may see all runs. teams: further teams whose runs the caller may see.
+    Attributes:
+        states: states to include; empty for all.
+        tags: tags that a run must all have.
+        seen_by: the calling principal, or None for a caller who may see all runs.
+        teams: further teams whose runs the caller may see.
     """
 
     states: tuple[State, ...] = ()

@@ -44,7 +44,7 @@ _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms
 
 
 ACCOUNTS_FEW = 20_000
-"""Maximum number of accounts for daily sums. With more accounts, sums have nearly as many rows as charges."""
+"""Maximum number of accounts for daily sums. Above this number, sums are nearly as large as charges."""
 _PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 FOLDED = "charges"
@@ -92,8 +92,9 @@ def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
 class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of `demand`.
 
-    Attributes: from_ns: start of the interval in nanoseconds since 1970. `to_ns` is the end of the interval. team: the
-    team whose usage to include; "" for any team. The other filters work in the same way.
+    Attributes:
+        from_ns: start of the interval in nanoseconds since 1970. `to_ns` is the end of the interval.
+        team: the team whose usage to include; "" for any team. In each filter, "" selects all usage.
     """
 
     from_ns: int
@@ -141,9 +142,12 @@ def _demand(row: sa.RowMapping) -> DemandRow:
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request for a usage report.
 
-    Attributes: by: fields by which the report groups usage. window: the days that the report covers. where: fields and
-    the values that counted usage must have. seen_by: the principal whose usage counts, in addition to `teams`; None for
-    all usage. limit: maximum number of groups.
+    Attributes:
+        by: fields by which the report groups usage.
+        window: the days that the report covers.
+        where: fields and the values that counted usage must have.
+        seen_by: the principal whose usage counts, in addition to `teams`; None for all usage.
+        limit: maximum number of groups.
     """
 
     by: tuple[str, ...]

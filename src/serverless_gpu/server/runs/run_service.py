@@ -1,4 +1,4 @@
-"""Services and routes of runs: submit, list, watch and stop them; read output, results and costs.
+"""Services and routes of runs: submit, list, watch and stop runs, and read output, results and costs.
 
 `RunQueries` reads and streams runs. `StopService` requests that runs stop. `submission.py` accepts runs.
 
@@ -65,7 +65,7 @@ from serverless_gpu.wire.runs import (
 )
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""Stop reasons for callers. Callers cannot use other stop reasons, because these reasons follow from limits."""
+"""Stop reasons for callers. Other stop reasons follow from limits, so callers cannot use them."""
 
 
 class RunQueries:

@@ -219,8 +219,7 @@ class _Output:
         """Return new output of an attempt, up to a limit.
 
         `shown` contains the ranks with live output, or None for all ranks. If `over` is true, a gap message replaces
-        output
-        over the limit.
+        output over the limit.
         """
         self.more_to_read = self.flooded = False
         found: list[StreamMessage] = []

@@ -208,7 +208,7 @@ class SubmissionService:
 
 
 class QueueLimits:
-    """Caches free queue slots by owner. The server counts waiting runs only when an owner has no free slots.
+    """Caches free queue slots by owner. The server counts waiting runs only if no slot is free.
 
     Each new run decrements the free slots of its owner. Between two counts, runs usually leave the queue and rarely
     return. The cached number is therefore wrong by at most the number of runs that return to the queue.

@@ -1,4 +1,4 @@
-"""The scheduler: reads the state, decides, stores a few placements per transaction, and notifies nodes.
+"""The scheduler: reads the state, decides, stores placements in transactions, and notifies nodes.
 
     a run waits, a node joined, devices are free ── wakeup ─▶ tick
         read      nodes, running runs, the queue           one transaction                 `queue_snapshot.py`
@@ -152,7 +152,7 @@ class Scheduler:
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        """Store placements, then act on each placement. An impossible placement does not block other placements."""
+        """Store placements, then act on each. An impossible placement does not block other placements."""
         at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:

@@ -25,7 +25,7 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import QueuedRun, Reservation, StartEstimate, TeamUse, Wait, WaitReason
 
 ASKED_S = 30.0
-"""Seconds after a request for which the module watches a run. A stream requests the reason every nine seconds."""
+"""Seconds that a run stays watched after a request. Streams request the reason every nine seconds."""
 ASKED_MAX = 10_000
 NEWS_MAX = 16
 """Maximum number of watched runs to check after a tick. Later ticks check further runs in turn."""

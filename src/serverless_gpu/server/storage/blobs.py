@@ -14,13 +14,13 @@ part. The list of condemned parts is in memory, so a restarted server condemns p
 
 Failure cases:
 
-* The bytes do not match their digest: callers get HashMismatch, and the server stores nothing.
+* The bytes do not match their digest: callers receive HashMismatch, and the server stores nothing.
 
-* The disk is full: callers get ServerStorageFull.
+* The disk is full: callers receive ServerStorageFull.
 
-* The store does not answer: callers get StoreUnavailable after the retries of the store.
+* The store does not answer: callers receive StoreUnavailable after the retries of the store.
 
-* A part is missing, or altered in the store: callers get NotFound and must send the part again.
+* A part is missing, or altered in the store: callers receive NotFound and must send the part again.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Blobs:
             self._condemned.pop(key, None)
 
     def _delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete the parts that are still condemned. A concurrent `put` of a condemned part waits for the deletion."""
+        """Delete the parts that are still condemned. A concurrent `put` of a condemned part waits."""
         with self._changed:
             self._deleting = frozenset(key for key in keys if self._condemned.pop(key, None) is not None)
             doomed = tuple(self._deleting)

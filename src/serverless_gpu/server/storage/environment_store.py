@@ -27,17 +27,17 @@ verifies every byte during a restore, and requests `repair` after an error.
 
 Failure cases:
 
-* Data was altered during the transfer: the client gets HashMismatch and sends the object again.
+* Data was altered during the transfer: the client receives HashMismatch and sends the object again.
 
-* An object breaks the rules: the client gets EnvironmentRejected.
+* An object breaks the rules: the client receives EnvironmentRejected.
 
-* The disk is full: the client gets ServerStorageFull.
+* The disk is full: the client receives ServerStorageFull.
 
-* The store does not answer: the client gets StoreUnavailable after the retries of the store.
+* The store does not answer: the client receives StoreUnavailable after the retries of the store.
 
 * Packs contain data that differs from a unit's rows: the check raises `ContentMismatch`.
 
-* The verification of a unit cannot start within WAIT_S: the client gets StoreUnavailable and tries again.
+* The verification of a unit cannot start within WAIT_S: the client receives StoreUnavailable and tries again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SMALL_AT_ONCE = 4
 LARGE_AT_ONCE = 2
 LARGE_BYTES = 64 * 1024 * 1024
 LARGE_ROWS = 20_000
-"""Number of content bytes or rows above which a unit is large. Checking a large unit is slow or needs much memory."""
+"""Number of content bytes or rows above which a unit is large and its check is expensive."""
 WAIT_S = 10.0
 _KNOWN_MAX = 50_000
 
@@ -256,7 +256,7 @@ class EnvironmentStore:
         return None if free is None else max(0, free - self._kept_free_bytes)
 
     def need(self, snapshot: str) -> None:
-        """Refuse a missing snapshot, so that the caller gets the error before the run waits for devices."""
+        """Refuse a missing snapshot, so that the caller receives the error before the run waits for devices."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._seen.get(snapshot, -(SEEN_S * 10**9)) < SEEN_S * 10**9:
             return

@@ -15,8 +15,8 @@ telemetry, `rank` is the number of the node.
 Failure cases:
 
 * The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the remaining
-bytes later. The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If bytes
-are still missing at the end of the run, the server adds a line about the missing bytes to the log.
+  bytes later. The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If
+  bytes are still missing at the end of the run, the server adds a line about the missing bytes to the log.
 
 * Two requests write to one file: the file lock serializes them.
 

@@ -15,11 +15,11 @@ server serves the object from memory to all waiting requests and does not cache 
 
 Failure cases:
 
-* The bucket does not have the object: callers get KeyError.
+* The bucket does not have the object: callers receive KeyError.
 
-* The bucket does not answer: all waiting callers get StoreUnavailable.
+* The bucket does not answer: all waiting callers receive StoreUnavailable.
 
-* The bucket returns wrong data twice: callers get EnvironmentCorrupt, which names the object.
+* The bucket returns wrong data twice: callers receive EnvironmentCorrupt, which names the object.
 
 * The disk is full or not writable: the server serves the object from memory and logs the problem once.
 

@@ -8,7 +8,7 @@ request therefore does not delay heartbeats.
 
 Failure cases:
 
-* The disk is full: the sender gets ServerStorageFull, before the first byte if the size is known.
+* The disk is full: the sender receives ServerStorageFull, before the first byte if the size is known.
 
 * The sender disconnects or sends more than the route accepts: reading the body raises, and the server removes the file.
 """

@@ -1,4 +1,4 @@
-"""Hooks a rank's MLflow, so that everything that user code logs goes to the job's run.
+"""Hooks a rank's MLflow, so that the job's run receives all data that user code logs.
 
     rank: install ── a finder on sys.meta_path ──▶ user code's `import mlflow` ──▶ attach
                                                        ├ MlflowJob.resolve  finds the run (`job.py`)
@@ -211,7 +211,7 @@ class MlflowHook:
                 )
 
     def _flush(self, limit_s: float) -> bool:
-        """Make MLflow's threads write or hold their queued data. Return whether they finished in time."""
+        """Make MLflow's threads write or hold their queued data. Return True if they finished in time."""
         finish = getattr(self.fluent, "_shut_down_async_logging", None) or self.mlflow.flush_async_logging
 
         def work() -> None:

@@ -118,7 +118,7 @@ class MlflowJob:
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
     def _do_without(self) -> None:
-        """Report that the run is not known, and where this rank's MLflow data goes instead."""
+        """Report that the run is not known, and which store receives this rank's MLflow data instead."""
         why = f": {self._sentence}" if self._sentence else ""
         unknown = f"the MLflow run of this job is not known{why}; "
         apart = self._apart()

@@ -8,9 +8,9 @@
   two values of one parameter after one `start_run` gets MLflow's own error.
 * **Refused values:** Asynchronous logging puts the calls of one second into one batch. MLflow accepts or refuses a
   batch as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad values.
-* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million of them. `Writes`
-  counts the points of all ranks of a node in files of the attempts' directories. At four fifths of the limit, a rank
-  prints a warning. `Writes` drops points over the limit, with a notice.
+* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million points. `Writes` counts
+  the points of all ranks of a node in files of the attempts' directories. At four fifths of the limit, a rank prints a
+  warning. `Writes` drops points over the limit, with a notice.
 * **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` holds a bounded
   number of writes in memory and sends them once the server answers. MLflow's own queue would need a timeout for each
   write. A synchronous call waits only for its own timeout.

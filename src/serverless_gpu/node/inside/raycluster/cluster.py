@@ -159,7 +159,7 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
     """Run this node's part of the cluster until the driver has ended. Return "" or the loss's message.
 
-    `record` starts the recording of Ray's metrics once Ray is up. The recording process first calls the second argument
+    `record` starts the recording of Ray's metrics once Ray runs. The recording process first calls the second argument
     of `record`, which closes its copy of the link.
     """
     part = _MemberPart(node.share)

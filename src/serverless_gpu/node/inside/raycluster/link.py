@@ -196,7 +196,7 @@ class HeadLink:
     def done(self) -> None:
         """Tell all nodes that the driver has ended, and close the connections.
 
-        Call this before Ray's head ends. A node that has not received this message treats the end of Ray as a loss.
+        Call `done` before Ray's head ends. A node that has not received this message treats the end of Ray as a loss.
         """
         for guest in self._guests:
             if guest.node:

@@ -107,7 +107,7 @@ class Family:
 
 
 def _be_init() -> NoReturn:
-    """Reap orphans until another process ends this one."""
+    """Reap orphans until another process ends the init process."""
     linux.set_name("sgpu-ray-init")
     linux.leave_descriptors()
     # SIGCHLD stays pending if it arrives between `waitpid` and `sigwait`.

@@ -4,10 +4,11 @@
                   output: ray-start.log           ├─ raylet       without it, this node is lost
                                                   └─ agents, monitor, …   Ray restarts them, or ends with them
 
-Ray is ready when the node's agents have written their ports to files. The raylet registers with the head right after
-that. Ray versions without such files print a line in the output of `ray start`. Ray is gone when `ray start`, the
-raylet or the head's gcs_server has ended. The node task watches all three processes by pidfd. `ray start --block`
-checks its processes only once a second. `ray start` treats a SIGTERM to one of its processes as a requested stop.
+Ray is ready when the node's agents have written their ports to files. The raylet registers with the head immediately
+after the agents have written their ports. Ray versions without such files print a line in the output of `ray start`.
+Ray is gone when `ray start`, the raylet or the head's gcs_server has ended. The node task watches all three processes
+by pidfd. `ray start --block` checks its processes only once a second. `ray start` treats a SIGTERM to one of its
+processes as a requested stop.
 
 Ports: The node task names all ports, so that clusters on one machine do not collide. Ray's default ports are fixed
 numbers, or numbers that Ray's processes choose. The node task tests each port by binding it. The node task avoids the

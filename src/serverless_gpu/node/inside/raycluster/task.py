@@ -119,7 +119,10 @@ class _Task:
         self._say_what_is_missing()
 
     def head(self) -> int:
-        """Start the head and run the driver to its end. Return its exit code, or a negative signal number."""
+        """Start the head and run the driver to its end.
+
+        Return the driver's exit code, or a negative signal number.
+        """
         try:
             driver = Driver(
                 self.family, {**ray_start.stripped_variables(dict(os.environ)), **self.environment}, self.work.drive
@@ -149,7 +152,7 @@ class _Task:
         """Run a node without a driver until the driver has ended. Return the exit code.
 
         The node reports its start only after it has joined. Before all nodes have joined, no user code has begun on any
-        node. A negative number means the end by a signal.
+        node. A negative exit code denotes the end by a signal.
         """
         node = cluster.TaskNode(self.share, self.family, self.environment, self.kept)
 
@@ -388,7 +391,7 @@ class Driver:
         linux.readable([self.pidfd], _KILLED_S)
 
     def reap(self) -> int:
-        """Wait for the driver's end. Return its exit code, or a negative signal number."""
+        """Wait for the driver's end. Return the driver's exit code, or a negative signal number."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def look(self, number: int) -> None:
