@@ -244,7 +244,7 @@ _OWN_TOKEN = "create a separate token for each node: `sgpu node invite`"
 
 
 def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecision | HelloRefused:
-    """Accept or refuse a node's hello message. `binding` is None while the server has no binding for the token."""
+    """Accept or refuse a node's hello message. `binding` is None before the server binds the token."""
     if binding is None:
         return HelloDecision.PENDING
     bound = binding.node

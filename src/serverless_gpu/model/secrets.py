@@ -1,10 +1,10 @@
-"""Secrets of runs: passwords and keys that are kept apart from code, variables and arguments.
+"""Secrets of runs: passwords and keys that are separate from code, variables and arguments.
 
     secrets=["HF_TOKEN"]                    a file in the run: serverless_gpu.runtime.secret("HF_TOKEN")
     secrets={"HF_TOKEN": "HF_TOKEN"}        the file, and a variable of each rank, which child processes inherit
 
-A run names its secrets. The server pins their versions when it places an attempt, and the versions of that attempt do
-not change afterwards.
+A run names its secrets. When the server places an attempt, it pins the versions of the secrets. The pinned versions do
+not change during the attempt.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _OURS = ("SGPU_", "SERVERLESS_GPU_")
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True):
-    """The version of a secret that an attempt gets."""
+    """The pinned version of a secret for one attempt."""
 
     name: str
     version: int  # Version number of the secret: 1, 2, 3 …
-    team: str = ""  # Team that owns the secret; "" for a secret of the run's owner.
+    team: str = ""  # Team that owns the secret, or "" for a secret of the run's owner.
 
     @property
     def text(self) -> str:
-        """Return the text that people read: ``HF_TOKEN@3``, or ``search/HF_TOKEN@3`` for a team's secret."""
+        """Return the secret's name and version: ``HF_TOKEN@3``, or ``search/HF_TOKEN@3`` for a team's secret."""
         return f"{self.team}/{self.name}@{self.version}" if self.team else f"{self.name}@{self.version}"
 
 
@@ -43,13 +43,13 @@ class DeliveredSecrets(msgspec.Struct, frozen=True, kw_only=True):
     """The secrets of a run that are already on its node."""
 
     directory: str  # Directory with one file for each secret.
-    texts: tuple[str, ...]  # Names and versions, for people.
-    variables: dict[str, str] = {}  # Secret → variable, for secrets that ranks also get as a variable.
+    texts: tuple[str, ...]  # Names and versions of the secrets, for display.
+    variables: dict[str, str] = {}  # Secret → environment variable, for secrets that ranks also receive as a variable.
     note: str = ""  # Note on the secrets in the receipt, or "".
 
 
 def check_name(name: str) -> str:
-    """Return a valid name of a secret, which is also its file name. Raises InvalidValue."""
+    """Return a secret's name, also used as file name, if valid. Raises InvalidValue."""
     if not _NAME.fullmatch(name):
         hint = "up to 64 letters, digits and _ . -, the first one a letter or _"
         raise InvalidValue(f"a secret cannot be named {name[:80]!r}", hint=hint)
@@ -57,22 +57,22 @@ def check_name(name: str) -> str:
 
 
 def check_value(name: str, value: bytes) -> bytes:
-    """Return a valid value of a secret. Raises InvalidValue for an empty or too long value."""
-    if not 0 < len(value) <= VALUE_BYTES_MAX:  # Callers read just enough of a longer value to detect its length.
+    """Return a secret's value if valid. Raises InvalidValue for an empty or too long value."""
+    if not 0 < len(value) <= VALUE_BYTES_MAX:  # Callers read a longer value only far enough to detect the excess.
         has = f"more than {VALUE_BYTES_MAX} bytes" if value else "no bytes"
         raise InvalidValue(f"secret {name} has {has}", hint=f"a secret has 1 to {VALUE_BYTES_MAX} bytes")
     return value
 
 
 def check_variable(name: str, value: bytes) -> bytes:
-    """Return a value that an environment variable can hold."""
+    """Return a value if an environment variable can contain it. Raises InvalidValue otherwise."""
     if b"\0" in value:
         raise InvalidValue(f"secret {name} contains a zero byte and cannot be a variable", hint="read it from its file")
     return value
 
 
 def check(names: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Check the secrets of a run. Raises InvalidValue. `variables` maps secrets to variables."""
+    """Check the secrets of a run. `variables` maps secrets to variables. Raises InvalidValue."""
     if len(names) > SECRETS_MAX:
         raise InvalidValue(f"{len(names)} secrets are over the limit of {SECRETS_MAX}")
     for name in names:
@@ -89,7 +89,7 @@ def check(names: Sequence[str], variables: Mapping[str, str]) -> None:
 
 
 def read(value: object) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the names and variables that a user wrote as ``secrets=``."""
+    """Return the secret names and variables from a user's ``secrets=`` option."""
     if isinstance(value, Mapping):
         named = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):

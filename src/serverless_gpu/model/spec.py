@@ -1,6 +1,6 @@
-"""Run specifications: the options that users write, and the RunSpec that results from them.
+"""Run specifications: validates the options of users, and builds a RunSpec from them.
 
-This module alone validates options, before anything starts. The spec also records options that only a server can
+Only this module validates options, before any process starts. The spec also records options that only a server can
 enforce, so that the same code is valid with `remote=True`.
 """
 
@@ -26,16 +26,17 @@ from serverless_gpu.units import format_bytes, parse_duration_s
 class Tracking(msgspec.Struct, frozen=True, kw_only=True):
     """The MLflow destination of a run, as the client resolved it at the call.
 
-    Either `uri` or `store` names the destination. Without both, the destination is the MLflow server of the home.
+    Either `uri` or `store` names the destination. Without `uri` and `store`, the destination is the MLflow server of
+    the home directory.
 
     Attributes:
         uri: address of an MLflow server, http or https, without credentials. Credentials stay in the caller's
             variables.
-        store: the caller's MLflow store without a server (``sqlite:////…``, a directory). The node's home starts a
-            server for it.
-        experiment: name of the experiment, which is created if it does not exist; "" if `experiment_id` is set.
+        store: the caller's MLflow store without a server (``sqlite:////…``, a directory). The node starts a server for
+            the store.
+        experiment: name of the experiment, which tracking creates if missing, or "" if `experiment_id` is set.
         experiment_id: identifier of an existing experiment.
-        run_id: an existing MLflow run to continue, which its creator ends; "" creates a new one.
+        run_id: an existing MLflow run to continue, which its creator ends. "" creates a new MLflow run.
         parent_id: identifier of the parent MLflow run, or "".
         run_name: name of a new MLflow run.
         tags: tags about the source: user, program, commit.
@@ -63,7 +64,7 @@ DEFAULT_GRACE_S = 30.0
 DEFAULT_HANG_WARNING_S = 600.0
 HANG_WARNING = "SERVERLESS_GPU_HANG_WARNING"
 SECONDS_MAX = 10 * 366 * 86_400
-MEMORY_BYTES_MIN = 64 << 20  # An interpreter with NumPy takes 40 MiB.
+MEMORY_BYTES_MIN = 64 << 20  # Minimum memory limit. An interpreter with NumPy uses 40 MiB.
 
 OnInterrupt = Literal["cancel", "detach"]
 ProcessGroup = Literal["nccl", "gloo"]
@@ -80,7 +81,7 @@ class Priority(StrEnum):
 
 
 class SessionOptions(TypedDict, total=False):
-    """Options that a session accepts for its plain functions, beside its own parameters."""
+    """Options that a session accepts for plain functions, in addition to its own parameters."""
 
     num_gpus: int
     tags: Mapping[str, str]
@@ -107,7 +108,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 class Options(SessionOptions, total=False):
-    """Options that `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
+    """Options that `distributed` accepts in addition to `gpus`, `gpu_type`, `remote` and `timeout`."""
 
     idle_timeout: float | str
     wait: bool
@@ -118,7 +119,7 @@ class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         size: number of bytes.
-        parts: BLAKE3 digest (64 hexadecimal digits) of each `BLOB_PART_BYTES`; the last part may be shorter.
+        parts: BLAKE3 digest (64 hexadecimal digits) of each chunk of `BLOB_PART_BYTES`. The last chunk may be shorter.
     """
 
     size: int
@@ -129,7 +130,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
     """A payload that calls a function in every rank.
 
     Attributes:
-        call: the pickled call; None if the request carries it, or if it is in the run directory.
+        call: the pickled call, or None if the request or the run directory contains the pickled call.
     """
 
     call: BlobReference | None = None
@@ -140,7 +141,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
 
     Attributes:
         argv: the program and its arguments. The rank looks up a program without a slash on its PATH.
-        per: "rank" starts one process for every rank, "node" starts one for every node with all of its devices.
+        per: "rank" starts one process per rank. "node" starts one process per node, with all devices of the node.
     """
 
     argv: tuple[str, ...]
@@ -158,12 +159,12 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     """The resources that a gang needs.
 
     Attributes:
-        gpus: number of GPUs, one rank each; None means every GPU of the node.
+        gpus: number of GPUs with one rank each, or None for every GPU of the node.
         gpu_type: canonical type name, or None for the type of the machine.
         cpus: cores per gang, or None for an even share.
         memory_bytes: host memory limit of the gang, or None.
         same_node: True if the gang must fit on one node.
-        ignore_busy: True to also take GPUs that other programs use.
+        ignore_busy: True to also allocate GPUs that other programs use.
     """
 
     gpus: int | None = None
@@ -174,7 +175,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     ignore_busy: bool = False
 
 
-OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB.
+OBJECT_STORE_BYTES_MIN = 80_000_000  # Minimum size of the object store. Ray refuses less than 75 MiB.
 OBJECT_STORE_BYTES_MAX = 200_000_000_000
 
 
@@ -182,7 +183,7 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     """The private Ray cluster that a run requests.
 
     Attributes:
-        dashboard: True to start Ray's web page, on the loopback interface of the head's node.
+        dashboard: True to start Ray's web dashboard, on the loopback interface of the head node.
         object_store_bytes: size of each node's object store, or None for a share of the memory.
     """
 
@@ -202,25 +203,25 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         timeout_s: time limit from the start of user code, in seconds, or None.
         grace_s: seconds between SIGTERM and SIGKILL when the supervisor stops the run.
-        ranks_log: global ranks whose output the client shows live; None means all.
+        ranks_log: global ranks whose output the client shows live, or None for all ranks.
         hang_timeout_s: seconds without a sign of progress until the supervisor ends the run, or None.
-        hang_warning_s: seconds without a sign of progress until a warning; 0 means never.
-        environment: "live" imports the caller's files in place, "snapshot" a restored copy. "auto" holds until the
-            client of a server knows whether it is on its own machine.
-        payload: the work of the run.
-        secrets: names of secrets that the run gets as files. `secret_variables` maps secrets to variables that also
-            hold them.
-        idle_timeout_s: seconds without work on any device until the run is stopped, or None for never.
-        tracker: MLflow destination, as the client resolved `tracking` at the call; None without tracking.
-        ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None without Ray.
+        hang_warning_s: seconds without a sign of progress until a warning, or 0 for no warning.
+        environment: "live" imports the caller's files in place, "snapshot" a restored copy. The client replaces "auto"
+            once it knows if the run uses its own machine.
+        payload: the function, command or kernel that the run executes.
+        secrets: names of secrets that the run receives as files. `secret_variables` maps secrets to variables with the
+            same values.
+        idle_timeout_s: seconds without work on any device until the supervisor stops the run, or None for never.
+        tracker: MLflow destination, as the client resolved `tracking` at the call, or None without tracking.
+        ray: the Ray cluster that the run creates on its nodes, with the function as driver, or None without Ray.
         retry_on_infra: True to run user code again a few times after a GPU or node failure, without `retries`.
-        max_run_s: longest time of an attempt, from the usage policy or the server; None for a run without a server.
-        total_run_s: longest time of user code over all attempts, from the usage policy, or None.
+        max_run_s: maximum seconds of an attempt, from the usage policy or the server, or None without a server.
+        total_run_s: maximum seconds of user code over all attempts, from the usage policy, or None.
         attempts_max: maximum number of attempts that begin user code, from the usage policy, or None.
         init: backend of the process group that each rank joins before the function begins, or None.
-        policies: mandatory usage policies that the server applies beside `policy`.
+        policies: mandatory usage policies that the server applies in addition to `policy`.
         wait: True to queue the run even if no known node could ever serve it.
-        unsaved_max: attempts in a row without a new checkpoint after which `resume` gives up, from the usage policy.
+        unsaved_max: consecutive attempts without a new checkpoint after which `resume` stops, from the usage policy.
     """
 
     spec_version: int = SPEC_VERSION
@@ -266,7 +267,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limited_by(self) -> str:
-        """Return the policies, or the server, that limit the run beyond its own options, for messages."""
+        """Return the policies, or the server, that limit the run's time, as text for messages."""
         names = [repr(name) for name in (self.policy, *self.policies) if name]
         if not names:
             return "the server"
@@ -274,12 +275,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_capped(self) -> bool:
-        """Return whether `max_run_s`, and not the user's own `timeout`, limits an attempt."""
+        """Return True if `max_run_s`, and not the user's own `timeout`, limits an attempt."""
         return self.max_run_s is not None and self.limit_s != self.timeout_s
 
     @property
     def per_node(self) -> bool:
-        """Return whether a node runs one process for all of its devices, which starts further processes."""
+        """Return True if a node runs one process for all its devices, which starts further processes."""
         return self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
 
     def processes(self, world_size: int) -> int:
@@ -287,7 +288,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.per_node else world_size
 
     def limits(self) -> Limits:
-        """Return the limits that the lifecycle applies."""
+        """Return the time limits that the attempt's lifecycle applies."""
         # A Ray driver may wait in one place for hours, which does not indicate the progress of its tasks.
         warning_s, hang_s = (self.hang_warning_s, self.hang_timeout_s) if self.ray is None else (0, None)
         return Limits(
@@ -306,10 +307,10 @@ def make_spec(
     options: Mapping[str, object],
     own: Sequence[GpuType],
 ) -> RunSpec:
-    """Return the RunSpec for the options that a user wrote.
+    """Return the RunSpec for the options of a user.
 
-    `options` has the options that are not parameters of `make_spec`. Raises InvalidOption for an unknown option or a
-    wrong type, and InvalidValue for an invalid value.
+    `options` contains the options that are not parameters of `make_spec`. Raises InvalidOption for an unknown option or
+    a wrong type, and InvalidValue for an invalid value.
     """
     _refuse_unknown(options)
     asked = dict(options)
@@ -370,7 +371,7 @@ def check_command(command: Command) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Return whether UTF-8 can encode a string; a string from other bytes may hold lone surrogates."""
+    """Return True if UTF-8 can encode a string, which fails for lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -381,7 +382,7 @@ def is_text(value: str) -> bool:
 def hang_warning_s(text: str | None) -> float:
     """Return the seconds without progress until a warning, from `SERVERLESS_GPU_HANG_WARNING`.
 
-    Returns 0 for never. Raises InvalidValue when the text is not a number of seconds.
+    Returns 0 for no warning. Raises InvalidValue if the text is not a number of seconds.
     """
     if not text:
         return DEFAULT_HANG_WARNING_S
@@ -420,7 +421,7 @@ def _environment(value: object, remote: bool) -> AskedEnvironment:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a boolean option. Raises InvalidOption when it is neither True nor False."""
+    """Return a boolean option. Raises InvalidOption for any value except True and False."""
     if not isinstance(value, bool):
         raise InvalidOption(f"{name} must be True or False, not {value!r}")
     return value
@@ -452,13 +453,13 @@ def seconds(name: str, value: object) -> float:
 
 
 def patience(name: str, value: object) -> float | None:
-    """Return a maximum wait in seconds, or None for no limit; negative values become 0.
+    """Return a maximum wait in seconds, or None for no limit. Negative values become 0.
 
     Raises InvalidOption when the value is not a number, and InvalidValue for NaN.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are instances of Real.
+    if isinstance(value, bool) or not isinstance(value, Real):  # `Real` includes NumPy's numbers.
         raise InvalidOption(f"{name} must be a number of seconds or None, not {value!r}")
     limit_s = float(value)
     if math.isnan(limit_s):
@@ -501,7 +502,7 @@ def parse_bytes(name: str, value: object) -> int:
 
 
 def _memory(value: object) -> int:
-    """Return a limit of host memory in bytes; refuse a limit that is too small for an interpreter."""
+    """Return a host memory limit in bytes, and refuse a limit that is too small for an interpreter."""
     found = parse_bytes("memory", value)
     if found < MEMORY_BYTES_MIN:
         raise InvalidValue(

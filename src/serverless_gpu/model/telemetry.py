@@ -1,4 +1,4 @@
-"""Telemetry samples of a node: values, intervals, names and sums.
+"""Telemetry samples of a node: values, sampling intervals, series names and sums.
 
 Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of all uploads
         ├─▶ DeviceTotals (a running sum) ─▶ DeviceUse of the receipt
@@ -22,17 +22,16 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import DeviceUse
 
 RAY_BYTES_MAX = 1 << 16
-"""Maximum size of a metrics file; the reader ignores a larger file."""
+"""Maximum size of a metrics file. The reader ignores a larger file."""
 
 _FRESH_NS = 30 * 1_000_000_000  # Maximum age of a metrics file: three intervals of the monitor.
 
 
 class RaySample(msgspec.Struct, frozen=True, array_like=True):
-    """The state of one node's Ray at one moment; None means "not known".
+    """The state of Ray on one node at one moment. None is an unknown value.
 
-    The node that runs a task counts the task while it runs. The node of the task's owner counts waiting and ended
-    tasks.
-    Only the sample of the head's node has placement groups, and actors that wait or have ended.
+    The node that runs a task counts the running task. The node of the task's owner counts waiting and ended tasks. Only
+    the sample of the head node contains placement groups, and actors that wait or have ended.
     """
 
     cpus: float | None = None  # CPUs that Ray can assign.
@@ -44,11 +43,11 @@ class RaySample(msgspec.Struct, frozen=True, array_like=True):
     objects: float | None = None
     spilled_bytes: float | None = None  # Bytes of objects that Ray moved to the disk because the object store was full.
     tasks_pending: float | None = None  # Tasks that wait for arguments, for resources or in the queue.
-    tasks_running: float | None = None  # Tasks that run.
+    tasks_running: float | None = None  # Running tasks.
     tasks_finished: float | None = None  # Tasks that have ended since the cluster began.
     tasks_failed: float | None = None  # Tasks that have failed since the cluster began.
-    tasks_infeasible: float | None = None  # Tasks that request more than any node has, and wait forever.
-    actors: float | None = None  # Actors that run.
+    tasks_infeasible: float | None = None  # Tasks that request more resources than any node has, and wait forever.
+    actors: float | None = None  # Running actors.
     actors_pending: float | None = None  # Actors that Ray has not created yet.
     actors_restarting: float | None = None  # Actors that Ray restarts.
     actors_dead: float | None = None  # Actors that have ended.
@@ -56,9 +55,9 @@ class RaySample(msgspec.Struct, frozen=True, array_like=True):
     placement_groups_pending: float | None = None  # Placement groups that wait for resources.
     workers: float | None = None
     workers_out_of_memory: float | None = None  # Workers that Ray ended because the node ran out of memory.
-    cpu_percent: float | None = None  # CPU use of the node, as Ray reports it.
-    memory_bytes: float | None = None  # Used memory of the node, as Ray reports it.
-    memory_total_bytes: float | None = None  # Total memory of the node, as Ray reports it.
+    cpu_percent: float | None = None  # CPU usage of the node, as reported by Ray.
+    memory_bytes: float | None = None  # Used memory of the node, as reported by Ray.
+    memory_total_bytes: float | None = None  # Total memory of the node, as reported by Ray.
 
 
 _MEGABYTES = {
@@ -72,7 +71,7 @@ _OTHERS = {"cpu_percent": "cpu_utilization_percentage"}
 
 
 def ray_series(node_rank: int, sample: RaySample) -> dict[str, float]:
-    """Return a sample's values by their names in MLflow; unknown values have no entry."""
+    """Return a sample's known values by their series names in MLflow."""
     values: dict[str, float] = {}
     for field, name, per in _named(node_rank):
         value = getattr(sample, field)
@@ -82,7 +81,7 @@ def ray_series(node_rank: int, sample: RaySample) -> dict[str, float]:
 
 
 def read_ray(data: bytes, now_ns: int) -> RaySample | None:
-    """Return the sample in a node's metrics file; None for an outdated or invalid file."""
+    """Return the Ray sample in a node's metrics file, or None for an outdated or invalid file."""
     if len(data) > RAY_BYTES_MAX:
         return None
     try:
@@ -105,7 +104,7 @@ _decoder = msgspec.json.Decoder(_File)
 
 @functools.lru_cache(maxsize=256)
 def _named(node_rank: int) -> tuple[tuple[str, str, float], ...]:
-    """Return field, name and divisor of each series of a node."""
+    """Return the field, name and divisor of each MLflow series of a node."""
     prefix = f"ray/node_{node_rank}/"
     return tuple(
         (field, prefix + (_MEGABYTES.get(field) or _OTHERS.get(field) or field), 1e6 if field in _MEGABYTES else 1.0)
@@ -114,9 +113,9 @@ def _named(node_rank: int) -> tuple[tuple[str, str, float], ...]:
 
 
 class GpuSample(msgspec.Struct, frozen=True, array_like=True):
-    """One device at one moment; None means "not known", which is not 0."""
+    """Telemetry of one device at one moment. None is an unknown value, not 0."""
 
-    # Share of the last second in which a kernel ran; for a CPU slot, its rank's share of a core.
+    # Fraction of the last second in which a GPU kernel ran. For a CPU slot, the rank's share of a core.
     busy_percent: float | None = None
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -134,9 +133,10 @@ class GpuSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostSample(msgspec.Struct, frozen=True, array_like=True):
-    """The machine at one moment: the disk of the home, and all network interfaces except loopback.
+    """Telemetry of the machine at one moment, with the home's disk and all non-loopback interfaces.
 
-    Network counters begin at the start of the machine. In a file of samples they begin at its first sample.
+    Network counters start at the boot of the machine. In a telemetry file, the counters start at the file's first
+    sample.
     """
 
     cpu_percent: float | None = None
@@ -149,7 +149,7 @@ class HostSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSample(msgspec.Struct, frozen=True, array_like=True):
-    """One rank with its children at one moment; a `cpu_percent` of 100 is one core."""
+    """Telemetry of a rank and its child processes at one moment. A `cpu_percent` of 100 is one core."""
 
     rank: int
     cpu_percent: float | None = None
@@ -158,10 +158,10 @@ class RankSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A node at one moment.
+    """Telemetry of a node at one moment.
 
-    `gpus` are in the order of the header's devices; `at_ns` is in nanoseconds since 1970. `ray` is the last state of
-    the run's Ray cluster, at most half a minute old; None without Ray.
+    `gpus` are in the order of the header's devices. `at_ns` is in nanoseconds since 1970. `ray` is the last state of
+    the run's Ray cluster, at most 30 s old, or None without Ray.
     """
 
     at_ns: int
@@ -180,13 +180,13 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a file of samples, which recurs when the devices of an attempt become known."""
+    """First line of a telemetry file, repeated when the devices of an attempt become known."""
 
     run_id: str
     fence: int
     node: str
     node_rank: int
-    origin_ns: int  # Time of the call, nanoseconds since 1970; steps count seconds from this time.
+    origin_ns: int  # Time of the call in nanoseconds since 1970, from which steps count seconds.
     devices: tuple[Sampled, ...] = ()
 
 
@@ -198,7 +198,7 @@ _DOUBLINGS_MAX = 8
 
 
 def interval_ns(rows: int) -> int:
-    """Return the interval after the last row of a file: 1 s in the first hour, then longer and longer.
+    """Return the interval after the last row of a file: 1 s in the first hour, then longer.
 
     The interval doubles every 3600 rows, up to 256 s. Ten days give fewer than 29,000 rows.
     """
@@ -209,7 +209,7 @@ def merged(samples: Sequence[Sample]) -> Sample:
     """Return one sample that combines several samples.
 
     The result has the mean of rates, the maximum of memory, and the last value of counters. After a change of devices
-    or ranks, only samples with the last set of devices and ranks count.
+    or ranks, the function uses only samples with the last set of devices and ranks.
     """
     last = samples[-1]
     if len(samples) == 1:
@@ -269,14 +269,14 @@ _sample_decoder = msgspec.json.Decoder(Sample)
 
 
 def encode(line: Line) -> bytes:
-    """Return one line of a file of samples: a header is a JSON object, a sample is an array."""
+    """Return one line of a telemetry file: a JSON object for a header, an array for a sample."""
     return _encoder.encode(line) + b"\n"
 
 
 def decode(data: bytes) -> tuple[list[Line], int]:
-    """Return the decoded lines and the number of bytes consumed; invalid lines are left out.
+    """Return the decoded valid lines, and the number of consumed bytes.
 
-    A killed writer leaves half a line. The next writer ends that line, which is then invalid.
+    A killed writer leaves an incomplete line. The next writer terminates the incomplete line, which is then invalid.
     """
     end = data.rfind(b"\n") + 1
     lines: list[Line] = []
@@ -295,11 +295,11 @@ def step(header: Header, sample: Sample) -> int:
 
 
 def series(header: Header, sample: Sample) -> dict[str, float]:
-    """Return a sample's values by their names in MLflow; unknown values have no entry.
+    """Return a sample's known values by their series names in MLflow.
 
-    Names and units are those of MLflow's own system metrics, where a megabyte is 1,000,000 bytes. Further series follow
-    the same pattern. Devices and ranks have the numbers that the run sees. CPU slots have no GPU series, because the
-    series of their ranks show the same values.
+    Names and units follow MLflow's own system metrics, where a megabyte is 1,000,000 bytes. Further series follow the
+    same pattern. The series use the run's numbering of devices and ranks. CPU slots have no GPU series, because the
+    series of their ranks contain the same values.
     """
     prefix = f"system/node_{header.node_rank}/"
     named = zip(_names(prefix, _HOST_SERIES), _host_values(sample.host), strict=True)
@@ -396,7 +396,9 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """NVML's bits for heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown, power
-brake. Idle devices, clocks set by an operator and groups of cards at one clock do not count.
+brake.
+
+The bits exclude idle devices, clocks set by an operator, and groups of cards at one clock.
 """
 
 _THROTTLE_WORDS = {
@@ -409,15 +411,15 @@ _THROTTLE_WORDS = {
 }
 
 BUSY_PERCENT = 5.0
-"""Minimum busy share that counts as work; a desktop or a monitoring tool stays below this share."""
+"""Minimum busy share that counts as work. A desktop or a monitoring tool stays below the minimum."""
 
 _GAP_NS_MAX = 600 * SECOND_NS
 
 
 class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """The running sum of one device's samples; `result()` returns its account.
+    """The running sum of one device's telemetry samples. `result()` returns the device's `DeviceUse`.
 
-    Each sample stands for the time since the sample before, up to ten minutes. The first sample stands for one second.
+    Each sample covers the time since the preceding sample, up to ten minutes. The first sample covers one second.
     """
 
     uuid: str
@@ -431,7 +433,7 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
     throttled_ns: int | None = None
 
     def plus(self, at_ns: int, gpu: GpuSample) -> DeviceTotals:
-        """Return the sum with one more sample."""
+        """Return the running sum with one more sample."""
         gap_ns = min(max(0, at_ns - self.at_ns), _GAP_NS_MAX) if self.samples else 0
         stands_ns = gap_ns or SECOND_NS
         throttled_ns = stands_ns if (gpu.throttle or 0) & THROTTLED else 0
@@ -453,7 +455,7 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def result(self) -> DeviceUse:
-        """Return the account of the samples so far."""
+        """Return the `DeviceUse` of the samples so far."""
         return DeviceUse(
             uuid=self.uuid,
             samples=self.samples,
@@ -465,7 +467,7 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dict[str, DeviceTotals]:
-    """Return the sums of an attempt's devices, by uuid, with one more sample."""
+    """Return the running sums of an attempt's devices, by uuid, with one more sample."""
     summed = dict(uses)
     for device, gpu in zip(header.devices, sample.gpus, strict=False):
         summed[device.uuid] = summed.get(device.uuid, DeviceTotals(uuid=device.uuid)).plus(sample.at_ns, gpu)
@@ -473,10 +475,10 @@ def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dic
 
 
 def works(sample: Sample) -> bool:
-    """Return whether a device works; an unknown busy share counts as work."""
+    """Return True if a device works. An unknown busy share counts as work."""
     return not sample.gpus or any(gpu.busy_percent is None or gpu.busy_percent >= BUSY_PERCENT for gpu in sample.gpus)
 
 
 def throttle_words(bits: int | None) -> tuple[str, ...]:
-    """Return the reasons for a device's reduced clocks as text; empty for a device without work."""
+    """Return the reasons for a device's reduced clocks from NVML's bits, without idle clocks."""
     return tuple(word for bit, word in _THROTTLE_WORDS.items() if (bits or 0) & bit)

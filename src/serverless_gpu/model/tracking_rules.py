@@ -3,8 +3,8 @@
     Tracking, RunSpec ─▶ first_tags, params_of        samples ─▶ send_interval_s ─▶ points, below 2 M a run
     State, Receipt    ─▶ status_of, last_tags, receipt_tags      failures in a row ─▶ pause_s
 
-`serverless_gpu.tracking` sends the requests. MLflow refuses a whole request when one name or value in it breaks a rule.
-This module therefore applies the rules before anything is sent.
+`serverless_gpu.tracking` sends the requests. MLflow refuses a whole request if one name or value in the request
+violates a rule. This module therefore applies the rules before the package sends a request.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from serverless_gpu.model.spec import Command, RunSpec, Tracking
 KEY_CHARACTERS_MAX = 250
 PARAM_CHARACTERS_MAX = 6000
 TAG_CHARACTERS_MAX = 8000
-"""Maximum characters of a value. MLflow refuses a request with a longer value as a whole."""
+"""Maximum number of characters of a value. MLflow refuses a whole request with a longer value."""
 RUN_TAG = "sgpu.run_id"
 """The tag by which other processes find an MLflow run."""
 ATTEMPT_TAG = "sgpu.attempt"
-"""The tag with the attempt whose state an MLflow run shows: the last attempt that has begun."""
+"""The tag with the attempt whose state an MLflow run shows: the most recently started attempt."""
 POINTS_MAX = 2_000_000
-"""Maximum points of this package in one MLflow run. MLflow stores 10 million points; the others are for the user."""
+"""Maximum points of this package in one MLflow run. The user can log the rest of MLflow's 10 million points."""
 GIVE_UP_S = 86_400
-"""Seconds after the end of an attempt in which the package retries requests to MLflow."""
+"""Maximum seconds of retries to MLflow after the end of an attempt."""
 
 _NOTE_TAG = "mlflow.note.content"
 _NAME_TAG = "mlflow.runName"
@@ -72,7 +72,7 @@ def valid_key(key: str) -> str:
 
 
 def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
-    """Return text of at most `characters_max` characters, with a marker where text is missing."""
+    """Return text truncated to `characters_max` characters, with a marker for omitted text."""
     if len(text) <= characters_max:
         return text
     kept = characters_max - len(_CUT)
@@ -80,7 +80,7 @@ def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
 
 
 def spec_params(spec: RunSpec) -> dict[str, str]:
-    """Return the parameters of a spec that help to compare runs, under names that no user parameter has."""
+    """Return the spec's parameters for comparing runs, under names that no user parameter has."""
     asked = {
         "name": spec.name,
         "command": command_text(spec.payload.argv) if isinstance(spec.payload, Command) else None,
@@ -106,7 +106,7 @@ def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
 
 
 def params_of(tracking: Tracking, spec_params: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a run; those of the call take precedence over those of the spec."""
+    """Return the parameters of a run. Parameters of the call take precedence over parameters of the spec."""
     merged = {valid_key(key): value for key, value in spec_params.items()}
     merged |= {valid_key(key): value for key, value in tracking.params.items()}
     return {key: cut(value, PARAM_CHARACTERS_MAX) for key, value in merged.items()}
@@ -127,7 +127,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
 
 
 def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
-    """Return the tags at the start of another attempt, which clear the end of the attempt before."""
+    """Return the tags for the start of another attempt, which clear the preceding attempt's end tags."""
     tags = {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if not tracking.run_id:
         tags |= {"sgpu.state": State.RUNNING.value, "sgpu.reason": "", "sgpu.sentence": "", _NOTE_TAG: ""}
@@ -135,7 +135,7 @@ def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
 
 
 def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -> dict[str, str]:
-    """Return the tags for the end of an attempt; empty for an MLflow run that its creator ends."""
+    """Return the tags for the end of an attempt, or no tags for an MLflow run that its creator ends."""
     if tracking.run_id:
         return {}
     tags = {"sgpu.state": state.value, "sgpu.reason": reason.value, "sgpu.sentence": sentence}
@@ -162,14 +162,14 @@ def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes
 
 
 def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """Return the sums over all nodes, once all nodes have sent their accounts; empty until then."""
+    """Return tags with sums over all nodes, or no tags until all nodes have sent receipts."""
     seconds = [tags.get(f"sgpu.node_{node}.gpu_seconds", "") for node in range(nodes)]
     costs = [tags.get(f"sgpu.node_{node}.cost", "").split() for node in range(nodes)]
     try:
         found = {"sgpu.gpu_seconds": f"{sum(map(float, seconds)):.3f}"}
         if all(len(cost) == 2 for cost in costs) and len({currency for _, currency in costs}) == 1:
             found["sgpu.cost"] = f"{sum(float(amount) for amount, _ in costs):.6f} {costs[0][1]}"
-    except ValueError:  # A value is missing, or a user wrote another text to the tag.
+    except ValueError:  # A value is missing, or a user has overwritten the tag.
         return {}
     if not tracking.run_id:
         found[_NOTE_TAG] = (
@@ -181,29 +181,29 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
 
 
 def is_reported_elsewhere(reason: Reason, tags: Mapping[str, str]) -> bool:
-    """Return whether another node has reported a more specific reason for the gang's end."""
+    """Return True if another node has reported a more specific reason for the gang's end."""
     weak = (Reason.PEER_FAILED, Reason.COMPLETED)
     return reason in weak and tags.get("sgpu.reason", "") not in ("", *weak)
 
 
 def variables(run_id: str, experiment_id: str, uri: str) -> dict[str, str]:
-    """Return the variables with which any MLflow client in a rank finds a run.
+    """Return the environment variables that point MLflow clients in a rank to a run.
 
-    `uri` is "" if the caller's own variable has the address, which may contain a password.
+    `uri` is "" if the caller's own variable contains the address, which may include a password.
     """
     found = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_ID": experiment_id}
     return {name: value for name, value in found.items() if value}
 
 
 def pause_s(failures: int) -> float:
-    """Return the wait after a number of failures in a row, in seconds, before random jitter is added."""
+    """Return the pause in seconds after consecutive failures, without random jitter."""
     if failures > _QUICK_TRIES:
         return _LATE_PAUSE_S_MAX
     return min(_FIRST_PAUSE_S * 2.0 ** min(max(0, failures - 1), 10), _PAUSE_S_MAX)
 
 
 def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
-    """Return the interval between points of a series, in seconds; it starts at 10 and doubles over time.
+    """Return the seconds between points of a series, which start at 10 and double over time.
 
     The interval depends only on the time since the call and the size of the run. A restarted monitor therefore
     continues with the same intervals. All points of all nodes stay below `POINTS_MAX` in a run of ten days.

@@ -9,7 +9,7 @@
                └─▶ additions: default tags, pool, limits ─▶ the stored spec
     CRITICAL    ─▶ only if a policy that applies lists it, or the caller may grant it (`operator`, `admin`)
 
-Policies decide from values only. A policy fills in options that the user left open and never relaxes those that the
+Policies decide from values only. A policy fills in options that the user omitted, and never relaxes options that the
 user set. The server checks installed packages against the environment store, outside of this module.
 """
 
@@ -27,46 +27,47 @@ from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, RunSpec
 
 MAX_RUN_S = 7 * 86_400.0
-"""Longest time of an attempt without a policy's limit; with `resume` the run continues as another attempt."""
+"""Maximum time of an attempt without a policy's limit. With `resume`, the run continues as another attempt."""
 HolderKind = Literal["user", "service", "team"]
 HOLDER_KINDS: tuple[HolderKind, ...] = get_args(HolderKind)
 _NAMED_MAX = 20
 
 
 class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One usage policy. None or an empty tuple means that the policy has no such rule."""
+    """One usage policy. A rule that is None or an empty tuple does not apply."""
 
-    pool: str = ""  # Pool of runs that name no pool; "" for the first of `pools`, or any on-demand pool.
+    pool: str = ""  # Pool of runs that name no pool, or "" for the first of `pools` or any on-demand pool.
     pools: tuple[str, ...] = ()  # Pools that runs may name, always including `pool`.
-    # Tags that a run must have; a key with values accepts only these values.
+    # Tags that a run must have. A key with values accepts only the listed values.
     required_tags: dict[str, tuple[str, ...]] = {}
-    default_tags: dict[str, str] = {}  # Tags that are added to a run without such a key.
-    # GPU types that runs may request. A run that requests no type gets the first available type of this list.
+    default_tags: dict[str, str] = {}  # Tags that the server adds to a run that lacks the key.
+    # GPU types that runs may request. A run that requests no type uses the first available type of the list.
     gpu_types: tuple[str, ...] = ()
     gpus_per_run: int | None = None  # Maximum number of devices of one run.
     gpus_at_once: int | None = None  # Maximum number of devices of all active runs of one user.
-    max_run_s: float | None = None  # Longest time of an attempt, in seconds.
-    # Seconds without work on any device until a run is stopped. Users may set a shorter time, but not a longer time.
+    max_run_s: float | None = None  # Maximum time of an attempt, in seconds.
+    # Seconds without work on any device until the supervisor stops a run. Users may set a shorter time, but not a
+    # longer time.
     idle_s: float | None = None
-    # Priority classes that runs may request. A run without a class is NORMAL; if NORMAL is not accepted, the first
-    # class replaces it.
+    # Priority classes that runs may request. A run without a class is NORMAL. If the policy does not accept NORMAL, the
+    # run uses the first accepted class.
     priorities: tuple[Priority, ...] = ()
-    # Addresses of captured environments whose installed packages are accepted; the project's own code may differ. With
-    # such addresses, a run that imports the caller's own files is refused.
+    # Addresses of captured environments whose installed packages the policy accepts. The project's own code may differ.
+    # With listed addresses, the policy refuses a run that imports the caller's own files.
     environments: tuple[str, ...] = ()
-    timeout_s: float | None = None  # Time limit of a run that sets no limit, in seconds; users may set another limit.
-    team: str = ""  # Team of a run that names no team, if its owner is a member; "" for none.
+    timeout_s: float | None = None  # Default time limit of a run in seconds. Users may set another limit.
+    team: str = ""  # Default team of a run whose owner is a member, or "" for no default.
     team_required: bool = False  # True if every run must belong to a team.
-    # Maximum number of attempts that begin user code; preempted attempts do not count.
+    # Maximum number of attempts that begin user code, excluding preempted attempts.
     attempts_max: int | None = None
-    total_run_s: float | None = None  # Longest time of user code over all attempts of a run, in seconds.
-    unsaved_max: int | None = None  # Attempts in a row without a new checkpoint after which `resume` gives up.
-    # True if the policy applies to all runs of its principals, beside the policy that a run names.
+    total_run_s: float | None = None  # Maximum time of user code over all attempts of a run, in seconds.
+    unsaved_max: int | None = None  # Consecutive attempts without a new checkpoint after which `resume` stops retrying.
+    # True if the policy applies to all runs of its principals, in addition to the policy that a run names.
     mandatory: bool = False
 
     @property
     def home(self) -> str:
-        """Return the pool of runs that name no pool; "" for any on-demand pool."""
+        """Return the pool of runs that name no pool, or "" for any on-demand pool."""
         return self.pool or next(iter(self.pools), "")
 
 
@@ -75,8 +76,8 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 
     name: str
     policy: UsagePolicy
-    # True if the policy is attached to the caller or the caller's team. A policy that any caller may name grants no
-    # priority class.
+    # True if the policy is attached to the caller or the caller's team. An unattached policy, which any caller may
+    # name, grants no priority class.
     is_attached: bool = True
 
 
@@ -101,7 +102,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, team: str) -> list[str]:
         """Return the names of the principal's own policies and of the team's policies, sorted.
 
-        Without a team, the policies of all teams are included.
+        Without a team, the result includes the policies of all teams.
         """
         others = self.teams.get(team, ()) if team else (name for names in self.teams.values() for name in names)
         return sorted({*self.own, *others})
@@ -116,7 +117,7 @@ def choose(
     is_free: bool = False,
     mandatory: Collection[str] = (),
 ) -> str:
-    """Return the name of the policy that applies beside the mandatory ones, or "" for none.
+    """Return the name of the policy that applies in addition to mandatory policies, or "".
 
     Raises PolicyViolation when the named policy does not apply to this run, or when the choice is ambiguous.
     """
@@ -148,7 +149,7 @@ def apply(
 ) -> RunSpec:
     """Return a run with its policies applied: the strictest rule of all policies holds.
 
-    `policies` starts with the selected policy. `max_run_s` holds where no policy limits an attempt (None for no limit).
+    `policies` starts with the selected policy. `max_run_s` applies if no policy limits an attempt (None for no limit).
     Raises PolicyViolation with every value that the policies refuse; its hint lists the accepted values.
     """
     refused = _Refused()
@@ -203,8 +204,8 @@ def apply(
 def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, teams: Collection[str]) -> RunSpec:
     """Return a run with its policies' defaults.
 
-    A run without a team gets the first `team` of a policy whose members include its owner. If a policy requires a team,
-    an owner in exactly one team need not name the team.
+    A run without a team uses the first `team` of a policy whose members include the run's owner. If a policy requires a
+    team, an owner in exactly one team need not name the team.
 
     Raises PolicyViolation when a policy requires a team and the run does not determine one.
     """
@@ -225,7 +226,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
 
 
 def where(policies: Sequence[NamedPolicy], spec: RunSpec) -> str:
-    """Return the pool in which the scheduler will place a run; "" for any on-demand pool."""
+    """Return the pool in which the scheduler will place a run, or "" for any on-demand pool."""
     if spec.pool is not None:
         return spec.pool
     homes = [each.policy.home for each in policies if each.policy.home]
@@ -306,7 +307,7 @@ def _gpu_type(
 
 
 def _common(one: Iterable[str], other: Iterable[str]) -> list[str]:
-    """Return the GPU types that are in both lists; for a family and its member, the member."""
+    """Return the GPU types in both lists. For a family and its member, use the member."""
     others = list(other)
     narrow = [
         theirs if hardware.matches(mine, theirs) else mine
@@ -340,12 +341,12 @@ def _priority(policies: Sequence[NamedPolicy], asked: Priority, refused: _Refuse
 
 
 def _least(policies: Sequence[NamedPolicy], limit: Callable[[UsagePolicy], float | None]) -> float | None:
-    """Return the smallest value of a limit among the policies, or None if no policy sets it."""
+    """Return the smallest value of a limit among the policies, or None if no policy sets the limit."""
     return min((most for each in policies if (most := limit(each.policy)) is not None), default=None)
 
 
 def describe(policy: UsagePolicy) -> list[str]:
-    """Return the rules of a policy for people, one phrase for each rule."""
+    """Return the rules of a policy as text, one phrase per rule."""
     said = ["mandatory"] if policy.mandatory else []
     said += [f"pool {policy.home}" if policy.home else "any on-demand pool"]
     said += [f"pools {_listed(policy.pools)}"] if policy.pools else []
@@ -373,7 +374,7 @@ def describe(policy: UsagePolicy) -> list[str]:
 
 
 def format_span(seconds: float) -> str:
-    """Return a time limit as text, in days if it is a whole number of days."""
+    """Return a time limit as text, in days for a whole number of days."""
     ms = round(seconds * 1000)
     return units.format_days_ms(ms) if seconds >= 86_400 and seconds % 86_400 == 0 else units.format_duration_ms(ms)
 

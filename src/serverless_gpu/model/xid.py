@@ -1,11 +1,11 @@
-"""Xid errors of the NVIDIA driver: the numbers in the kernel's log, and the consequences of each.
+"""Xid errors of the NVIDIA driver: the numbers in the kernel's log, and their consequences.
 
     NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
           └─ which GPU ─┘        └─ what happened
 
 Numbers and meanings come from NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
-docs.nvidia.com/deploy/xid-errors). The consequences follow our failure matrix (F23 to F25). A node can override each
-consequence in the table `xids` of its `config.toml`. An unknown number has no consequence.
+docs.nvidia.com/deploy/xid-errors). The consequences follow the project's failure matrix (F23 to F25). A node can
+override each consequence in the table `xids` of its `config.toml`. An unknown number has no consequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 SUSPECT_NS = 24 * 3600 * 1_000_000_000
 SUSPECT_PRINCIPALS = 3
-"""If user code of more principals than this fails on one GPU within `SUSPECT_NS`, the GPU is suspect."""
+"""Maximum number of principals whose user code fails on one GPU within `SUSPECT_NS` before the GPU is suspect."""
 
 _TEXT_MAX = 200
 _LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d{1,5})\b,?\s*(.*)")
@@ -28,12 +28,12 @@ _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\
 class XidKind(StrEnum):
     """The consequence of an Xid."""
 
-    LOST = "lost"  # The run ends, the GPU is quarantined, and the node accepts no new runs.
-    UNCORRECTABLE = "uncorrectable"  # The run ends, and the GPU is quarantined.
+    LOST = "lost"  # The run ends, the agent quarantines the GPU, and the node accepts no new runs.
+    UNCORRECTABLE = "uncorrectable"  # The run ends, and the agent quarantines the GPU.
     CONTAINED = "contained"  # The run ends, and the GPU stays usable.
-    PENDING = "pending"  # The run continues, and the GPU is quarantined after it.
-    USER = "user"  # The user only gets a hint, because the run's own code is the likely cause.
-    OTHER = "other"  # The error is only recorded.
+    PENDING = "pending"  # The run continues, and the agent quarantines the GPU after the run.
+    USER = "user"  # The user only receives a hint, because the run's own code is the likely cause.
+    OTHER = "other"  # The agent only records the error.
 
 
 ENDS_A_RUN = frozenset({XidKind.LOST, XidKind.UNCORRECTABLE, XidKind.CONTAINED})
@@ -98,16 +98,16 @@ class UserFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def address(text: str) -> str:
-    """Return a PCI address in the form of the driver's log and NVML: ``"0000:17:00"``; "" if invalid."""
+    """Return a PCI address in the format of the driver's log and NVML, or "" if invalid."""
     found = _ADDRESS.fullmatch(text.strip())
     return "" if found is None else f"{int(found[1], 16):04x}:{found[2].lower()}:{found[3].lower()}"
 
 
 def read(line: str) -> XidEvent | None:
-    """Return the Xid that a line of the kernel's log reports, or None.
+    """Return the Xid error in a line of the kernel's log, or None.
 
-    The driver's message is the whole line. A line that merely contains such a message quotes it, for example in the
-    name of a file or process.
+    The driver's message is the whole line. A line that contains the message only within other text is a quotation, for
+    example in the name of a file or process.
     """
     found = _LINE.match(line)
     if found is None:
@@ -133,7 +133,7 @@ def principals(hits: Iterable[UserFault], now_ns: int) -> frozenset[str]:
 
 
 def suspicion(hits: Iterable[UserFault], now_ns: int) -> str:
-    """Return why a GPU is suspect although only user code failed on it, or ""."""
+    """Return the reason why a GPU is suspect after only user code failed on the GPU, or ""."""
     who = principals(hits, now_ns)
     if len(who) <= SUSPECT_PRINCIPALS:
         return ""

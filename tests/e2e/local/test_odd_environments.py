@@ -316,7 +316,9 @@ def test_23C9_a_disk_without_inodes_is_not_called_full(few_files: Path, tmp_path
     first, second = call(tmp_path).splitlines()
     assert first.startswith(f"StorageError: no inodes left for {few_files}/")
     assert first.endswith(": its disk has space, but cannot store one more file")
-    assert second.startswith("hint: delete files on that disk (`sgpu clean` removes old runs, `sgpu env gc` environments)")
+    assert second.startswith(
+        "hint: delete files on that disk (`sgpu clean` removes old runs, `sgpu env gc` environments)"
+    )
     report = sgpu("doctor", "--limit", "3", before=()).stdout
     assert golden("local.odd_environments.failed-disk-space", few_files=few_files) in report
 

@@ -42,7 +42,9 @@ def test_ranks_import_the_restored_copy(own: Path, small: SmallEnvironment, dial
     assert dialogue.ask("__import__('toy').__file__") == repr(str(small.site / "toy" / "__init__.py"))
     said = dialogue.close()
     assert re.search(r"capturing the environment \(done once", said)
-    assert re.search(r"environment [0-9a-f]{12}: .* files and \d+ units, including .* of the project's code; \d+ new, ", said)
+    assert re.search(
+        r"environment [0-9a-f]{12}: .* files and \d+ units, including .* of the project's code; \d+ new, ", said
+    )
 
 
 def test_a_file_that_git_ignores_is_said_and_its_absence_explained(own: Path, small: SmallEnvironment) -> None:

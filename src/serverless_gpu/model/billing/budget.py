@@ -254,7 +254,7 @@ def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> 
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
-    """Return the scopes of a run as pairs of kind and name. A budget with any of the scopes includes the run."""
+    """Return the scopes of a run as (kind, name). A budget with any of the scopes includes the run."""
     found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
     found += [("team", team) for team in subject.teams]
     named: tuple[tuple[ScopeKind, str], ...] = (

@@ -443,9 +443,9 @@ def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | 
     """Return the failure that caused all later failures, and the lowest rank on a tie.
 
     A report of a lost peer is not the cause while another failure is known. After the start of a stop, only a crash can
-    be the cause, because a dying rank closes its sockets before the supervisor can reap the rank. Exceptions after the
-    start of a stop are consequences. A failed GPU explains all failures of its rank, even if the driver reports the GPU
-    failure later. A failure on another node explains reports of lost peers, but no crash.
+    be the cause. A dying rank closes its sockets before the supervisor can reap the rank. Exceptions after the start of
+    a stop are consequences. A failed GPU explains all failures of its rank, even if the driver reports the GPU failure
+    later. A failure on another node explains reports of lost peers, but no crash.
     """
 
     def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:

@@ -97,7 +97,7 @@ _Handler = Callable[..., Step]
 
 
 class IllegalAttemptTransition(Exception):
-    """Raised when the transition table has no row for an event in the attempt's state. The attempt does not change."""
+    """Raised if the table has no row for an event in the attempt's state. The attempt does not change."""
 
     def __init__(self, attempt: Attempt, event: Event) -> None:
         super().__init__(f"run {attempt.run_id} (fence {attempt.fence}): {type(event).__name__} in {attempt.state}")

@@ -11,8 +11,8 @@ A `Crew` is the part of a gang on one node: a supervisor and its ranks. In the f
 Each node reports the state of its own ranks to the server. `fold` combines the reports. With one node, `fold` returns
 that node's state.
 
-- **The cause** is the first node that failed by itself. Two reports are weak causes: a closed connection of a peer
-while other nodes may report more, and a dead process while another node is silent. The report of a node that failed by
+- **The cause** is the first node that failed by itself. A weak cause is a closed connection of a peer while other nodes
+may report more. A dead process while another node is silent is also a weak cause. The report of a node that failed by
 itself or was lost replaces a weak cause once. After that replacement, only a failed GPU replaces the cause.
 
 - **A node that stopped after a stop request** is not the cause, unless the kernel shows an earlier crash. After a stop

@@ -103,7 +103,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
     """A gang with two nodes that cannot reach each other."""
 
-    pair: tuple[int, int]  # Numbers of two nodes, of which node one does not reach node two.
+    pair: tuple[int, int]  # Numbers of the node that cannot connect, and of the unreachable node.
     sentence: str  # The names of the two nodes and the tried addresses, as text for users.
 
 

@@ -187,7 +187,7 @@ _Handler = Callable[..., Step]
 
 
 class IllegalRunTransition(Exception):
-    """Raised when the transition table has no row for an event in the run's state. The run does not change."""
+    """Raised if the table has no row for an event in the run's state. The run does not change."""
 
     def __init__(self, run: Run, event: Event) -> None:
         super().__init__(f"run {run.run_id} (fence {run.fence}): {type(event).__name__} in {run.state}")

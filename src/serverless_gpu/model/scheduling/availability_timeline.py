@@ -6,11 +6,11 @@
       2 ┼──────┘                              backfill: a run fits now if it takes no devices from a booking,
         now   14:20  15:00                    because it ends before, or because enough devices remain
 
-Each node has three such profiles: by the likely ends of its runs, by their latest ends, and by a guess. The scheduler
-enters a gang's reservation into the second profile only if all runs have time limits. A run that starts before the gang
-must then end in time by both profiles. The third profile is for gangs that must start next while the ends of the runs
-are unknown. Such gangs have waited beyond the guard, or their team has used less than its share. A run that starts
-before such a gang must end in time by the guess.
+Each node has three availability profiles: by likely ends of runs, by latest ends of runs, and by guessed ends. The
+scheduler enters a gang's reservation into the latest-end profile only if all runs have time limits. A run that starts
+before the gang must then end in time by the likely-end and the latest-end profile. The guess profile is for gangs that
+must start next while the ends of runs are unknown. These gangs have waited beyond the guard, or their team has used
+less than its share. A run that starts before a gang with a guessed reservation must end in time by the guess.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, Run
 
 
 class DeviceTimeline:
-    """The free devices of one type on one node, now and later.
+    """The number of free devices of one type on one node over time.
 
-    now: the time. free: devices that are free now. releases: times at which more devices become free, without unknown
-    times.
+    now: the current time. free: devices that are free now. releases: known times at which more devices become free.
     """
 
     def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
@@ -37,35 +36,35 @@ class DeviceTimeline:
         self._earliest: dict[tuple[int, float, float], float] = {}
 
     def free(self, but: str = "") -> int:
-        """Return the number of free devices now beside active bookings; negative if bookings lack devices.
+        """Return the number of free unbooked devices now, negative if bookings lack devices.
 
-        Bookings of the run `but` do not count.
+        The function ignores bookings of the run `but`.
         """
         return self._free - sum(
             count for start, _, count, whose in self._bookings if start <= self._now and whose != but
         )
 
     def fits(self, count: int, end: float) -> bool:
-        """Return whether a run can have devices from now until `end` without using any booked device."""
+        """Return True if a run can use devices from now until `end` without using booked devices."""
         if count > self.free():
             return False
         starts = (start for start, *_ in self._bookings if self._now < start < end)
         return all(self._at(start) >= count for start in starts)
 
     def most(self, end: float, but: str) -> int:
-        """Return how many devices a run can have until `end` without using those that others have booked."""
+        """Return the number of devices that a run can use until `end` without using booked devices."""
         starts = (start for start, _, _, whose in self._bookings if self._now < start < end and whose != but)
         return min([self.free(but), *(self._at(start, but) for start in starts)])
 
     def until(self, count: int) -> float:
-        """Return the time until which a run can have devices: the first booking that would lack devices."""
+        """Return the time until which a run can use devices: the earliest booking that would lack devices."""
         if count > self.free():
             return self._now
         starts = sorted(start for start, *_ in self._bookings if start > self._now)
         return next((start for start in starts if self._at(start) < count), math.inf)
 
     def take(self, count: int, end: float) -> None:
-        """Record that a run has devices from now until `end`, which is infinite if unknown."""
+        """Record that a run uses devices from now until `end`, which is infinite if unknown."""
         self._free -= count
         self._earliest.clear()
         if not math.isinf(end):
@@ -83,7 +82,7 @@ class DeviceTimeline:
         self._earliest.clear()
 
     def earliest(self, count: int, length: float, after: float = 0.0) -> float:
-        """Return the first time at which `count` devices stay free for `length`; infinite if unknown."""
+        """Return the earliest time at which `count` devices are free for `length`, infinite if unknown."""
         asked = (count, length, after)
         if asked not in self._earliest:
             self._earliest[asked] = self._found(*asked)
@@ -101,7 +100,7 @@ class DeviceTimeline:
         at: float = self._now
         for index in range(len(steps) + 1):
             until = steps[index][0] if index < len(steps) else math.inf
-            if until > at:  # All changes at one time are added up before the check.
+            if until > at:  # Add up all changes at the same time before the check.
                 if free < count:
                     begun = None
                 elif begun is None:
@@ -125,27 +124,27 @@ class PromiseBook:
         # `bound`: profile by the latest ends of runs.
         # `likely`: profile by the likely ends of runs.
         self.likely, self.bound = likely, bound
-        # Profile by guessed ends, if a reservation of this node needs one.
+        # Profile by guessed ends, if a reservation on the node needs a guess.
         self.guess: DeviceTimeline | None = None
-        # Runs with reservations in their order, each with its number of devices.
+        # Runs with reservations, in order of reservation, each with its number of devices.
         self.names: list[tuple[str, int]] = []
 
     def fits(self, count: int, ends: Ends) -> bool:
-        """Return whether a run can have devices now without delaying a run that has reserved some."""
+        """Return True if a run can use devices now without delaying a run with a reservation."""
         likely, bound, guess = ends
         if not (self.likely.fits(count, likely) and self.bound.fits(count, bound)):
             return False
         return self.guess is None or self.guess.fits(count, guess)
 
     def most(self, ends: Ends, but: str) -> int:
-        """Return how many devices a run can have now without delaying a run that has reserved some.
+        """Return the number of devices that a run can use now without delaying a run with a reservation.
 
-        The run's own booking (`but`) does not count.
+        The function ignores the booking of the run `but`.
         """
         return min(profile.most(end, but) for profile, end in zip(self._profiles(), ends, strict=False))
 
     def take(self, count: int, ends: Ends) -> None:
-        """Record that a run takes devices now."""
+        """Record that a run starts on devices now."""
         for profile, end in zip(self._profiles(), ends, strict=False):
             profile.take(count, end)
 
@@ -165,7 +164,7 @@ class PromiseBook:
         self.names.append((run_id, count))
 
     def suppose(self, run_id: str, count: int, guess: tuple[float, float]) -> None:
-        """Reserve devices for a run by a guess; the caller must set `guess` first."""
+        """Reserve devices for a run by a guess. The caller must set `guess` first."""
         if self.guess is not None:
             self.guess.book(run_id, count, guess)
         self.names.append((run_id, count))
@@ -175,12 +174,12 @@ class PromiseBook:
 
 
 Ends = tuple[float, float, float]
-"""The likely, the latest and the guessed end of a run; infinite if unknown."""
+"""The likely, latest and guessed end of a run, each infinite if unknown."""
 
 
 _S = 1_000_000_000
 OVERDUE_NS = 60 * _S
-"""Nanoseconds until devices of a run over its time limit count as free; the server is already stopping the run."""
+"""Assumed nanoseconds until an overdue run releases its devices. The server is already stopping the run."""
 
 
 class HeldDevices:
@@ -192,13 +191,13 @@ class HeldDevices:
         # `count`: number of devices.
         self.running, self.count = running, count
         self.size = sum(share.count for share in running.shares)  # Number of the run's devices on all nodes.
-        # `bound_ns`: time at which the run releases the devices at the latest; infinite if unknown.
-        # `likely_ns`: time at which the run likely releases the devices; infinite if unknown.
+        # `bound_ns`: latest time at which the run releases the devices, infinite if unknown. `likely_ns`: likely time
+        # at which the run releases the devices, infinite if unknown.
         self.likely_ns, self.bound_ns = ends(running)
         self._guess_ns = 0.0
 
     def guess(self, now_ns: int, medians: Medians) -> float:
-        """Return the likely release time of the devices; if unknown, a guess from other runs of this size."""
+        """Return the likely release time of the devices, or a guess from other runs of the same size."""
         if not math.isinf(self.likely_ns):
             return self.until(now_ns)[0]
         if self._guess_ns <= now_ns:
@@ -208,7 +207,7 @@ class HeldDevices:
         return self._guess_ns
 
     def until(self, now_ns: int) -> tuple[float, float]:
-        """Return likely and latest release time as of now; a run past its likely end may run much longer."""
+        """Return the likely and the latest release time, as estimated now."""
         bound = self.bound_ns if self.bound_ns > now_ns else now_ns + OVERDUE_NS
         if self.likely_ns > now_ns:
             return min(self.likely_ns, bound), bound
@@ -219,7 +218,7 @@ class HeldDevices:
 
 
 def ends(running: RunningRun) -> tuple[float, float]:
-    """Return the likely and the latest time at which a run releases its devices; infinite if unknown."""
+    """Return the likely and the latest time at which a run releases its devices, infinite if unknown."""
     wanted = running.wanted
     bound = math.inf if wanted.limit_s is None else running.since_ns + wanted.limit_s * _S
     likely = math.inf if wanted.expected_s is None else running.since_ns + wanted.expected_s * _S
@@ -227,17 +226,18 @@ def ends(running: RunningRun) -> tuple[float, float]:
 
 
 class Leavers:
-    """Counts the devices of preemptible runs, and of runs that are already stopping."""
+    """Counts the devices of preemptible runs and of stopping runs."""
 
     def __init__(self) -> None:
-        # Devices by node and type: one number for each class, then one for stopping runs. Entries without devices are
+        # Devices by node and type: a number per priority class, then a number for stopping runs. Entries without
+        # devices are
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.counts)
 
     def count(self, running: RunningRun, share: DeviceShare, number: int) -> None:
-        """Add `number` devices of a run; a negative number removes devices."""
+        """Add `number` devices of a run, or remove devices for a negative number."""
         if not (running.wanted.preemptible or running.is_leaving):
             return
         key = (share.node_id, share.gpu_type)
@@ -247,11 +247,11 @@ class Leavers:
             del self.counts[key]
 
     def leaving(self, node_id: str, gpu_type: str) -> int:
-        """Return the number of a node's devices whose runs are already stopping."""
+        """Return the number of a node's devices that stopping runs use."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else counts[-1]
 
     def most(self, node_id: str, gpu_type: str, above: int) -> int:
-        """Return how many of a node's devices preemption of lower classes than `above` can free."""
+        """Return the number of a node's devices that preemption of classes below `above` can free."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else sum(counts[above + 1 :])

@@ -1,4 +1,4 @@
-"""Backfill: the later start of a blocked gang, and the devices that are reserved or held until then.
+"""Backfill: plans the later start of a blocked gang, and reserves or holds devices for the gang.
 
     promise   The release times of the devices are known: reserve the nodes that likely have enough devices first.
               A latest time (`is_bound`) stays valid over passes, whatever the order of the queue (`again`). Runs of the
@@ -7,7 +7,7 @@
               shows no time.
     keep      Hold devices as they become free, on the nodes where the gang lacks the fewest devices.
 
-Every entry goes into the `PromiseBook` of a node (`availability_timeline.py`), which lasts for one pass.
+Each reservation is in the `PromiseBook` of a node (`availability_timeline.py`), which is valid for one pass.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from serverless_gpu.model.scheduling.preemption import may_use
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation, TimedShape
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]
-"""Sort row of a node: likely and latest time of free devices; its name and identifier; the node, type and number."""
+"""Sort row of a node: likely and latest time of free devices, name and identifier, node, type and number."""
 Need = tuple[NodeDevices, str, int, float, float]
-"""A node, a type and a number of devices; the likely and the latest time at which the devices are free."""
+"""A node, a type and a number of devices, with the likely and the latest time at which the devices are free."""
 _ROUNDS_MAX = 16
 _TURNS_MAX = 4
-"""Maximum number of searches for nodes that the gang may still use at its start."""
+"""Maximum number of searches for nodes that a gang may still use at its start."""
 _SLACK_NS = 60e9
-"""Maximum delay in nanoseconds within which a reservation stays valid, because a run may start one pass late."""
+"""Maximum delay in nanoseconds of a valid reservation, because a run may start one pass late."""
 _Row = tuple[int, str, str, NodeDevices]
 Chosen = list[tuple[NodeDevices, str, int]]
-"""Nodes, types and numbers of devices."""
+"""Device allocations: nodes, types and numbers of devices."""
 
 
 class ReservationSearch:
-    """Finds devices and a start for a blocked gang; `by_guess` if the ends of other runs are unknown."""
+    """Finds devices and a start time for a blocked gang, `by_guess` if ends of other runs are unknown."""
 
     def __init__(
         self, capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False
@@ -51,12 +51,12 @@ class ReservationSearch:
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
         self._is_several = is_several(capacity, wanted, ask)
-        self._closing: set[int] = set()  # Groups of nodes that the gang may no longer use at its start.
+        self._closing: set[int] = set()  # Node groups that the gang may no longer use at its start.
 
     # --- reservations ---
 
     def promise(self) -> Reservation | None:
-        """Reserve the devices that the gang likely gets first; None if the time is unknown."""
+        """Reserve the devices that likely become free first, or return None if the time is unknown."""
         for _ in range(_TURNS_MAX):
             needs = self._needs()
             if not needs or math.isinf(max(need[3] for need in needs)):
@@ -84,7 +84,7 @@ class ReservationSearch:
         )
 
     def _closes(self, needs: list[Need], at: float) -> set[int]:
-        """Return groups of nodes that the gang may use now, but not at its start."""
+        """Return node groups that the gang may use now, but not at its start."""
         groups = {id(need[0].group): need[0].group for need in needs if not need[0].group.is_plain}
         return {
             key
@@ -93,7 +93,7 @@ class ReservationSearch:
         }
 
     def may_have(self, shares: tuple[DeviceShare, ...]) -> bool:
-        """Return whether the gang still wants and may use its reserved devices."""
+        """Return True if the gang still needs and may use its reserved devices."""
         for share in shares:
             where = self._floor.places.get(share.node_id)
             if where is None or not self._is_usable(where, share.gpu_type):
@@ -104,12 +104,12 @@ class ReservationSearch:
         return enough and are_one(self._floor, shares)
 
     def is_away(self, shares: tuple[DeviceShare, ...]) -> bool:
-        """Return whether a node with reserved devices is unavailable."""
+        """Return True if a node with reserved devices is unavailable."""
         places = self._floor.places
         return any(share.node_id in places and places[share.node_id].node.away for share in shares)
 
     def again(self, promised: Reservation) -> Reservation | None:
-        """Renew a reservation of an earlier pass; None if the devices are available only at a later time."""
+        """Renew a reservation of an earlier pass, or return None if the devices are late."""
         if not self.may_have(promised.shares):
             return None
         rows = [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in promised.shares]
@@ -117,7 +117,7 @@ class ReservationSearch:
         likely, bound = self._together(needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
         if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
-            return None  # A run of a higher class took some of the devices.
+            return None  # A run of a higher class uses some of the reserved devices.
         self._enter(needs, min(likely, bound), bound)
         at_ns = math.ceil(min(told, bound))
         return msgspec.structs.replace(promised, at_ns=at_ns, likely_ns=_learned(likely, at_ns))
@@ -134,9 +134,9 @@ class ReservationSearch:
             book.promise(run_id, count, (likely, likely + self._likely_ns), until)
 
     def _together(self, needs: list[Need]) -> tuple[float, float]:
-        """Return the first time at which all nodes of a gang have enough devices at once.
+        """Return the earliest time at which all nodes of a gang have enough devices simultaneously.
 
-        Devices that are free earlier on one node may be reserved for another run at that time.
+        Devices that are free earlier on one node may be reserved for another run at the gang's start.
         """
         likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
         for _ in range(_ROUNDS_MAX if len(needs) > 1 else 0):
@@ -150,7 +150,7 @@ class ReservationSearch:
     def when(
         self, where: NodeDevices, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, float]:
-        """Return the likely and the latest time at which devices of a node are free beside reservations."""
+        """Return the likely and the latest time at which unreserved devices of a node are free."""
         book = self._floor.books.get((where.node.id, gpu_type))
         if self._by_guess and book is None:
             return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)[0]), math.inf
@@ -166,7 +166,7 @@ class ReservationSearch:
     # --- node selection ---
 
     def _needs(self) -> list[Need]:
-        """Return the devices with which the gang likely starts first, on one node or on several."""
+        """Return the devices with the earliest likely start of the gang, on one or more nodes."""
         if self._is_several:
             kinds = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
             kinds |= {(where.node.pool, name) for where, name in self._beside() if where.node.crews}
@@ -186,7 +186,7 @@ class ReservationSearch:
         return []
 
     def _groups(self) -> Iterator[tuple[NodeGroup, str]]:
-        """Yield groups of nodes, with types, that the gang may use now."""
+        """Yield node groups that the gang may use now, with their device types."""
         capacity, wanted = self._floor, self._wanted
         for group, types, pool in capacity.reach(self._ask.shape).entries:
             if id(group) not in self._closing and group.rank(capacity.terms, wanted, pool, self._now_ns) is not None:
@@ -194,7 +194,7 @@ class ReservationSearch:
                     yield group, name
 
     def _beside(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield usable nodes and types outside of the group orders: single nodes, and nodes with reservations."""
+        """Yield usable nodes outside of the sorted groups: single nodes, and nodes with reservations."""
         books, places = self._floor.books, self._floor.places
         singles = self._floor.reach(self._ask.shape).singles
         for where, types, _ in singles.values():
@@ -214,9 +214,9 @@ class ReservationSearch:
     def _of_group(
         self, group: NodeGroup, gpu_type: str, count: int | None, *, is_part: bool = False
     ) -> Iterator[PartReady]:
-        """Yield a group's nodes without reservations, in the order in which enough devices are free.
+        """Yield a group's nodes without reservations, by the time at which enough devices are free.
 
-        `count` None means a whole node. For a part of a gang, 0 means all usable devices of a node.
+        A `count` of None requests a whole node. For a multi-node gang, 0 requests all usable devices of a node.
         """
         capacity, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
         medians = capacity.medians
@@ -242,10 +242,11 @@ class ReservationSearch:
                 yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
 
     def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
-        """Return the whole nodes of a pool and type that the gang likely gets first, and one partly used node.
+        """Return whole nodes of a pool and type with the earliest likely start, and a partly used node.
 
-        The result includes the time and the number of nodes. Each further whole node leaves fewer devices for the
-        partly used node, but is free later. The search therefore tries to find the partly used node at each step.
+        The result includes the time and the number of nodes. Each additional whole node leaves fewer devices for the
+        partly used node, but is free later. The search therefore tries to find the partly used node after each whole
+        node.
         """
         left, whole = self._count or 0, self._floor.reach(self._ask.shape).whole
         needs = list[Need]()
@@ -268,7 +269,7 @@ class ReservationSearch:
         return best
 
     def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
-        """Return whole nodes and the first free partly used node beside them; empty without such a node."""
+        """Return whole nodes and the earliest partly used node, or an empty result."""
         taken = {need[0].node.id for need in needs}
         for likely, bound, _, _, node_id, where in self._merged(kind, count):
             if node_id not in taken:
@@ -276,7 +277,7 @@ class ReservationSearch:
         return []
 
     def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
-        """Yield nodes in the order in which `count` devices are free; 0 means all devices of a node."""
+        """Yield nodes by the time at which `count` devices are free. A `count` of 0 is all devices of a node."""
         pool, gpu_type = kind
         beside = list[PartReady]()
         for where, name in self._beside():
@@ -291,7 +292,7 @@ class ReservationSearch:
         return heapq.merge(*groups, sorted(beside))
 
     def _row(self, where: NodeDevices, gpu_type: str, count: int) -> PartReady | None:
-        """Return when `count` devices of a node are free; ties prefer large nodes, or few unused devices."""
+        """Return the sort row of a node by the time at which `count` devices are free."""
         there = where.usable(gpu_type)
         number = count or there
         if not 0 < number <= there:
@@ -304,9 +305,9 @@ class ReservationSearch:
     # --- held devices ---
 
     def keep(self, nearly: float) -> Reservation | None:
-        """Hold devices for the gang as they become free, on the nodes where it lacks the fewest devices.
+        """Hold devices for the gang as they become free, on the nodes with the fewest missing devices.
 
-        `nearly` is the share of the gang's devices that must already be free.
+        `nearly` is the fraction of the gang's devices that must already be free.
         """
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
@@ -325,7 +326,7 @@ class ReservationSearch:
         return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _nearest(self) -> tuple[int, Chosen] | None:
-        """Return the number of missing devices on the node where the gang lacks the fewest, and that node."""
+        """Return the lowest number of missing devices for the gang on one node, and the node."""
         rows: dict[str, list[_Row]] = {}
         for where, name in self._candidates():
             needed = self._needed(where, name)
@@ -337,10 +338,10 @@ class ReservationSearch:
         return lacking, [(where, gpu_type, self._needed(where, gpu_type))]
 
     def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
-        """Return how many devices a gang on several nodes lacks, and the nodes where it lacks the fewest.
+        """Return the lowest number of missing devices for a multi-node gang, and the nodes.
 
-        Nodes with the most free devices come first, and the partly used node comes last. Returns None if all nodes
-        together have too few devices, free or not.
+        Sorts nodes with the most free devices first, and the partly used node last. Returns None if all nodes together
+        have too few devices, free or not.
         """
         rows: dict[Kind, list[_Row]] = {}
         for where, name in self._usable():
@@ -365,7 +366,7 @@ class ReservationSearch:
         return lacking, chosen
 
     def _candidates(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield nodes that may lack the fewest devices: of each group, the node with the most free devices."""
+        """Yield candidates for the fewest missing devices: each group's node with the most free devices."""
         capacity, shape = self._floor, self._ask.shape
         reach = capacity.reach(shape)
         if self._count is None or reach.is_lent or reach.singles or not capacity.is_plain:
@@ -382,7 +383,7 @@ class ReservationSearch:
                 yield capacity.places[node_id], name
 
     def _is_near(self, count: float) -> bool:
-        """Return whether enough devices may be free; a quick check before the search compares nodes."""
+        """Return True if enough devices may be free, as a quick check before the search."""
         reach = self._floor.reach(self._ask.shape)
         indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
         most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
@@ -408,7 +409,7 @@ class ReservationSearch:
 def _sooner(
     best: tuple[tuple[float, int], list[Need]] | None, needs: list[Need]
 ) -> tuple[tuple[float, int], list[Need]] | None:
-    """Return the option that is free sooner; on a tie, the option with fewer nodes."""
+    """Return the device option that is free sooner, or on a tie the option with fewer nodes."""
     if not needs:
         return best
     found = (max(need[3] for need in needs), len(needs)), needs
@@ -416,5 +417,5 @@ def _sooner(
 
 
 def _learned(likely: float, at_ns: int | None) -> int | None:
-    """Return the likely time of a start if it is clearly before the latest time, else None."""
+    """Return the likely start time if clearly before the latest start time, else None."""
     return math.ceil(likely) if at_ns is not None and likely < at_ns - _SLACK_NS else None

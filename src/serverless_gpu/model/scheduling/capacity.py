@@ -1,14 +1,15 @@
-"""Capacity: nodes, their free devices, and the node that a gang fits best.
+"""Capacity: nodes, their free devices, and the best-fitting node for a gang.
 
     group   nodes of one pool, platform, Python, owner and calendar; a run that may use one of them may use all
       index   nodes of one type by the number of free devices ─▶ best fit is one lookup, not a loop over nodes
       order   stored between passes; only nodes that changed, or whose estimate expired, are sorted again
     reach   groups and types that a shape may use; computed once, until a node of another kind joins
 
-Best fit selects the node with the fewest devices left over, so that whole nodes stay free for gangs. A node with held
-or reserved devices leaves the index for the pass (`book`). Its `PromiseBook` then decides which runs may start there.
+Best fit selects the node with the fewest remaining free devices, so that whole nodes stay free for gangs. A node with
+held or reserved devices leaves the index for the pass (`book`). The node's `PromiseBook` then decides which runs may
+start on the node.
 
-The capacity also stores the runs of absent nodes, because a device is free only after its run has ended.
+`Capacity` also stores the runs of absent nodes, because a device is free only after its run has ended.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from serverless_gpu.model.scheduling.values import (
 _P = TypeVar("_P")
 Row = tuple[Any, ...]
 Look = Callable[[_P, int], tuple[Row | None, float]]
-"""Returns the row of a node at a time, or None for a node outside of the order, and the expiry of the row."""
+"""Returns the sort row of a node at a given time, or None for an unsorted node, and the row's expiry time."""
 _REBUILT = 4
-"""`NodeOrder` sorts all rows again if more than one node in this many is stale."""
+"""`NodeOrder` sorts all rows again if more than a quarter of its nodes are stale."""
 _ORDERS_MAX = 64
-"""Maximum number of stored orders of a group for each type; the oldest order is dropped first."""
+"""Maximum number of stored sort orders per node group and type. The group drops the oldest order first."""
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
 
 
 class Capacity:
-    """Stores all nodes and the runs on them; `leavers` counts devices of preemptible and stopping runs."""
+    """Stores all nodes and their runs. `leavers` counts devices of preemptible and stopping runs."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.places: dict[str, NodeDevices] = {}
@@ -83,7 +84,7 @@ class Capacity:
             self.change()
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Apply another policy from now on."""
+        """Apply another queue policy from now on."""
         self.terms = PoolTerms(policy=policy, pools=self.terms.pools)
         self.change()
 
@@ -140,7 +141,7 @@ class Capacity:
         self.change()
 
     def take(self, running: RunningRun) -> None:
-        """Record that a run has devices."""
+        """Record that a run uses devices."""
         for share in running.shares:
             runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
             runs[running.wanted.run_id] = HeldDevices(running, share.count)
@@ -180,14 +181,14 @@ class Capacity:
         self.is_plain = all(group.is_plain for group in self.groups.values())
 
     def turns_ns(self, now_ns: int) -> int | None:
-        """Return the next time at which a node's calendar changes; None for never."""
+        """Return the next time at which a node's calendar changes, or None for never."""
         turns = (group.sample.turns_ns for group in self.groups.values() if not group.is_plain)
         return min((at for at in turns if at is not None and at > now_ns), default=None)
 
     # --- reservations of a pass ---
 
     def book(self, place: NodeDevices, gpu_type: str, now_ns: int) -> PromiseBook:
-        """Return the reservations of a node's devices; the index then omits the node until the next pass."""
+        """Return the reservations of a node, and omit the node from the index until the next pass."""
         key = (place.node.id, gpu_type)
         book = self.books.get(key)
         if book is None:
@@ -235,7 +236,7 @@ class Capacity:
     # --- nodes in reach ---
 
     def is_possible(self, shape: Shape) -> bool:
-        """Return whether nodes have enough devices for a shape, free or not."""
+        """Return True if the nodes have enough devices for a shape, free or not."""
         reach = self.reach(shape)
         return (shape.gpus or 1) <= (max(reach.whole, reach.most) if shape.several else reach.whole)
 
@@ -278,7 +279,7 @@ class Capacity:
     def _only_type(
         self, groups: list[tuple[NodeGroup, Pool | None]], singles: list[tuple[NodeDevices, Pool | None]]
     ) -> str | None:
-        """Return the only GPU type in reach; borrowed devices count only without other devices."""
+        """Return the only GPU type in reach. Borrowed devices matter only without other devices."""
         for lent in (False, True):
             names = {name for group, pool in groups if (pool is not None) is lent for name in group.types()}
             for place, pool in singles:
@@ -291,7 +292,7 @@ class Capacity:
 
 
 def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, Pool | None]:
-    """Return whether a shape may use a node in principle, and the pool that would have to lend the node."""
+    """Return True if a shape may ever use a node, and the pool that would have to lend the node."""
     pool = pools.get(node.pool)
     if pool is not None and pool.single_principal and shape.second_principal:
         return False, None
@@ -304,7 +305,7 @@ def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, P
 
 
 def has_python(node: Node, python: str) -> bool:
-    """Return whether a node has a version of Python, or does not report its versions."""
+    """Return True if a node has a version of Python, or does not report its versions."""
     return not python or not node.pythons or python in node.pythons
 
 
@@ -338,16 +339,16 @@ def _group_key(node: Node) -> tuple[object, ...]:
 
 
 def _stays(old: Node, new: Node) -> bool:
-    """Return whether two reports of a node differ only in its availability."""
+    """Return True if two reports of a node differ only in the node's availability."""
     fixed = (old.name, old.machine, dict(old.total)) == (new.name, new.machine, dict(new.total))
     return fixed and _group_key(old) == _group_key(new)
 
 
 class NodeOrder(Generic[_P]):
-    """Nodes of one group in one order.
+    """Nodes of one group in one sort order.
 
-    members: the nodes of the group by identifier, updated by the group. look: returns the position of a node. No two
-    nodes have the same row.
+    members: the nodes of the group by identifier, updated by the group. look: returns the sort row of a node. All sort
+    rows are distinct.
     """
 
     __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")
@@ -364,7 +365,7 @@ class NodeOrder(Generic[_P]):
         self._stale.add(node_id)
 
     def rows(self, now_ns: int) -> list[Row]:
-        """Return the sorted rows as of now; the caller must not change or store the list."""
+        """Return the sorted rows at the given time. The caller must not change or store the list."""
         expiries, stale = self._expiries, self._stale
         while expiries and expiries[0][0] <= now_ns:
             stale.add(heapq.heappop(expiries)[1])
@@ -388,7 +389,7 @@ class NodeOrder(Generic[_P]):
                 heapq.heappush(self._expiries, (expires_ns, node_id))
         if is_whole:
             self._rows = sorted(row for row, _ in seen.values() if row is not None)
-        if len(self._expiries) > 2 * len(seen):  # Most expiries belong to removed rows.
+        if len(self._expiries) > 2 * len(seen):  # Rebuild, because most expiry entries belong to removed rows.
             self._expiries = [(at, node_id) for node_id, (_, at) in seen.items() if not math.isinf(at)]
             heapq.heapify(self._expiries)
 
@@ -435,7 +436,7 @@ class Index:
                 del self.whole[free]
 
     def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
-        """Return the node with the fewest devices left over beside `count`, and the number left over."""
+        """Return the node with the fewest free devices beyond `count`, and their number."""
         for free in self.counts[bisect_left(self.counts, count) :]:
             for _, node_id, place in self.rows[free]:
                 if node_id not in avoid:
@@ -443,7 +444,7 @@ class Index:
         return None
 
     def most(self) -> Iterator[tuple[int, NodeDevices]]:
-        """Yield nodes with free devices, each with the number, the most first."""
+        """Yield nodes with their numbers of free devices, in descending order."""
         for free in reversed(self.counts):
             for *_, place in self.rows[free]:
                 yield free, place
@@ -455,11 +456,11 @@ class NodeGroup:
     __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
-        # `sample`: any node of the group; all nodes are equal in the properties that decide who may use a node.
+        # `sample`: any node of the group. All nodes of a group have the same access properties.
         self.sample, self.number = sample, number
-        # No node of the group has an owner or a calendar.
+        # True if no node of the group has an owner or a calendar.
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
-        # The strongest claim of a waiting run to these nodes. Runs with a weaker claim must wait.
+        # The strongest claim of a waiting run to the group's nodes. Runs with a weaker claim must wait.
         self.claim = NO_CLAIM
         self.members: dict[str, NodeDevices] = {}
         self.order: list[tuple[str, str, NodeDevices]] = []
@@ -484,7 +485,7 @@ class NodeGroup:
             order.mark(place.node.id)
 
     def rows(self, gpu_type: str, key: object, look: Look[NodeDevices], now_ns: int) -> list[Row]:
-        """Return the nodes in a stored order; `key` identifies the order of a type and belongs to `look`."""
+        """Return the nodes in a stored sort order. `key` identifies the order and belongs to `look`."""
         kept = self._kept.setdefault(gpu_type, {})
         order = kept.get(key)
         if order is None:
@@ -494,18 +495,18 @@ class NodeGroup:
         return order.rows(now_ns)
 
     def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> NodeDevices | None:
-        """Return the first node by name that is large enough, present and without reservations."""
+        """Return the first node by name that is large enough, available and without reservations."""
         for _, node_id, place in self.order:
             if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
                 return place
         return None
 
     def types(self) -> list[str]:
-        """Return the types with devices in this group."""
+        """Return the device types of the group's nodes."""
         return sorted(name for name, index in self.index.items() if index.totals)
 
     def rank(self, terms: PoolTerms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
-        """Return the group's rank if a run may start on it now, else None: own nodes first, lent nodes last."""
+        """Return the group's rank for a run, with own nodes first and lent nodes last, or None."""
         if pool is None and self.is_plain:
             return 0
         if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
@@ -530,7 +531,7 @@ class NodeDevices:
         return max(0, self.usable(gpu_type) - self.used[gpu_type])
 
     def usable(self, gpu_type: str) -> int:
-        """Return the number of devices that runs can get on the node."""
+        """Return the number of devices that runs can use on the node."""
         return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
 
     def book(self, gpu_type: str, now_ns: int) -> PromiseBook:
@@ -542,9 +543,9 @@ class NodeDevices:
         return PromiseBook(likely, bound)
 
     def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
-        """Return when `count` devices are free, likely and at the latest, and when the estimate expires.
+        """Return the likely and latest time at which `count` devices are free, and the estimate's expiry.
 
-        An unknown time is infinite.
+        Unknown times are infinite.
         """
         missing = count - self.free[gpu_type]
         if missing <= 0:
@@ -558,7 +559,7 @@ class NodeDevices:
         )
 
     def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
-        """Return when `count` devices are free by a guess; the latest time is unknown."""
+        """Return the guessed time at which `count` devices are free. The latest time is unknown."""
         missing = count - self.free[gpu_type]
         if missing <= 0:
             return now_ns, math.inf, math.inf
@@ -572,7 +573,7 @@ Readiness = tuple[float, float, float]
 
 
 def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
-    """Return when an estimate expires: at once while a run is over its limit, else at the first end."""
+    """Return the expiry of an estimate: at once while a run is over its limit, else the earliest end."""
     is_over = any(one.bound_ns <= now_ns for one in held)
     return now_ns + 1 if is_over else min(ends, default=math.inf)
 
@@ -596,7 +597,7 @@ def together(sizes: Mapping[int, int]) -> int:
 
 
 PartReady = tuple[float, float, int, str, str, NodeDevices]
-"""Likely and latest time at which devices of a node are free; number left over; name, identifier and node."""
+"""Likely and latest time at which devices of a node are free, number of unused devices, name, identifier and node."""
 Entry = tuple[NodeGroup, tuple[str, ...], Pool | None]
 Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
 
@@ -607,8 +608,8 @@ class ShapeNodes:
     __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
 
     def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
-        # `singles`: nodes outside of their groups, by identifier: the caller's own machine, or the only suitable node.
-        # `entries`: groups with the suitable types, and the pool that would lend them.
+        # `singles`: nodes outside of groups, by identifier: the caller's own machine, or the only suitable node.
+        # `entries`: node groups with the suitable types, and the pool that would lend the nodes.
         self.entries, self.singles = entries, singles
         # `most`: maximum number of devices of a gang on several nodes.
         # `whole`: number of devices of a whole node.
@@ -618,11 +619,11 @@ class ShapeNodes:
         alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
         # Pairs of group number and type. Runs with a common pair compete for the same devices.
         self.kind = frozenset((*groups, *alone))
-        # True if a reserved pool would lend some of these nodes.
+        # True if a reserved pool would lend some of the nodes.
         self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
 
     def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
-        """Return the suitable types on a node, and the pool that would lend the node; None if out of reach."""
+        """Return a node's suitable types and lending pool, or None for a node out of reach."""
         single = self.singles.get(place.node.id)
         if single is not None:
             return single[1], single[2]

@@ -1,4 +1,4 @@
-"""Clears devices for a run: preempts other runs, and holds their devices until the run starts.
+"""Clears devices for a waiting run: preempts other runs, and holds their devices until the start.
 
     blocked ─▶ possible nodes, and runs there that may be preempted (`preemption.py`) ─▶ `PlannerState.clearing`
     at the start of each pass, in the order of the preemptions
@@ -7,8 +7,8 @@
       some will not become free     ─▶ discarded: a node or run did not release them; the run preempts again later
     the run starts elsewhere (as a guest, on other released devices) ─▶ the pass is stale: `take_back`, and a new pass
 
-This state lasts from pass to pass. A new planner starts without this state. Devices of stopping runs then go to the
-first run that may claim them. That is the intended run, or a run that is now ahead in the queue.
+The clearing state persists between passes. A new planner starts without clearing state. Devices of stopping runs are
+then available to the first entitled run in the queue. The first entitled run may differ from the intended run.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from serverless_gpu.model.scheduling.values import (
 )
 
 SITES_MAX = 32
-"""Maximum number of suitable nodes that one search compares for the least loss."""
+"""Maximum number of suitable nodes that one search compares for the least lost work."""
 LOOKED_MAX = 512
-"""Maximum number of nodes that one pass examines for preemption; the next pass continues."""
+"""Maximum number of nodes that one pass examines for preemption. The next pass continues with further nodes."""
 
 Claim = tuple[bool, bool]
-"""The distance of the best-placed waiting run from a right to a node, as `preemption.standing` returns it."""
+"""The smallest distance of a waiting run from a full right to a node, as returned by `preemption.standing`."""
 
 Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 
@@ -58,7 +58,8 @@ Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 class Clearing:
     """Clears devices for blocked runs during one pass.
 
-    state: the state of the planner, in which preempted runs immediately count as stopping. start: starts a run.
+    state: the planner's state, in which preempted runs immediately count as stopping. start: callback that starts a
+    run.
     """
 
     def __init__(self, state: PlannerState, start: Start) -> None:
@@ -69,13 +70,14 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
-        self._stayers: list[RunningRun] = []  # Requests of the preempted runs, as before the preemption.
-        self._cleared: list[str] = []  # Runs for which this pass has cleared devices.
-        self.preemptions: list[Preemption] = []  # Runs that must stop.
-        self.wake_ns: int | None = None  # Time at which another attempt is useful without a change; None for never.
+        self._stayers: list[RunningRun] = []  # Requests of the preempted runs before the preemption.
+        self._cleared: list[str] = []  # Runs for which the current pass has cleared devices.
+        self.preemptions: list[Preemption] = []  # Preempted runs, which must stop.
+        # Next useful time for another preemption attempt without a state change, or None for never.
+        self.wake_ns: int | None = None
 
     def serve(self) -> None:
-        """Start runs whose cleared devices are free, and hold cleared devices that will be free later."""
+        """Start runs on free cleared devices, and hold cleared devices that will be free later."""
         state = self._state
         for run_id, shares in list(state.clearing.items()):
             found = state.queue.where(run_id)
@@ -94,17 +96,17 @@ class Clearing:
                 self._start(wanted, ask, shares)
 
     def again(self) -> None:
-        """Begin the second round of the pass, in which guest runs start and may preempt guest runs."""
+        """Begin the second round of the pass, in which guest runs start and may preempt other guest runs."""
         self._vain.clear()
         self._is_last = True
 
     def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Preempt other runs for a blocked run; return True if the preemptions free enough devices."""
+        """Preempt runs for a blocked run, and return True if the preemptions free enough devices."""
         state = self._state
         key = (
             ask.shape,
             "" if state.capacity.is_plain else wanted.owner,
-        )  # If one class may not preempt for this shape, later classes may not preempt either.
+        )  # If a class may not preempt for the shape, lower classes may not preempt either.
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
         if not state.capacity.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
             return False
@@ -122,7 +124,7 @@ class Clearing:
         return True
 
     def take_back(self) -> None:
-        """Withdraw all preemptions of this pass; the next pass decides again from the new state.
+        """Withdraw all preemptions of the pass, because the next pass decides again from the new state.
 
         The function also withdraws the preemptions for waiting runs, because some of these runs rely on preemptions for
         other runs.
@@ -137,7 +139,7 @@ class Clearing:
                 del state.reservations[run_id]
 
     def _is_guest_soon(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Return whether a run can start as a guest in the next round, so that no preemption is needed."""
+        """Return True if a run can start as a guest in the next round, without a preemption."""
         if self._is_last:
             return False
         if self._claims is None:
@@ -152,12 +154,12 @@ class Clearing:
         return False
 
     def _search(self, wanted: QueuedRun, ask: TimedShape) -> PreemptionPlan:
-        """Return the preemptions for a run, from the first nodes on which the run lacks the fewest devices."""
+        """Return the preemptions for a run, on nodes with the fewest missing devices."""
         state = self._state
         if is_several(state.capacity, wanted, ask):
             usable = gang_placement.usable(state.capacity, wanted, ask, state.now_ns)
             parts = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
-            # Nodes on which an attempt of the run failed count only if the other nodes have too few devices.
+            # Consider nodes on which an attempt of the run failed only if all further nodes have too few devices.
             well = [(where, name) for where, name in parts if where.node.id not in wanted.avoid]
             if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0):
                 parts = well
@@ -180,7 +182,7 @@ class Clearing:
         )
 
     def _nodes(self, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield usable nodes where enough devices could become free, the fewest missing devices first."""
+        """Yield usable nodes where enough devices could become free, by ascending missing devices."""
         capacity, count = self._state.capacity, ask.shape.gpus
         reach, leavers = capacity.reach(ask.shape), capacity.leavers
         orders: list[list[Row]] = []
@@ -191,7 +193,7 @@ class Clearing:
         for where, *_ in reach.singles.values():
             found = reach.of(where)
             if found is None or where.group.rank(capacity.terms, wanted, found[1], self._state.now_ns) is None:
-                continue  # The run may not use the node now.
+                continue  # The waiting run may not use the node now.
             for name in found[0]:
                 if (where.node.id, name) in leavers.counts:
                     beside.append(_lacking(where, name, is_whole=count is None))
@@ -203,7 +205,7 @@ class Clearing:
                 yield where, name
 
     def _order(self, group: NodeGroup, gpu_type: str, *, is_whole: bool) -> list[Row]:
-        """Return a group's nodes with preemptible runs, the fewest missing devices first."""
+        """Return a group's nodes with preemptible runs, by ascending number of missing devices."""
         counts = self._state.capacity.leavers.counts
 
         def look(where: NodeDevices, _now_ns: int) -> tuple[Row | None, float]:
@@ -213,7 +215,7 @@ class Clearing:
         return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
     def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
-        """Return a node with its runs; None if another run there waits for devices without a preemption."""
+        """Return a node with its runs, or None if a run waits for devices of the node without a preemption."""
         capacity, count = self._state.capacity, ask.shape.gpus
         book = capacity.books.get((where.node.id, gpu_type))
         if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
@@ -228,7 +230,7 @@ class Clearing:
         )
 
     def _is_ripe(self, wanted: QueuedRun, site: Site) -> bool:
-        """Return whether the scheduler may preempt enough runs on a node now."""
+        """Return True if the scheduler may preempt enough runs on a node now."""
         terms, now_ns = self._state.capacity.terms, self._state.now_ns
         missing = site.need - site.free
         for running in site.holders:
@@ -259,7 +261,7 @@ class Clearing:
         state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _missing(self, wanted: QueuedRun, ask: TimedShape, share: DeviceShare) -> int | None:
-        """Return how many devices of a share are still missing; None if they will not become free."""
+        """Return the number of devices that a share still lacks, or None if they will not become free."""
         state = self._state
         where = state.capacity.places.get(share.node_id)
         found = None if where is None else state.capacity.reach(ask.shape).of(where)
@@ -276,12 +278,12 @@ def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bo
     if wanted.gpus is None:
         return any(index.whole for index in indexes)
     if wanted.several_nodes and group.sample.crews and any(index.free >= wanted.gpus for index in indexes):
-        return True  # Several of these nodes together may have enough free devices.
+        return True  # Several nodes together may have enough free devices.
     return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
 
 
 def close_to_guests(state: PlannerState) -> list[NodeGroup]:
-    """Close nodes to runs without a right to the nodes; return the groups that guest runs may use."""
+    """Close nodes to runs without a right to the nodes, and return the groups for guest runs."""
     hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
     for group in hosts:
         group.claim = FULL_CLAIM
@@ -305,15 +307,15 @@ def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
 
 
 def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
-    """Return the strongest right of a suitable waiting run to each group of nodes."""
+    """Return the strongest right of a suitable waiting run, by node group."""
     capacity, claims = state.capacity, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
     open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
         if not open_claims:
-            break  # No run has a stronger right to any of these nodes.
+            break  # No run has a stronger right to any of the group's nodes.
         if not (line.ask.shape.pool or line.owner in owners):
-            continue  # A run that names no pool and whose owner has no node is a guest everywhere.
+            continue  # A run without a pool whose owner has no node is a guest on every node.
         wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
         rights = {number: standing(wanted, hosts[number].sample, capacity.terms) for number in open_claims}
         more = [number for number, right in rights.items() if right < claims[number]]
@@ -335,6 +337,6 @@ def _has_guests(group: NodeGroup, state: PlannerState) -> bool:
 
 
 def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
-    """Return a node's sort position by its missing devices, for a whole node or for a number."""
+    """Return a node's sort row by its missing devices, for a whole node or N devices."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)

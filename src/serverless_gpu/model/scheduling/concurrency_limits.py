@@ -4,14 +4,14 @@
                   └──▶ budgets: do they cover its first reservation?  ── no ──────────────────▶ held back, with a reason
                   └──▶ admitted; its use is counted before the next run is checked
 
-An admitted run need not start in this tick. Its use stays counted until the next tick, so that no two runs of one tick
-are admitted for the same money. Runs of one user under a cap that want the same devices keep the order of the queue.
-Later runs do not pass the first run that does not fit, because a large run would otherwise never start. Two runs for
-different devices may both be admitted although only one fits. The scheduler calls `is_full` again when it places one of
-the two runs.
+An admitted run need not start in the same tick. The run's usage counts until the next tick, so that the scheduler never
+admits two runs for the same money. Runs of one user under a cap that want the same devices keep the order of the queue.
+Later runs do not overtake the earliest run that exceeds the cap, because a large run would otherwise never start. The
+module may admit two runs for different devices although only one run fits under the cap. The scheduler therefore calls
+`is_full` again at each placement.
 
-This module computes from values only. `server/scheduling/queue_snapshot.py` passes the runs and the remaining amount of
-each budget.
+The module computes from values only. `server/scheduling/queue_snapshot.py` passes the waiting runs and the remaining
+amount of each budget.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import msgspec
 from serverless_gpu.model.billing.budget import Subject
 
 Key = tuple[str, str]
-"""A policy and an owner, because a cap limits one user's runs under one policy."""
+"""Key of a cap: policy and owner, because a cap limits one user's runs under one policy."""
 _Line = tuple[str, str, str | None, str]
 
 
 class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that waits."""
+    """A waiting run, with the attributes that caps and budgets use."""
 
     run_id: str
     subject: Subject  # Attributes that decide which caps and budgets apply to the run.
-    gpus: int | None  # Requested number of devices; None for all devices of a node.
-    gpu_type: str | None = None  # Requested type; None for any type.
-    grace_s: float = 0.0  # Grace period in seconds, which the run may use to stop.
-    cpus: int = 0  # Requested cores; 0 without a requested number.
+    gpus: int | None  # Requested number of devices, or None for all devices of a node.
+    gpu_type: str | None = None  # Requested device type, or None for any type.
+    grace_s: float = 0.0  # Grace period in seconds after a stop request.
+    cpus: int = 0  # Requested cores, or 0 if the user requested no cores.
     memory_bytes: int = 0
-    mandatory: tuple[str, ...] = ()  # Usage policies that apply beside the policy of the subject.
-    name: str = ""  # Name of the run; earlier runs of the same owner and name show its likely duration.
+    mandatory: tuple[str, ...] = ()  # Usage policies that apply in addition to the subject's policy.
+    name: str = ""  # Name of the run. Earlier runs of the same owner and name predict the duration.
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -51,14 +51,14 @@ class BudgetRooms(Protocol):
     """The remaining amount of each budget, reduced by each admitted run."""
 
     def take(self, candidate: WaitingRun) -> str:
-        """Deduct the first reservation of a run from its budgets; return the reason for a failure, or ""."""
+        """Deduct a run's first hold from its budgets, and return the reason for a refusal or ""."""
         ...
 
 
 def held_back(
     queue: Iterable[WaitingRun], using: Mapping[Key, int], caps: Mapping[str, int], rooms: BudgetRooms | None = None
 ) -> dict[str, str]:
-    """Return the runs that may not start in this tick, each with its reason."""
+    """Return the runs that may not start in the current scheduler tick, with reasons."""
     counting = _Counting(using, caps)
     found: dict[str, str] = {}
     for candidate in queue:
@@ -73,24 +73,24 @@ def held_back(
 
 
 def is_full(cap: int | None, used: int, count: int) -> bool:
-    """Return whether more devices would exceed the cap of a user under a policy.
+    """Return True if more devices would exceed a user's cap under a policy.
 
-    `cap` None means no limit.
+    A `cap` of None is no limit.
     """
     return cap is not None and used + count > cap
 
 
 class _Counting:
-    """Counts the devices of each user under a policy while the queue is read.
+    """Counts the devices of each user and policy while the caller iterates over the queue.
 
-    An admitted run counts for later runs that want the same kind of devices in the same pool. A run for other devices
-    may start long before the admitted run. The scheduler checks the sum of all devices when it places these runs.
+    An admitted run counts against later runs for the same kind of devices in the same pool. A run for different devices
+    may start long before the admitted run. At placement, the scheduler checks the sum of all devices.
     """
 
     def __init__(self, using: Mapping[Key, int], caps: Mapping[str, int]) -> None:
         self._using, self._caps = using, caps
         self._taken: dict[_Line, int] = {}
-        # A run waits for devices under this key. Later runs with the key do not pass the run.
+        # A run waits for devices under the same key. Later runs with the key do not overtake the waiting run.
         self._blocked: set[_Line] = set()
 
     def why_not(self, candidate: WaitingRun) -> str:
@@ -103,7 +103,7 @@ class _Counting:
         if cap is None:
             return ""
         allowed = f"usage policy {policy!r} allows {owner} {cap} GPUs at once"
-        # The client submitted the run before the policy had this cap.
+        # The client submitted the run before an administrator set the cap.
         if candidate.gpus is None or candidate.gpus > cap:
             wants = "every GPU of a node" if candidate.gpus is None else f"{candidate.gpus}"
             return f"{allowed}, and the run wants {wants}"

@@ -3,9 +3,9 @@
     last 20 successful runs, newest first ─▶ fewer than 3: unknown
                                           └─▶ the duration that four of five of them did not exceed
 
-A run that starts while devices are held for other runs must end in time, so the estimate is conservative. The estimate
-is the 80th percentile and not the maximum, because one hang must not spoil the next twenty estimates. For a run past
-its expected duration, the estimate doubles each time, because most such runs run much longer.
+The estimate is conservative, because a run on devices that are reserved for later must end in time. The estimate is the
+80th percentile and not the maximum, because one hang must not distort the next 20 estimates. After a run exceeds its
+estimate, the estimate doubles each time, because most late runs run much longer.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from serverless_gpu.model.lifecycle.attempt import Limits
 START_S = Limits().start_ns / 1e9
 """Seconds from the placement to the start of user code, unless the environment is still being prepared."""
 LEAVING_S = 60.0
-"""Seconds beyond the grace period, until the processes are gone and the devices are proven free."""
+"""Seconds beyond the grace period until all processes have ended and the devices are verified free."""
 SAMPLES_MIN = 3
 SAMPLES_MAX = 20
 QUANTILE = 0.8
 SEEN_MAX = 200
-"""Maximum number of ended runs that are remembered for each size."""
+"""Maximum number of ended runs that the planner stores per run size."""
 YOUNG_S = 3600.0
-"""Without earlier runs, the guess is twice the elapsed time, and at least twice this many seconds."""
+"""Minimum elapsed seconds for a guess without earlier runs. The guess is twice the elapsed time."""
 CAP_TOLD_MAX_S = 86_400.0
-"""A limit that the owner did not declare predicts the end of a run only up to this many seconds."""
+"""Maximum seconds of a default time limit that predicts the end of a run."""
 
 
 def says_no_end(*, expected_s: float | None, limit_s: float | None, capped: bool) -> bool:
-    """Return whether a run has only a default limit of days, and no earlier runs to learn from."""
+    """Return True if a run has only a default limit of days, and no earlier runs with its name."""
     return expected_s is None and capped and limit_s is not None and limit_s > CAP_TOLD_MAX_S
 
 
 def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S) -> float | None:
-    """Return the maximum time for which a run has its devices, or None without a time limit."""
+    """Return the maximum seconds for which a run has devices, or None without a time limit."""
     return None if timeout_s is None else start_s + timeout_s + grace_s + LEAVING_S
 
 
 def expected_s(durations_s: Iterable[float]) -> float | None:
-    """Return the likely time for which a run has its devices, or None after too few runs.
+    """Return the expected seconds for which a run has devices, or None after too few earlier runs.
 
     `durations_s` holds the durations of earlier successful runs of the owner and name, newest first.
     """
@@ -55,18 +55,18 @@ def expected_s(durations_s: Iterable[float]) -> float | None:
 
 
 def longest_s(durations_s: Iterable[float]) -> float | None:
-    """Return the longest of the last durations, or None after too few runs.
+    """Return the longest recent duration of earlier runs, or None after too few earlier runs.
 
-    `durations_s` is the same as for `expected_s`.
+    `durations_s` has the meaning of the parameter of `expected_s`.
     """
     samples = list(islice(durations_s, SAMPLES_MAX))
     return max(samples) if len(samples) >= SAMPLES_MIN else None
 
 
 def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float | None) -> tuple[float | None, bool]:
-    """Return the seconds until a started run releases its devices, and True for a latest time.
+    """Return the seconds from start to device release, and True for a declared limit.
 
-    Returns None if the end is unknown. A learned duration counts if it is shorter than the declared limit.
+    Returns None if the end is unknown. A learned duration replaces a longer declared limit.
     """
     if expected_s is None or expected_s <= 0:
         return limit_s, limit_s is not None
@@ -80,7 +80,7 @@ def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float |
 
 
 class Medians:
-    """Median device time of runs by their number of devices, as a guess for runs without history.
+    """Median device time of runs by number of devices, as a guess for runs without earlier runs.
 
     The guess is good enough to order releases. The server never shows a time that depends on this guess.
     """
@@ -99,12 +99,12 @@ class Medians:
         insort(ordered, seconds)
 
     def length_s(self, count: int) -> float | None:
-        """Return the guessed duration of a run of this size, or None after too few runs."""
+        """Return the guessed duration for a number of devices, or None after too few runs."""
         ordered = self._sorted.get(count, ())
         return ordered[(len(ordered) - 1) // 2] if len(ordered) >= SAMPLES_MIN else None
 
     def over_after_s(self, count: int, elapsed_s: float) -> float:
-        """Return the guessed seconds from start to end of a run that has already taken `elapsed_s`."""
+        """Return the guessed total seconds of a run that has already run for `elapsed_s`."""
         length_s = self.length_s(count)
         if length_s is None:
             return 2 * max(elapsed_s, YOUNG_S)

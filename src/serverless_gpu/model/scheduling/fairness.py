@@ -1,16 +1,16 @@
-"""Fair share: the decayed use of teams and users, and the next team and user to serve.
+"""Fair share: the decayed device usage of teams and users, and the next team and user to serve.
 
     counted(now) = used: GPU-seconds, halved after each half-life          while the run holds devices, every second
                  + an advance for each placement (`entry_penalty_s`)       until the run ends, then refunded in full
     turn         = the team with the least counted / weight, then the user of that team with the least counted / weight
 
-The advance spreads a burst of runs over the waiting users. The advance is not a price: over time the scheduler charges
-each user only the actual use.
+The advance makes waiting users take turns during a burst of runs. The advance is not a price, because the scheduler
+refunds the advance and finally counts only actual usage.
 
-A user without a team forms a team alone, ``"~name"``. A CPU slot counts as a small part of a GPU. If CPU slots did not
-count, a user who requests a thousand of them would get every turn.
+A user without a team forms a team alone, ``"~name"``. A CPU slot counts as a small part of a GPU. Without this weight,
+a user who requests a thousand CPU slots would get every turn.
 
-Changes of a user's devices arrive without a time. The changes count from the next decision on (`settle`).
+Changes of a user's devices arrive without timestamps. The changes take effect at the next decision (`settle`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, TeamUse, Used
 
 CPU_WEIGHT = 1 / 32
-"""Number of GPUs that one CPU slot counts as in the fair share."""
+"""Weight of one CPU slot in the fair share, in GPUs."""
 _S = 1e9
 _FORGOTTEN = 1e-3
-"""GPU-seconds; an idle account with less than this is removed."""
+"""Minimum GPU-seconds of an idle account. The scheduler removes smaller idle accounts."""
 _SWEEP_NS = 86_400 * 1_000_000_000
 
 Key = tuple[str, str]
@@ -36,22 +36,22 @@ _K = TypeVar("_K")
 
 
 def team_of(wanted: QueuedRun) -> str:
-    """Return the team that pays for a run; a user without a team forms a team alone."""
+    """Return the team whose fair share a run uses. A user without a team forms a separate team."""
     return wanted.team or f"~{wanted.owner}"
 
 
 def charged(gpu_type: str, count: int) -> float:
-    """Return the number of GPUs that devices count for in the fair share."""
+    """Return the fair-share weight of devices, in GPUs."""
     return count * CPU_WEIGHT if gpu_type == CPU else float(count)
 
 
 def charged_all(shares: tuple[DeviceShare, ...]) -> float:
-    """Return the number of GPUs that a gang's devices count for in the fair share."""
+    """Return the fair-share weight of a gang's devices, in GPUs."""
     return sum(charged(share.gpu_type, share.count) for share in shares)
 
 
 class _Account:
-    """The use of one team, or of one user of a team."""
+    """The decayed usage of one team, or of one user of a team."""
 
     __slots__ = ("at_ns", "rate", "value")
 
@@ -60,7 +60,7 @@ class _Account:
 
 
 class Fairness:
-    """Accounts of teams and users.
+    """Fair-share accounts of teams and users.
 
     policy: half-life, entry penalty and weights.
     """
@@ -69,20 +69,20 @@ class Fairness:
         self._teams: dict[str, _Account] = {}
         self._users: dict[Key, _Account] = {}
         self._now_ns = self._swept_ns = 0
-        self._held: dict[str, tuple[Key, float, int, float]] = {}  # Account, GPUs, start time and advance of each run.
+        self._held: dict[str, tuple[Key, float, int, float]] = {}  # Run → account, GPUs, start time and advance.
         self._begun: dict[str, tuple[Key, float, int]] = {}
         self._ended: list[str] = []
         self._is_look = False
         self.set_policy(policy)
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Apply another half-life and other weights to future use; past use remains."""
+        """Apply another half-life and other weights to future usage, and keep past usage."""
         self._policy = policy
         half_life_s = policy.half_life_s
         self._rate = 0.0 if math.isinf(half_life_s) else math.log(2) / max(half_life_s, 1e-9)
 
     def tell(self, used: Used) -> None:
-        """Replace the use of ended runs; running runs count from the time at which they got their devices."""
+        """Replace the usage of ended runs. Running runs count from the start of their allocation."""
         self._replace(self._teams, used.teams, used.at_ns)
         self._replace(self._users, used.users, used.at_ns)
         for key, gpus, since_ns, advance in self._held.values():
@@ -98,7 +98,7 @@ class Fairness:
             account.value, account.at_ns = values.get(key, 0.0), at_ns
 
     def begin(self, run_id: str, wanted: QueuedRun, gpus: float, since_ns: int) -> None:
-        """Count the devices of a run from the time at which the run got them; `settle` applies this."""
+        """Count a run's devices from the start of the allocation. `settle` applies the change."""
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
     def place(self, run_id: str, wanted: QueuedRun, gpus: float) -> None:
@@ -111,12 +111,12 @@ class Fairness:
             account.rate += gpus
 
     def end(self, run_id: str) -> None:
-        """Stop counting the devices of a run, and refund the advance; `settle` applies this."""
+        """Stop counting the devices of a run, and refund the advance. `settle` applies the change."""
         if self._begun.pop(run_id, None) is None and run_id in self._held:
             self._ended.append(run_id)
 
     def settle(self, now_ns: int) -> None:
-        """Update the accounts: ended runs end now, and begun runs count from their start."""
+        """Update the accounts: stop counting ended runs now, and count started runs from their start."""
         self._now_ns = now_ns = max(now_ns, self._now_ns)
         for run_id in self._ended:
             key, gpus, since_ns, advance = self._held.pop(run_id)
@@ -134,7 +134,8 @@ class Fairness:
         self._begun.clear()
         if now_ns - self._swept_ns >= _SWEEP_NS:
             self._swept_ns = now_ns
-            # Removes accounts whose use has decayed to nothing; otherwise every past user would keep an account.
+            # Remove accounts whose usage has decayed below the minimum. Otherwise every past user would keep an
+            # account.
             keys = {key for key, *_ in self._held.values()}
             teams = {team for team, _ in keys}
             self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
@@ -144,7 +145,7 @@ class Fairness:
         return account.rate > 0 or self._current(account) >= _FORGOTTEN
 
     def at(self, now_ns: int) -> Fairness:
-        """Return a copy of the accounts at a time, so that queries change no decision."""
+        """Return a copy of the accounts at a given time, so that queries do not affect decisions."""
         other = copy.copy(self)
         changed = {self._held[run_id][0] for run_id in self._ended} | {key for key, *_ in self._begun.values()}
         teams = {team: copy.copy(self._teams[team]) for team, _ in changed if team in self._teams}
@@ -156,7 +157,7 @@ class Fairness:
         return other
 
     def team(self, name: str) -> float:
-        """Return a team's use divided by its weight, as of the last `settle`."""
+        """Return a team's usage divided by the team's weight, as of the last `settle`."""
         account = self._teams.get(name)
         if account is None:
             return 0.0
@@ -164,16 +165,16 @@ class Fairness:
         return _weighed(self._current(account), weights.get(name.removeprefix("~"), 1.0))
 
     def user(self, team: str, owner: str) -> float:
-        """Return a user's use within a team divided by the user's weight, as of the last `settle`."""
+        """Return a user's usage in a team divided by the user's weight, as of the last `settle`."""
         account = self._users.get((team, owner))
         if account is None:
             return 0.0
         return _weighed(self._current(account), self._policy.user_weights.get(owner, 1.0))
 
     def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
-        """Return whether the use of a team, or of its user, is less than that of another team or user.
+        """Return True if a team or user has used less than another team or user.
 
-        The difference must be at least `due` GPU-seconds; an `owner` of "" means the whole team.
+        The difference must be at least `due` GPU-seconds. An `owner` of "" selects the whole team.
         """
         name, mine = (owner, self.user(team, owner)) if owner else (team, self.team(team))
         is_team = not owner and not team.startswith("~")
@@ -182,7 +183,7 @@ class Fairness:
         return (ahead - mine) * weights.get(name.removeprefix("~"), 1.0) >= due
 
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
-        """Return the use of each team at a time."""
+        """Return the decayed usage of each team at a given time."""
         look = self.at(now_ns)
         advances: dict[str, float] = defaultdict(float)
         for (team, _), _, since_ns, advance in look._held.values():
@@ -204,7 +205,7 @@ class Fairness:
         return team, user
 
     def _current(self, account: _Account) -> float:
-        """Return the current value of an account; updates the account, except in a copy from `at`."""
+        """Return the current value of an account, and update the account unless in a copy from `at`."""
         passed_ns = self._now_ns - account.at_ns
         if passed_ns <= 0:
             return account.value
@@ -215,11 +216,11 @@ class Fairness:
         return value
 
     def _decay(self, passed_s: float) -> float:
-        """Return the fraction of use that remains after `passed_s` seconds."""
+        """Return the fraction of past usage that remains after `passed_s` seconds of decay."""
         return math.exp(-self._rate * passed_s)
 
     def _grown(self, passed_s: float) -> float:
-        """Return the decayed use of one GPU over the last `passed_s` seconds."""
+        """Return the decayed usage of one GPU over the last `passed_s` seconds."""
         return passed_s if not self._rate else -math.expm1(-self._rate * passed_s) / self._rate
 
 

@@ -5,8 +5,8 @@
 
 The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the other
 functions to explain why a queued run waits forever. A pool with `single_principal` runs the code of one principal. Runs
-of other principals wait for such a pool with the reason `isolation`. An administrator can change the isolation, so
-isolation never makes a run unsatisfiable.
+of other principals wait for a `single_principal` pool with the reason `isolation`. An administrator can change the
+isolation, so isolation never makes a run unsatisfiable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHOICES_MAX = 6
 
 
 class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that some node could serve; only fields that differ from the original are set."""
+    """A feasible variant of a request. Only fields that differ from the original request are set."""
 
     gpus: int | None = None
     gpu_type: str | None = None
@@ -39,7 +39,7 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
     env: str = ""
 
     def changes(self) -> dict[str, int | str]:
-        """Return the changed values by the name of the option."""
+        """Return the changed values by option name."""
         fields = {"gpus": self.gpus, "gpu_type": self.gpu_type, "pool": self.pool, "env": self.env}
         return {name: value for name, value in fields.items() if value}
 
@@ -47,12 +47,13 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why nodes could never serve a run, and similar requests."""
 
-    why: str  # Reason as text, without names of client options.
-    choices: tuple[FeasibleRequest, ...] = ()  # Similar requests that these nodes could serve, the most similar first.
+    why: str  # Reason for the shortage as text, without names of client options.
+    # Similar requests that the nodes could serve, the most similar request first.
+    choices: tuple[FeasibleRequest, ...] = ()
 
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
-    """Return why none of these nodes could ever serve a run, or None if any node could."""
+    """Return the reason why no node could ever serve a run, or None if any node could."""
     state = PlannerState(QueuePolicy())
     for pool in pools:
         state.capacity.see_pool(pool)
@@ -67,7 +68,7 @@ def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) ->
 
 
 def _similar(nodes: Sequence[Node], wanted: QueuedRun) -> Iterator[FeasibleRequest]:
-    """Yield similar requests, the most similar first; GPUs come before CPU slots."""
+    """Yield similar requests, the most similar first, with GPUs before CPU slots."""
     pools = sorted({node.pool for node in nodes} - {wanted.pool, ""})
     types = sorted(
         {name for node in nodes for name, count in node.total.items() if count}, key=lambda name: (name == CPU, name)
@@ -94,9 +95,9 @@ def _changed(wanted: QueuedRun, choice: FeasibleRequest) -> QueuedRun:
 
 
 def _best(choices: Iterable[FeasibleRequest]) -> Iterator[FeasibleRequest]:
-    """Yield the first choice for each pool and type, with the largest number of devices.
+    """Yield the best alternative per pool and type, with the largest number of devices.
 
-    The function omits a change of both pool and type if changing only one is enough.
+    The function omits a change of pool and type if a change of only the pool or only the type is enough.
     """
     seen: set[tuple[str, str, str | None]] = set()
     for choice in choices:
@@ -124,7 +125,7 @@ def like(wanted: QueuedRun) -> QueuedRun:
 
 
 def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why no current node can ever serve a run, regardless of isolation, or ""."""
+    """Return the reason why no current node can ever serve a run, ignoring isolation, or ""."""
     never = impossible(state.capacity, wanted, ask)
     if not never or not wanted.second_principal:
         return never
@@ -133,14 +134,14 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str
 
 
 def impossible(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why no current node can ever serve a run, or "" if any node can."""
+    """Return the reason why no current node can ever serve a run, or "" if any node can."""
     if not capacity.places:
         return "no node has joined this server yet"
     return "" if could_be(capacity, wanted, ask) else _sentence(capacity, wanted)
 
 
 def could_be(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
-    """Return whether a current node could ever serve a run."""
+    """Return True if a current node could ever serve a run."""
     if any((wanted.gpus or 1) <= size for _, size in sizes(capacity, wanted, ask)):
         return True
     if not ask.shape.several or wanted.gpus is None:
@@ -149,7 +150,7 @@ def could_be(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
 
 
 def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why isolation blocks a run on every suitable node, and the remedy, or ""."""
+    """Return the reason why isolation blocks a run on all suitable nodes, and the remedy, or ""."""
     if not wanted.second_principal or not impossible(state.capacity, wanted, ask):
         return ""
     pools = state.capacity.terms.pools
@@ -193,7 +194,7 @@ def _has_python(node: Node, wanted: QueuedRun) -> bool:
 
 
 def _nowhere(capacity: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
-    """Return why a run may use no node at all."""
+    """Return the reason why a run may not use any node."""
     if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
         pools = sorted({node.pool for node in nodes})
         return f"pool {wanted.pool!r} has no nodes; pools with nodes: {', '.join(pools)}"
@@ -227,7 +228,7 @@ def _nowhere(capacity: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> st
 
 
 def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
-    """Return why the devices of the usable nodes can never serve a run."""
+    """Return the reason why the devices of the usable nodes can never serve a run."""
     where = f" in pool {wanted.pool!r}" if wanted.pool else ""
     if wanted.gpu_type is None:
         types = sorted({name for node in eligible for name, count in node.total.items() if name != CPU and count})
@@ -255,7 +256,7 @@ def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
 
 
 def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]]:
-    """Return the sizes of nodes that can have a part of a gang, by pool and type, the largest first."""
+    """Return the sizes of nodes for a multi-node gang, by pool and type, in descending order."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name, node in nodes:
         if node.crews and node.total[name]:
@@ -264,7 +265,7 @@ def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]
 
 
 def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
-    """Return why no pool ever has enough devices for a gang on several nodes."""
+    """Return the reason why no pool ever has enough devices for a multi-node gang."""
     kinds = _kinds(fitting)
     old = sorted({node.name for _, node in fitting if not node.crews})
     without = f"; {', '.join(first_few(old))}: the version does not support gangs on several nodes" if old else ""
@@ -282,7 +283,7 @@ def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str)
 
 
 def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
-    """Return the option with which a gang that requested one node would fit on several, or ""."""
+    """Return the option that would let a single-node gang fit on several nodes, or ""."""
     count = wanted.gpus or 0
     if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
         return ""

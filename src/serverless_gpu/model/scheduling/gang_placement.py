@@ -1,4 +1,4 @@
-"""Gang placement: devices of one type on which a whole gang starts now.
+"""Gang placement: finds devices of one type on which a whole gang starts now.
 
     now     best fit: the node with the fewest devices left over; on a tie the first by name
     later   `backfill.py`: the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
@@ -12,7 +12,7 @@ A gang on several nodes:
        1. as few nodes as possible
        2. on a tie, the fewest devices left over on the partly used node, then smaller nodes
 
-"Could" counts all devices of a node: the gang waits for a large node that is in use, drained or silent. A node of an
+"Could" considers all devices of a node: the gang waits for a large node that is in use, drained or silent. A node of an
 older version (without `Node.crews`) only runs gangs that fit on that node alone.
 """
 
@@ -29,17 +29,17 @@ from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, TimedShape
 
 Kind = tuple[str, str]
-"""A pool and a type; all devices of a gang have the same pool and type."""
+"""Pool and device type, which are the same for all devices of a gang."""
 _PAIRS_MAX = 4
 _NOBODY: frozenset[str] = frozenset()
 _Spread = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
-"""Number of nodes, devices left over on the last node, and largest size; the shares of the gang."""
+"""Sort key (number of nodes, unused devices on the last node, largest size), and the gang's shares."""
 Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
-"""Rank, devices left over, name and identifier; the node, the type, the number of devices."""
+"""Sort key of a node (rank, unused devices, name and identifier), and the node, type and number of devices."""
 
 
 def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices that a run can have now, or None; the caller records them with `take`."""
+    """Return devices on which a run can start now, or None. The caller records them with `take`."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(capacity, wanted, ask):
         ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
@@ -53,7 +53,7 @@ def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -
 
 
 def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
-    """Return whether a gang can have all of these devices now, beside the reservations of other runs."""
+    """Return True if a gang can use all given devices now, considering other runs' reservations."""
     for share in shares:
         book = capacity.books.get((share.node_id, share.gpu_type))
         if capacity.places[share.node_id].free[share.gpu_type] < share.count:
@@ -64,7 +64,7 @@ def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun,
 
 
 def take(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
-    """Enter devices that a run gets now into the reservations of their nodes."""
+    """Record devices that a run uses from now on in the reservations of their nodes."""
     for share in shares:
         book = capacity.books.get((share.node_id, share.gpu_type))
         if book is not None:
@@ -84,7 +84,7 @@ def _options(
             index = group.index[name]
             if count is None:
                 for size, row in index.whole.items():
-                    # These nodes differ only in their names, and the row is sorted by name.
+                    # The nodes of the group differ only in their names, and the row is sorted by name.
                     for _, node_id, where in row:
                         if node_id not in avoid and where.node.total[name] == size:
                             yield (rank, 0, *where.entry[:2]), where, name, size
@@ -134,7 +134,7 @@ def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) 
 
 
 def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
-    """Return whether a run may use a type of a node now, free or not."""
+    """Return True if a run may use a device type of a node now, free or not."""
     where, name = at
     found = capacity.reach(ask.shape).of(where)
     if found is None or name not in found[0] or where.node.away:
@@ -143,7 +143,7 @@ def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[
 
 
 def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
-    """Return the free devices of a node beside reservations; negative if a reservation lacks devices."""
+    """Return the number of free unreserved devices, negative if a reservation lacks devices."""
     book = capacity.books.get((where.node.id, gpu_type))
     return where.free[gpu_type] if book is None else book.likely.free()
 
@@ -176,17 +176,17 @@ def most(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, i
 
 
 def are_one(capacity: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
-    """Return whether one gang may still have these reserved or cleared devices together."""
+    """Return True if one gang may still use the given reserved or cleared devices together."""
     nodes = [capacity.places[share.node_id].node for share in shares]
     kinds = {(node.pool, share.gpu_type) for node, share in zip(nodes, shares, strict=True)}
     return len(nodes) < 2 or (len(kinds) == 1 and all(node.crews for node in nodes))
 
 
 def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
-    """Yield sets of nodes to avoid, the strictest first, until the caller finds devices.
+    """Yield sets of nodes to avoid, the strictest set first.
 
-    The first sets hold the nodes on which the run failed, and one node of each pair that could not connect. The next
-    set holds only the failed nodes. The last set is empty.
+    The strictest sets contain the nodes on which the run failed, and one node of each pair that could not connect. The
+    next set contains only the nodes on which the run failed. The last set is empty.
     """
     pairs = sorted(tuple(sorted(pair)) for pair in wanted.apart)[:_PAIRS_MAX]
     if pairs:
@@ -200,10 +200,10 @@ def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
 def spread(
     capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str] = frozenset()
 ) -> tuple[DeviceShare, ...] | None:
-    """Return devices on several nodes that a gang can have now, or None.
+    """Return devices on several nodes on which a gang can start now, or None.
 
-    The function uses lent devices only if other devices are not enough. Devices that are held for the gang itself count
-    as free.
+    The function uses lent devices only if all further devices are not enough. Devices that the scheduler holds for the
+    gang count as free.
     """
     stocks = _stocks(capacity, wanted, ask, now_ns)
     count = ask.shape.gpus or 0
@@ -231,18 +231,18 @@ class _Beside:
 
 
 class _Stock:
-    """The free devices of one type in one pool: indexes of nodes with ranks, and unindexed nodes."""
+    """The free devices of one type in one pool: ranked indexes of nodes, and unindexed nodes."""
 
     def __init__(self, indexes: list[tuple[int, Index]], beside: list[_Beside]) -> None:
         self.indexes, self.beside = indexes, beside
 
     def ranks(self) -> Iterator[int]:
-        """Yield the ranks of the nodes: the owner's own, ordinary, and lent nodes."""
+        """Yield the preference ranks of the nodes: own nodes, ordinary nodes, lent nodes."""
         yield from (rank for rank, _ in self.indexes)
         yield from (one.rank for one in self.beside)
 
     def up_to(self, last: int) -> _Stock:
-        """Return the stock of the nodes up to a rank."""
+        """Return the free devices of the nodes up to a preference rank."""
         indexes = [(rank, index) for rank, index in self.indexes if rank <= last]
         return _Stock(indexes, [one for one in self.beside if one.rank <= last])
 
@@ -258,9 +258,10 @@ class _Stock:
         return min(found, key=lambda option: option[0]) if found else None
 
     def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Spread | None:
-        """Return whole nodes up to a size, the largest first, and the part with the fewest devices left over.
+        """Return whole nodes up to a size, and the partly used node with the fewest unused devices.
 
-        No whole node is larger than the missing number, because such a node would hold the part.
+        No chosen whole node has more devices than the gang still needs, because a larger node becomes the partly used
+        node.
         """
         left, taken = count, set(avoid)
         shares: list[DeviceShare] = []
@@ -295,7 +296,7 @@ class _Stock:
                 yield size, node_id
 
     def _part(self, count: int, avoid: set[str]) -> tuple[int, str] | None:
-        """Return the node with the fewest devices left over beside `count`, and the number left over."""
+        """Return the node with the fewest free devices beyond `count`, and their number."""
         rows = [
             (best[0], *best[1].entry[:2]) for _, index in self.indexes if (best := index.best(count, avoid)) is not None
         ]
@@ -321,7 +322,7 @@ def sizes(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tu
 
 
 def _stocks(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> dict[Kind, _Stock]:
-    """Return the devices that a gang could have now, by pool and type."""
+    """Return the free devices that a gang could use now, by pool and type."""
     reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
     stocks: dict[Kind, _Stock] = {}
     for group, types, pool in reach.entries:

@@ -7,8 +7,8 @@
 
 The planner stores this state between passes: running and waiting runs, past use, and latest times with their devices
 (`backfill.py`). The planner also stores cleared devices (`cleared_devices.py`) and the durations of ended runs
-(`duration_estimates.py`), which a new planner does not have. With a new planner, devices of stopping runs go to the
-first run that may claim them. Queries change nothing.
+(`duration_estimates.py`), which a new planner does not have. With a new planner, devices of stopping runs are available
+to the first entitled run in the queue. Queries do not change the state.
 
 One pass over one class of the queue (`ClassPass`):
 
@@ -18,8 +18,8 @@ One pass over one class of the queue (`ClassPass`):
       it does not       ─▶ the line is closed for this pass. A gang reserves devices if their release times are known
                            (the first `reservations` gangs), or holds devices if most of them are free already
 
-During a pass, free devices only decrease and reservations only increase. A run that does not fit once therefore does
-not fit later. A pass examines only the heads of lines, and each line only once.
+During a pass, free devices only decrease and reservations only increase. If a run does not fit at one point of a pass,
+it does not fit at a later point. A pass examines only the heads of queue lines, and each line only once.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ _Head = tuple[float, int, str, QueueLine]
 _S = 1e9
 _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
-"""Maximum number of passes of one decision.
+"""Maximum number of passes per decision.
 
-Another pass follows if devices that were held for a run are no longer needed. If the last pass also needs another pass,
-the planner preempts no run, and the next decision follows soon.
+Another pass follows if a run no longer needs the devices that the planner held for the run. If the last allowed pass
+also needs another pass, the planner preempts no run, and the next decision follows soon.
 """
 
 
 class Planner:
     """Decides which runs start, from all waiting and running runs and their nodes. Not thread-safe.
 
-    The same changes and the same times in the same order give the same answers.
+    The decisions are deterministic: the same changes and times in the same order produce the same decisions.
 
-    policy: the operator's settings.
+    policy: the operator's queue settings.
     """
 
     def __init__(self, policy: QueuePolicy | None = None) -> None:
@@ -87,7 +87,7 @@ class Planner:
     # --- changes ---
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Apply changes without a decision; a repeated change has no effect."""
+        """Apply changes without a decision. A repeated change has no effect."""
         state = self._state
         for change in changes:
             match change:
@@ -113,7 +113,7 @@ class Planner:
                     state.promises[reservation.run_id] = reservation
 
     def _start(self, running: RunningRun) -> None:
-        """Record that a run has devices."""
+        """Record that a run uses devices."""
         state, run_id = self._state, running.wanted.run_id
         state.queue.remove(run_id)
         known = state.running.get(run_id)
@@ -138,7 +138,7 @@ class Planner:
     # --- decisions ---
 
     def decide(self, now_ns: int) -> Decision:
-        """Return the runs to start and to preempt, and record them as done. `now_ns` never decreases."""
+        """Return the runs to start and to preempt, and record the decisions. `now_ns` never decreases."""
         placements: list[Placement] = []
         preemptions: tuple[Preemption, ...] = ()
         wakes: list[int | None] = []
@@ -158,7 +158,7 @@ class Planner:
         return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
-        """Return when the state next changes without an event: a start delay, the guard, or a calendar."""
+        """Return the time of the next change without an event: a start delay, the guard, or a calendar."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.capacity.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
@@ -173,27 +173,27 @@ class Planner:
     # --- queries ---
 
     def why(self, run_id: str, now_ns: int) -> Wait | None:
-        """Return why a run waits, as of the last decision; None for a run that does not wait."""
+        """Return the reason why a run waits, as of the last decision, or None for a run that does not wait."""
         return wait_explanation.why(self._state, run_id, now_ns)
 
     def estimate(self, wanted: QueuedRun, now_ns: int) -> StartEstimate:
-        """Return when a run would start if a client submitted it now; changes nothing."""
+        """Return the estimated start of a run, without changing the state."""
         return wait_explanation.estimate(self._state, wanted, now_ns)
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return whether the planner knows that a run waits; unlike `why`, this does not search the queue."""
+        """Return True if the planner knows a waiting run, without a search of the queue as in `why`."""
         return self._state.queue.find(run_id) is not None
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why no current node can ever serve a run, or "" if any node can."""
+        """Return the reason why no current node can ever serve a run, or "" if any node can."""
         return never_served(self._state, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
-        """Return the waiting runs in the order of service; held runs come last."""
+        """Return the waiting runs in the order of service, with held runs last."""
         return wait_explanation.queue(self._state, now_ns, limit)
 
     def promises(self) -> dict[str, Reservation]:
-        """Return the announced latest times that last over decisions, by run."""
+        """Return the announced latest start times that persist between decisions, by run."""
         return dict(self._state.promises)
 
     def reservations(self) -> tuple[Reservation, ...]:
@@ -210,7 +210,7 @@ class Planner:
 
 
 class ClassPass:
-    """One pass over all classes.
+    """One pass over all priority classes.
 
     state: the state of the planner, in which placed runs immediately count as started.
     """
@@ -218,27 +218,27 @@ class ClassPass:
     def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
         self.placements: list[Placement] = []  # Placements in the order of the decisions.
-        # `is_stale`: True if a run started on other devices than those that were held or cleared for it. Other runs may
-        # have these devices, and preempted runs may not have to stop.
-        # `is_new`: True if a run got its first latest time. From now on that run comes first. Later reservations may
-        # then move and free devices.
+        # `is_stale`: True if a run started on devices other than its held or cleared devices. The unused held devices
+        # are then available to further runs, and preempted runs may not have to stop. `is_new`: True if a run received
+        # its first latest start time. The scheduler then serves that run first, so later reservations may move and free
+        # devices.
         self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
-        self._firm: set[object] = set()  # Users and kinds with a reservation that lasts over passes.
+        self._firm: set[object] = set()  # Users and device kinds with a reservation that persists between passes.
         self._teams: dict[str, _Team] = {}
-        self._most: list[tuple[float, str]] = []  # The waiting teams with the most use.
-        # Kinds and teams for which devices are held because the team has used less than its share.
+        self._most: list[tuple[float, str]] = []  # The waiting teams with the most usage.
+        # Device kinds and teams with held devices, because the team has used less than its share.
         self._behind: set[object] = set()
-        self._kinds: set[object] = set()  # Kinds for which devices are held because most of these devices are free.
+        self._kinds: set[object] = set()  # Device kinds with held devices, because most of the devices are free.
 
     def run(self) -> None:
-        """Place runs: first those with cleared devices, guest runs after all others."""
+        """Place runs: first runs with cleared devices, and guest runs last."""
         hosts = close_to_guests(self._state)
         self.clearing.serve()
         for priority in sorted(self._state.queue.classes):
             self._serve(priority)
-        for _ in range(_ROUNDS_MAX):  # A round may place runs that other runs had to wait for.
+        for _ in range(_ROUNDS_MAX):  # A round may place runs for which further runs had to wait.
             if not hosts or not open_to_guests(self._state, hosts):
                 break
             self._number = self._state.number = self._number + 1
@@ -247,7 +247,7 @@ class ClassPass:
                 self._serve(priority)
 
     def _serve(self, priority: int) -> None:
-        """Place the runs of one class that fit."""
+        """Place the fitting runs of one priority class."""
         self._redeem(priority)
         self._serve_guarded(priority)
         fairness = self._state.fairness
@@ -268,7 +268,7 @@ class ClassPass:
     def _serve_guarded(self, priority: int) -> None:
         """Place runs beyond the guard, the oldest first.
 
-        The first blocked run of each kind gets the devices that become free.
+        Per device kind, the first blocked run receives the devices that become free.
         """
         state = self._state
         since_ns = state.guarded_ns(self._now_ns)
@@ -308,7 +308,7 @@ class ClassPass:
         return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
-        """Place the next run of a team that fits; return True if a run started."""
+        """Place the next fitting run of a team, and return True if a run started."""
         while team.users:
             _, owner = team.users[0]
             if self._serve_user(team.heads(owner, self._now_ns)):
@@ -318,7 +318,7 @@ class ClassPass:
         return False
 
     def _serve_user(self, heads: list[_Head]) -> bool:
-        """Place the next run of a user that fits; return True if a run started."""
+        """Place the next fitting run of a user, and return True if a run started."""
         while heads:
             line = heads[0][3]
             wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
@@ -335,7 +335,7 @@ class ClassPass:
         return False
 
     def _next(self, heads: list[_Head], line: QueueLine) -> None:
-        """Move a line to the position of its next run among the user's lines."""
+        """Move a queue line to the position of its next run among the user's lines."""
         if line.skipped < len(line.rows):
             queued_ns, run_id, _ = line.rows[line.skipped]
             score = self._state.score(line.ask, queued_ns, self._now_ns)
@@ -346,7 +346,7 @@ class ClassPass:
     # --- placement of one run ---
 
     def _place(self, line: QueueLine, wanted: QueuedRun) -> bool:
-        """Start a run if it fits; otherwise close its line for this pass."""
+        """Start a run if devices are free, or else close the run's queue line for the pass."""
         state = self._state
         shares = gang_placement.place(state.capacity, wanted, line.ask, self._now_ns)
         if shares is None:
@@ -376,15 +376,17 @@ class ClassPass:
     def _is_blocked(self, line: QueueLine, wanted: QueuedRun) -> bool:
         number, ask = self._number, line.ask
         if ask.shape.several and wanted.run_id in self._state.reservations:
-            return False  # Devices that are held for this run count as free, so it may fit where an equal run does not.
+            # Devices that the scheduler holds for the run count as free, so the run may fit where an equal run does
+            # not.
+            return False
         if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
             return True
         return ask.shape.is_walled(number, ask.spans(wanted))
 
     def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
-        """Record which other runs do not fit either.
+        """Record the further runs that do not fit either.
 
-        The result covers all runs of the shape, or only runs of an equal or longer duration, or only runs of the same
+        The record covers all runs of the shape, only runs of an equal or longer duration, or only runs of the same
         owner.
         """
         capacity, ask = self._state.capacity, line.ask
@@ -399,7 +401,7 @@ class ClassPass:
             shape.blocked = self._number
 
     def _reserve(self, line: QueueLine, wanted: QueuedRun) -> bool:
-        """Reserve or hold devices for a blocked gang; return True if the next run of its line may try too."""
+        """Reserve or hold devices for a blocked gang. Returns True if the next run of the line may try too."""
         state, ask = self._state, line.ask
         if wanted.run_id in state.reservations or self.clearing.clear(wanted, ask):
             return True
@@ -426,10 +428,11 @@ class ClassPass:
     def _keep_share(self, seeker: ReservationSearch, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
         """Hold devices for a gang whose team or user has used less than its share.
 
-        The scheduler holds a part of a node as its devices become free, which is soon. Whole nodes would be idle for
-        long, so the scheduler reserves them by a guess. Other runs may start on these nodes before the gang if they end
-        in time by the guess. Under lasting overload, some run always ends in time by the guess. After some days the
-        scheduler therefore holds one node, because a team of gangs would otherwise never get its share.
+        For a gang smaller than a node, the scheduler holds devices as they become free, which is soon. Whole nodes
+        would be idle for long, so the scheduler reserves whole nodes by a guess. Other runs may start on the reserved
+        nodes before the gang if they end in time by the guess. Under lasting overload, the scheduler always finds a run
+        that ends in time by the guess. After some days, the scheduler therefore holds one node. Otherwise a team of
+        gangs would never receive its share.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
         capacity = self._state.capacity
@@ -442,7 +445,7 @@ class ClassPass:
     def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
         """Record a reservation.
 
-        The latest time of a user's first gang of a kind stays fixed from then on; other times may move.
+        The latest start time of a user's first gang of a device kind stays fixed. All other start times may move.
         """
         if reservation is None:
             return False
@@ -457,7 +460,7 @@ class ClassPass:
         return self._note(reservation)
 
     def _redeem(self, priority: int) -> None:
-        """Start runs whose reserved devices are free, and renew the other reservations, before all other runs."""
+        """Start runs whose reserved devices are free, and renew all remaining reservations."""
         state = self._state
         for run_id, promised in sorted(state.promises.items(), key=lambda entry: (entry[1].at_ns or 0, entry[0])):
             found = state.queue.where(run_id)
@@ -485,11 +488,11 @@ class ClassPass:
         self._note(again)
 
     def _kind(self, ask: TimedShape) -> frozenset[tuple[int, str]]:
-        """Return the groups of nodes and types for which a run competes."""
+        """Return the node groups and device types for which a run competes."""
         return self._state.capacity.reach(ask.shape).kind
 
     def _is_behind(self, line: QueueLine) -> bool:
-        """Return whether a gang is so far behind other waiting gangs that the scheduler holds devices for it."""
+        """Return True if a gang's share lags so far that the scheduler holds devices for the gang."""
         state, team = self._state, self._teams.get(line.team)
         gpus = line.ask.shape.gpus or state.capacity.reach(line.ask.shape).whole
         if team is None:
@@ -506,14 +509,14 @@ class ClassPass:
 
 
 def _as_told(reservation: Reservation) -> Reservation:
-    """Return the part of a reservation that lasts over passes; each pass computes likely times again."""
+    """Return the part of a reservation that persists, because each pass recomputes likely times."""
     return msgspec.structs.replace(reservation, likely_ns=None)
 
 
 class _Team:
-    """The users of a team in order of use, and the heads of their lines.
+    """The users of a team in order of usage, and the heads of their queue lines.
 
-    `most` holds the two users with the most use.
+    `most` contains the two users with the most usage.
     """
 
     def __init__(self, state: PlannerState, priority: int, name: str) -> None:
@@ -525,7 +528,7 @@ class _Team:
         self._heads: dict[str, list[_Head]] = {}
 
     def heads(self, owner: str, now_ns: int) -> list[_Head]:
-        """Return the heads of a user's lines as a heap, the highest score first."""
+        """Return the heads of a user's queue lines as a heap, the highest score first."""
         heads = self._heads.get(owner)
         if heads is None:
             heads = self._heads[owner] = []

@@ -1,8 +1,8 @@
-"""State of the planner between changes: queue, capacity, fairness, and the results of the last pass.
+"""The planner's state: queue, capacity, fairness, and the results of the last pass.
 
     class ─▶ team ─▶ user ─▶ line      a line: runs of one user with equal requests, the oldest first
 
-A pass compares the heads of lines, never all waiting runs. Held runs, which may not start yet, are in no line.
+A pass compares the heads of queue lines, never all waiting runs. Held runs, which may not start yet, are in no line.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ class PlannerState:
     """All waiting and running runs, and the nodes for them."""
 
     def __init__(self, policy: QueuePolicy) -> None:
-        self.policy = policy  # The operator's settings.
+        self.policy = policy  # The operator's queue settings.
         # `fairness`: past use of teams and users.
         # `capacity`: nodes and the runs on them.
         self.queue, self.capacity, self.fairness = Queue(), Capacity(policy), Fairness(policy)
-        self.running: dict[str, RunningRun] = {}  # Runs that have devices, by identifier.
+        self.running: dict[str, RunningRun] = {}  # Running runs with devices, by identifier.
         # Reservations of the last pass by run, in queue order.
         self.reservations: dict[str, Reservation] = {}
         self.ended: list[RunningRun] = []  # Runs that have released their devices since the last pass.
-        # Announced latest times with their devices, which last over passes.
+        # Announced latest start times with their devices, which persist between passes.
         self.promises: dict[str, Reservation] = {}
-        # Runs for which the scheduler preempted other runs, each with the devices that are held until the run starts.
+        # Runs for which the scheduler preempted other runs, each with the devices that the scheduler holds until the
+        # start.
         self.clearing: dict[str, tuple[DeviceShare, ...]] = {}
         self.number = 0
         self.now_ns = 0  # Time of the last pass.
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Apply another policy from now on."""
+        """Apply another queue policy from now on."""
         self.policy = policy
         self.fairness.set_policy(policy)
         self.capacity.set_policy(policy)
@@ -70,20 +71,20 @@ class PlannerState:
         self.reservations.clear()
 
     def guarded_ns(self, now_ns: int, *, times: int = 1) -> float:
-        """Return the latest queue time of runs beyond the guard; `times` multiplies the guard."""
+        """Return the latest queue time of runs that waited beyond the guard, multiplied by `times`."""
         return now_ns - times * self.policy.guard_s * _S
 
     def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:
-        """Return the score of a run among its user's runs: its waiting time divided by its weight.
+        """Return a run's priority among its user's runs: waiting time divided by weight.
 
         A larger gang waits longer, and each run that starts before the gang extends the wait. The weight of a gang
-        therefore grows only with the root of its size. A gang of whole nodes has a lower weight, because whole nodes
-        are rarely free.
+        therefore grows only with the square root of its size. A gang of whole nodes has a lower weight, because whole
+        nodes are rarely free.
         """
         return (now_ns - queued_ns) / self.weight(ask)
 
     def weight(self, ask: TimedShape) -> float:
-        """Return the divisor of a run's waiting time."""
+        """Return the weight of a run, by which `score` divides the waiting time."""
         reach = self.capacity.reach(ask.shape)
         if reach.weight is None:
             whole = self.policy.whole_node or reach.whole or 1
@@ -92,7 +93,7 @@ class PlannerState:
         return reach.weight
 
     def is_gang_of_nodes(self, ask: TimedShape) -> bool:
-        """Return whether a run needs a whole node or more."""
+        """Return True if a run needs a whole node or more."""
         reach = self.capacity.reach(ask.shape)
         return ask.shape.gpus is None or ask.shape.gpus >= (self.policy.whole_node or reach.whole)
 
@@ -106,8 +107,8 @@ class QueueLine:
         self.key, self.ask = key, ask
         _, self.team, self.owner, _ = key
         self.rows: list[tuple[int, str, QueuedRun]] = []  # Queue time, identifier and request of each run.
-        # `skipped`: number of runs at the head that the current pass has examined and that stay in the line.
-        # `blocked`: like `TimedShape.blocked`, but for this owner only.
+        # `skipped`: number of runs at the head of the line that the current pass examined without placing them.
+        # `blocked`: like `TimedShape.blocked`, but only for the line's owner.
         self.blocked = self.skipped = 0
 
 
@@ -118,7 +119,7 @@ class Queue:
     """All waiting runs."""
 
     def __init__(self) -> None:
-        self.classes: dict[int, dict[str, Users]] = {}  # Lines by class, team and user.
+        self.classes: dict[int, dict[str, Users]] = {}  # Queue lines by priority class, team and user.
         self._waiting: dict[str, tuple[QueuedRun, QueueLine]] = {}
         self._lines: dict[LineKey, QueueLine] = {}
         self._shapes: WeakValueDictionary[tuple[object, ...], Shape] = WeakValueDictionary()
@@ -132,17 +133,17 @@ class Queue:
         return len(self._waiting) + len(self._held)
 
     def find(self, run_id: str) -> QueuedRun | None:
-        """Return the request of a waiting run, in a line or held."""
+        """Return the request of a waiting run, from a queue line or the held runs."""
         entry = self._waiting.get(run_id)
         return self._held.get(run_id) if entry is None else entry[0]
 
     def where(self, run_id: str) -> tuple[QueuedRun, QueueLine | None] | None:
-        """Return the request of a waiting run and its line; the line of a held run is None."""
+        """Return the request of a waiting run and its queue line, or None as line of a held run."""
         held = self._held.get(run_id)
         return self._waiting.get(run_id) if held is None else (held, None)
 
     def held(self) -> Iterator[QueuedRun]:
-        """Return the held runs."""
+        """Return the held runs, which may not start yet."""
         return iter(self._held.values())
 
     def put(self, wanted: QueuedRun) -> None:
@@ -168,13 +169,13 @@ class Queue:
         return wanted
 
     def admit(self, now_ns: int) -> None:
-        """Move held runs into lines at the time of their delayed start."""
+        """Move held runs into queue lines after their start delay."""
         while (at_ns := self.next_ns()) is not None and at_ns <= now_ns:
             _, run_id = heapq.heappop(self._later)
             self._line_up(self._held.pop(run_id))
 
     def next_ns(self) -> int | None:
-        """Return when the next held run enters a line."""
+        """Return the time at which the next held run enters a queue line."""
         while self._later:
             at_ns, run_id = self._later[0]
             wanted = self._held.get(run_id)
@@ -184,7 +185,7 @@ class Queue:
         return None
 
     def oldest_ns(self) -> int | None:
-        """Return the queue time of the oldest run in a line."""
+        """Return the queue time of the oldest run in a queue line."""
         while self._ages:
             queued_ns, run_id = self._ages[0]
             entry = self._waiting.get(run_id)
@@ -194,11 +195,11 @@ class Queue:
         return None
 
     def lines(self) -> Iterator[QueueLine]:
-        """Return all lines; none is empty."""
+        """Return all queue lines, which are never empty."""
         return iter(self._lines.values())
 
     def ask(self, wanted: QueuedRun) -> TimedShape:
-        """Return the timed shape of a run; runs with equal requests share one value."""
+        """Return the timed shape of a run. Runs with equal requests share one timed shape."""
         shape_key = Shape.key(wanted)
         shape = self._shapes.get(shape_key)
         if shape is None:

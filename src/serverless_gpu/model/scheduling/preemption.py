@@ -5,17 +5,19 @@
       by right      for runs of the lending pool, or of a node's owner with priority: at once
       by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times for each run
 
-The scheduler only preempts runs that can resume later (`preemptible`). The loss is counted in device-seconds since the
-start. The scheduler preempts the set with the least loss. Preemption by right comes before preemption by class, and the
-lowest sufficient class comes first. The scheduler preempts no run without need, and the youngest runs first.
+The scheduler only preempts runs that can resume later (`preemptible`). The lost work of a preemption is the
+device-seconds since the run's start. The scheduler preempts the set of runs with the least lost work. The scheduler
+prefers preemption by right over preemption by class, and then the lowest sufficient class. The scheduler preempts no
+run without need, and prefers the youngest runs.
 
-Preemption cannot loop. On each node there is one order, by right and then by class, and only a higher run preempts a
-lower one. The scheduler holds released devices for the run that needed them. A guest run starts only while no waiting
-run could preempt it by right.
+Preemption cannot loop. On each node, runs have one order, by right and then by class. Only a higher run preempts a
+lower run. The scheduler holds released devices for the run that needed the devices. A guest run starts only while no
+waiting run could preempt the guest by right.
 
-Failure cases: the candidates may be too young; the plan then states when they are old enough. A run that cannot be
-preempted releases borrowed devices at its end. Such a run may only borrow if its declared time limit is at most the
-pool's `return_s`. The time to start and to stop is added to that limit.
+Failure cases: the candidates for preemption may be too young. The plan then states the time at which a candidate is old
+enough. A non-preemptible run releases borrowed devices only at its end. A non-preemptible run may therefore only borrow
+if its declared time limit is at most the pool's `return_s`. The scheduler adds the time to start and to stop to that
+limit.
 """
 
 from __future__ import annotations
@@ -46,29 +48,30 @@ _NS = 1_000_000_000
 
 
 class PoolTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's settings; a pool without an entry is an on-demand pool."""
+    """The operator's pool settings. A pool without an entry is an on-demand pool."""
 
     policy: QueuePolicy
     pools: Mapping[str, Pool] = {}
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A node on which a gang, or a part of one, could run."""
+    """A node on which all or some ranks of a gang could run."""
 
     node: Node
-    gpu_type: str  # Type of the devices on this node.
-    need: int  # Needed devices; for a gang on several nodes, all usable devices of the node.
-    free: int  # Devices that are free, or whose runs are stopping, and that no other run has reserved.
-    holders: tuple[RunningRun, ...] = ()  # Runs that have devices on this node.
+    gpu_type: str  # Type of the devices on the node.
+    need: int  # Number of needed devices, or all usable devices of the node for a multi-node gang.
+    free: int  # Unreserved devices that are free, or whose runs are stopping.
+    holders: tuple[RunningRun, ...] = ()  # Runs with devices on the node.
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The preemptions that free devices for a blocked gang."""
 
-    preemptions: tuple[Preemption, ...] = ()  # Runs that must stop; empty if enough devices will be free anyway.
-    # Devices to hold for the gang until it starts; empty if nothing is possible now.
+    # Runs that must stop, or none if enough devices become free without preemption.
+    preemptions: tuple[Preemption, ...] = ()
+    # Devices to hold for the gang until its start, or none if no preemption is possible now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None  # Time of the next attempt to preempt, when a run will be old enough; None for never.
+    wake_ns: int | None = None  # Time of the next preemption attempt, when a run will be old enough, or None for never.
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -83,7 +86,7 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
-    """Return whether pools ever allow a run to use a node."""
+    """Return True if the pool rules ever allow a run to use a node."""
     pool = terms.pools.get(node.pool)
     if pool is not None and pool.single_principal and wanted.second_principal:
         return False
@@ -92,13 +95,13 @@ def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
     if pool is None or not pool.reserved:
         return True
     in_time = wanted.preemptible and wanted.grace_s <= pool.return_s
-    # Only the declared limit counts, because the start alone may take longer than most pools allow.
+    # Compare only the declared limit, because the start alone may take longer than most pools allow.
     is_short = wanted.limit_s is not None and wanted.limit_s - wanted.beyond_s <= pool.return_s
     return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or is_short)
 
 
 def is_open(wanted: QueuedRun, node: Node) -> bool:
-    """Return whether the owner and the calendar of a node ever allow a run to use it."""
+    """Return True if the owner and the calendar of a node ever allow a run to use the node."""
     if node.owner and node.owner == wanted.owner:
         return True
     can_leave = wanted.preemptible or not (node.owner and node.owner_first)
@@ -106,7 +109,7 @@ def is_open(wanted: QueuedRun, node: Node) -> bool:
 
 
 def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> bool:
-    """Return whether pools, owners and calendars allow a run to start on a node now."""
+    """Return True if pools, owners and calendars allow a run to start on a node now."""
     if not could_use(wanted, node, terms):
         return False
     if node.owner and wanted.owner == node.owner:
@@ -120,9 +123,9 @@ def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> boo
 
 
 def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, bool]:
-    """Return a run's distance from a full right to a node; a run preempts runs with a larger distance.
+    """Return a run's distance from a full right to a node. A run preempts runs with a larger distance.
 
-    The result states whether the run is a guest of the node's owner, and whether it borrows from the pool.
+    The distance has two flags: the run is a guest of the node's owner, and the run borrows from the pool.
     """
     pool = terms.pools.get(node.pool)
     return (
@@ -132,7 +135,7 @@ def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, boo
 
 
 def has_guests(node: Node, terms: PoolTerms) -> bool:
-    """Return whether runs can differ in their right to a node; see `standing`."""
+    """Return True if runs can differ in their right to a node, as in `standing`."""
     pool = terms.pools.get(node.pool)
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
 
@@ -153,7 +156,7 @@ def plan_preemption(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, 
 
 
 def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms) -> int | None:
-    """Return when a run may first preempt another run on a node, or None for never."""
+    """Return the earliest time at which a run may preempt another run on a node, or None for never."""
     if has_guests(node, terms):
         mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
         if mine < other:
@@ -164,7 +167,7 @@ def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms
 
 
 def _by_class(wanted: QueuedRun, running: RunningRun, policy: QueuePolicy) -> int | None:
-    """Return when a run of a higher class may first preempt another run, or None for never."""
+    """Return the earliest time of a preemption by a higher priority class, or None for never."""
     held = running.wanted
     if held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
         return None
@@ -177,16 +180,16 @@ def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
 
 
 class _Search:
-    """Preemptible runs for one waiting run, computed once for each site."""
+    """Finds preemptible runs for one waiting run, computed once per site."""
 
     def __init__(self, wanted: QueuedRun, terms: PoolTerms, now_ns: int) -> None:
-        # `highest`: the highest class that the search may preempt at the moment.
+        # `highest`: the highest priority class that the search may currently preempt.
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
         self._count = wanted.gpus or 0
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
 
     def levels(self, sites: Sequence[Site]) -> list[int]:
-        """Return the classes to preempt, the lowest first; `_NOBODY` means that no class is needed."""
+        """Return the priority classes to preempt, the lowest first, or `_NOBODY` for no class."""
         classes = {level for site in sites for level, _ in self._askable(site)}
         if any(site.free >= site.need for site in sites) or sum(max(0, site.free) for site in sites) >= self._count:
             classes.add(_NOBODY)
@@ -199,7 +202,7 @@ class _Search:
     def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
         """Return the preemptible runs on a site with their class.
 
-        Runs that must stop by right count as below all classes.
+        The class of runs that must stop by right is below all priority classes.
         """
         known = self._known.get(id(site))
         if known is not None:
@@ -216,12 +219,12 @@ class _Search:
             count = _count(running, site)
             devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
             found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
-        self._known[id(site)] = (site, found)  # The reference to the site prevents Python from reusing its id.
+        self._known[id(site)] = (site, found)  # Keep a reference to the site, so that Python does not reuse its id.
         return found
 
 
 def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
-    """Return the plans that free enough devices with the least loss."""
+    """Return the preemption plans that free enough devices with the least lost work."""
     wanted = search.wanted
     alone = [site for site in sites if not _is_part(wanted, site)]
     plans = [plan for site in alone if (plan := _clear(search, site)) is not None]
@@ -236,18 +239,18 @@ def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
 
 
 def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
-    """Return the lost device-nanoseconds; a preempted run on several nodes counts once."""
+    """Return the lost work in device-nanoseconds. A preempted run on several nodes counts once."""
     leaving = {victim.wanted.run_id: victim for plan in plans for victim in plan.victims}
     return sum((now_ns - one.since_ns) * sum(share.count for share in one.shares) for one in leaving.values())
 
 
 class _MultiNodeSearch:
-    """Finds whole nodes and a part of another node, of one pool and type, that together hold a gang.
+    """Finds whole nodes and a partly used node, of one pool and type, that together fit a gang.
 
-    The nodes with the least loss for each device come first. A preempted run releases its devices on all its nodes, so
-    the search examines these nodes again without the run. The search preempts no run unless the whole gang fits.
+    The search tries nodes with the least lost work per device first. A preempted run releases its devices on all its
+    nodes, so the search examines all nodes of the run again. The search preempts no run unless the whole gang fits.
 
-    search: the preemptible runs. sites: nodes, each with all its usable devices.
+    search: finds the preemptible runs. sites: nodes, each with all its usable devices.
     """
 
     def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
@@ -257,7 +260,7 @@ class _MultiNodeSearch:
         self._chosen: list[_Plan] = []
 
     def plans(self) -> list[_Plan]:
-        """Return the plan for each of the nodes; empty if the gang does not fit."""
+        """Return a preemption plan per node, or no plans if the gang does not fit."""
         heap: list[tuple[float, int, str, str]] = []
         known: dict[str, _Plan] = {}
         stale = set(self._rest)
@@ -288,7 +291,7 @@ class _MultiNodeSearch:
         return _clear(self._search, site)
 
     def _take(self, plan: _Plan) -> set[str]:
-        """Choose a node; return the other nodes of the runs that must stop on the node."""
+        """Choose a node, and return the further nodes of runs that must stop on the node."""
         self._chosen.append(plan)
         self._left -= plan.site.need
         del self._rest[plan.site.node.id]
@@ -324,15 +327,15 @@ def _clear(search: _Search, site: Site) -> _Plan | None:
 
 
 _Candidate = tuple[int, int, RunningRun]
-"""The loss from preempting a run, the number of devices that this frees on the site, and the run."""
+"""Lost work from preempting a run, the number of devices that the preemption frees on the site, and the run."""
 
 
 def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate] | None:
-    """Return a set that frees the lacking devices with a low loss, at most twice the minimum.
+    """Return runs that free the missing devices with at most twice the minimum lost work.
 
-    Runs with the least loss for each device come first. Each run that completes the set gives one possible set. The
-    search then continues without that run. The search therefore chooses one large run over many small runs if the large
-    run has a lower loss.
+    The search adds runs with the least lost work per device first. Each run that completes a set produces a candidate
+    set. The search then continues without the completing run. The search therefore prefers one large run over many
+    small runs if the large run has less lost work.
     """
     most = sum(count for _, count, _ in candidates)
     if most < lacking:
@@ -355,7 +358,7 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
 
 
 def _needed(way: Sequence[_Candidate], lacking: int) -> list[_Candidate]:
-    """Return a set without runs whose preemption is not needed."""
+    """Return a set of runs without runs whose preemption is unnecessary."""
     spare = sum(count for _, count, _ in way) - lacking
     kept: list[_Candidate] = []
     for candidate in sorted(way, key=lambda found: (-found[0], found[2].wanted.run_id)):
@@ -371,7 +374,7 @@ def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
 
 
 def _count(running: RunningRun, site: Site) -> int:
-    if len(running.shares) == 1:  # The only share of the run is on this site.
+    if len(running.shares) == 1:  # The run only has devices on the site.
         return running.shares[0].count
     return sum(
         share.count for share in running.shares if share.node_id == site.node.id and share.gpu_type == site.gpu_type
@@ -379,7 +382,7 @@ def _count(running: RunningRun, site: Site) -> int:
 
 
 def _ripe_at(wanted: QueuedRun, site: Site, terms: PoolTerms) -> int | None:
-    """Return when the preemptible runs on a site together free enough devices, or None for never."""
+    """Return the time at which preemption on a site can free enough devices, or None for never."""
     lacking = site.need - site.free
     ripening = [
         (ripe_ns, _count(running, site))

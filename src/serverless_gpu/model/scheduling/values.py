@@ -1,7 +1,7 @@
 """Inputs and outputs of the scheduler, and `Shape`, which runs with equal requests share.
 
-All times are nanoseconds of one clock that never goes back. On the server, this clock is the jump-tolerant wall clock
-of `server/core/loops.py`. A replayed trace begins at 0.
+All times are nanoseconds of one monotonic clock. On the server, this clock is the jump-tolerant wall clock of
+`server/core/loops.py`. A replayed trace begins at 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Priority
 
 CLASSES = tuple(Priority)
-"""Priority classes in the order of service. The class of a run is its position in this tuple."""
+"""Priority classes in the order of service. The class number of a run is the position in the tuple."""
 CRITICAL, NORMAL, BEST_EFFORT = range(3)
 """Priority classes as numbers: their positions in `CLASSES`."""
 
@@ -28,43 +28,46 @@ CRITICAL, NORMAL, BEST_EFFORT = range(3)
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's settings of the queue."""
 
-    half_life_s: float = 7 * 86_400.0  # Seconds after which past use counts half.
-    # Seconds of its devices that a run is charged in advance. Two users who submit a thousand runs each at once then
-    # take turns. The scheduler refunds the advance at the end of the run.
+    half_life_s: float = 7 * 86_400.0  # Half-life of past usage in seconds.
+    # Seconds of a run's devices that the fair share counts in advance. Two users who submit a thousand runs each at
+    # once then take turns. The scheduler refunds the advance at the end of the run.
     entry_penalty_s: float = 60.0
-    team_weights: Mapping[str, float] = {}  # Shares of teams by name; the default is 1.
-    user_weights: Mapping[str, float] = {}  # Shares of users within their team by name; the default is 1.
+    team_weights: Mapping[str, float] = {}  # Fair-share weights of teams by name. The default is 1.
+    user_weights: Mapping[str, float] = {}  # Fair-share weights of users within their team, by name. The default is 1.
     reservations: int = 32  # Maximum number of blocked gangs with reservations.
-    # Part of a gang's devices that must be free before the scheduler holds these devices for a wait of unknown length.
+    # Fraction of a gang's devices that must be free before the scheduler holds the devices for a wait of unknown
+    # length.
     nearly: float = 0.9
-    # The scheduler holds devices for a blocked gang as they become free if its team or user is behind by this much. The
-    # unit is seconds of the gang's devices. Small runs of other users then do not starve the gang.
+    # Minimum lag of a blocked gang's team or user before the scheduler holds devices for the gang. The unit is seconds
+    # of the gang's devices. Held devices prevent that small runs of other users starve the gang.
     patience_s: float = 3600.0
-    # Waiting time of a whole-node gang before the scheduler holds devices by `patience_s`. Until then the scheduler
-    # reserves its node by a guess.
+    # Waiting time of a whole-node gang before the scheduler holds devices by `patience_s`. Before that time, the
+    # scheduler reserves a node by a guess.
     node_patience_s: float = 3 * 86_400.0
-    gang_lead: float = 10 / 3  # Factor on the waiting time of a gang that takes a whole node or more.
-    whole_node: int = 0  # Devices of a whole node; 0 for the size of the largest node that a gang could use.
-    # A run that has waited this long comes next. Later runs start only if they end, by estimate or guess, before the
-    # waiting run can start. After twice this time the scheduler holds devices for the waiting run as they become free.
+    gang_lead: float = 10 / 3  # Factor on the waiting time of a gang that needs a whole node or more.
+    # Number of devices of a whole node, or 0 for the size of the largest node that a gang could use.
+    whole_node: int = 0
+    # Waiting time (guard) after which a run is next. Later runs then start only if they end, by estimate or guess,
+    # before the waiting run can start. After twice the guard, the scheduler holds devices for the waiting run as they
+    # become free.
     guard_s: float = 14 * 86_400.0
-    # Time after its placement during which no run of a higher class may preempt an attempt. Runs with a right to the
-    # devices (of a lending pool, or of a node's owner) do not wait.
+    # Time after the placement in which no run of a higher class may preempt an attempt. Runs with a right to the
+    # devices (of a lending pool, or of a node's owner) may preempt at once.
     preempt_after_s: float = 600.0
     preemptions_max: int = 3  # Maximum number of preemptions of one run.
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool: nodes under one policy."""
+    """A pool: nodes under one sharing policy."""
 
     name: str
     reserved: bool = False  # True if only runs that name the pool may use it.
     # True if a reserved pool lends idle devices to runs of `BEST_EFFORT` that name no pool. A borrower must be
     # preemptible, or its declared time limit must be at most `return_s`.
     lends: bool = False
-    # Seconds within which a preempted borrower must release its devices when the pool's own runs want them.
+    # Seconds within which a preempted borrower must release devices that the pool's own runs need.
     return_s: float = 300.0
-    # True if the nodes run the code of one principal only, because the nodes cannot isolate several principals.
+    # True if the pool's nodes run the code of one principal only, because the nodes cannot isolate several principals.
     single_principal: bool = False
 
 
@@ -76,65 +79,67 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     machine: str = ""
     platform: str = ""
-    pythons: tuple[str, ...] = ()  # Available versions of Python; empty if unknown.
+    pythons: tuple[str, ...] = ()  # Available versions of Python, or an empty value if unknown.
     total: Mapping[str, int]
-    outside: Mapping[str, int] = {}  # Devices of `total` that are in quarantine, or in use outside of this server.
-    left_out: str = ""  # Text about the devices that an operator has excluded, and why; "" for none.
-    own: tuple[GpuType, ...] = ()  # GPU types that the node declares itself.
+    # Number of devices within `total` that are in quarantine, or in use outside of the server.
+    outside: Mapping[str, int] = {}
+    left_out: str = ""  # Text about the devices that an operator has excluded, and the reasons, or "".
+    own: tuple[GpuType, ...] = ()  # Additional GPU types that the node's configuration declares.
     away: str = ""  # Reason why the node is unavailable now, as text that follows its name, or "".
-    # Owner, or "". With `owner_first`, only preemptible runs of other users may use the node.
+    # Owner of the node, or "". With `owner_first`, other users may use the node only with preemptible runs.
     owner: str = ""
     shared: bool = True  # True if other users than the owner may use the node now.
-    # Time at which the calendar next changes `shared`; None for never. Runs of other users start here only if they end
-    # before this time, or can be preempted.
+    # Time at which the calendar next changes `shared`, or None for never. Runs of other users start on the node only if
+    # they end before the change, or are preemptible.
     turns_ns: int | None = None
     # True if a waiting run of the owner preempts runs of other users, even while the node is shared.
     owner_first: bool = False
-    crews: bool = True  # True if the node can run a part of a gang on several nodes.
+    crews: bool = True  # True if the node can run ranks of a multi-node gang.
 
 
 class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run that waits."""
+    """A waiting run, with the request that the scheduler needs."""
 
     run_id: str
-    title: str  # Name of the run that other users see: `"alice/bert-ft"`.
-    owner: str = ""  # Principal whose fair share counts the run; `team` counts the run too, "" for none.
+    title: str  # Name of the run in messages to other users: `"alice/bert-ft"`.
+    # Principal whose fair share includes the run. `team` is the team whose fair share includes the run, or "".
+    owner: str = ""
     team: str = ""
-    priority: int = NORMAL  # `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
+    priority: int = NORMAL  # Priority class: `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
     queued_ns: int  # Time at which the run entered the queue.
-    gpus: int | None = None  # Number of devices; None for all devices of a node.
-    gpu_type: str | None = None  # Canonical name, or None for the only GPU type.
-    # True if the run may use several nodes when no single node could ever hold it. Such a run gets whole nodes and one
-    # part, of one type in one pool.
+    gpus: int | None = None  # Requested number of devices, or None for all devices of a node.
+    gpu_type: str | None = None  # Canonical name of the GPU type, or None for the only GPU type.
+    # True if the run may use several nodes when no single node has enough devices. The run then uses whole nodes and a
+    # partly used node, of one type in one pool.
     several_nodes: bool = False
-    # Option that would allow several nodes, as the owner would write it, or "": `"without same_node=True"`.
+    # Option that would allow several nodes, in the syntax of the client, or "": `"without same_node=True"`.
     alone: str = ""
-    pool: str = ""  # Requested pool; "" for any on-demand pool.
-    machine: str = ""  # The only suitable machine, or "".
-    platform: str = ""  # The only suitable platform, or "".
+    pool: str = ""  # Requested pool, or "" for any on-demand pool.
+    machine: str = ""  # Identifier of the only suitable machine, or "".
+    platform: str = ""  # Name of the only suitable platform, or "".
     python: str = ""  # Required version of Python, such as `"3.11"`, or "".
-    caller: str = ""  # Machine that certainly has this version, or "".
-    # Identifiers of nodes that failed to start the run; used only if no other node is free.
+    caller: str = ""  # Machine that certainly has the required Python version, or "".
+    # Identifiers of nodes that failed to start the run. The scheduler uses them only if no other node is free.
     avoid: frozenset[str] = frozenset()
-    # Pairs of nodes that could not connect in an earlier attempt; not used together if possible.
+    # Pairs of nodes that could not connect in an earlier attempt. The scheduler avoids using a pair together.
     apart: frozenset[tuple[str, str]] = frozenset()
-    not_before_ns: int = 0  # The scheduler ignores the run until this time; 0 for no delay.
+    not_before_ns: int = 0  # Start delay: time until which the scheduler ignores the run, or 0 for no delay.
     held: str = ""  # Reason for the delayed start.
-    limit_s: float | None = None  # Maximum time with devices, as declared; None without a limit.
-    # Likely time with devices, learned from earlier runs; None if unknown.
+    limit_s: float | None = None  # Declared maximum time with devices, or None without a limit.
+    # Likely time with devices, learned from earlier runs, or None if unknown.
     expected_s: float | None = None
-    preemptible: bool = False  # True if the run may be preempted and resumes later, because of the option `resume`.
-    preemptions: int = 0  # Number of preemptions so far.
-    grace_s: float = 30.0  # Grace period in seconds, which the run may use to stop.
+    preemptible: bool = False  # True if the scheduler may preempt the run, because the option `resume` is set.
+    preemptions: int = 0  # Number of preemptions of the run so far.
+    grace_s: float = 30.0  # Grace period in seconds after a stop request.
     beyond_s: float = 0.0  # Part of `limit_s` beyond the owner's declared limit: the time to start and to stop.
-    # True if the owner is another principal than the one that a `single_principal` pool serves.
+    # True if the owner is not the principal that a `single_principal` pool serves.
     second_principal: bool = False
     # True if the server or a usage policy sets `limit_s`, and the owner declared no shorter limit.
     capped: bool = False
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Devices of one type on one node that a gang has, or will get."""
+    """Devices of one type on one node that a gang uses or will use."""
 
     node_id: str
     gpu_type: str
@@ -142,23 +147,23 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RunningRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that has devices."""
+    """A running run with its devices."""
 
-    wanted: QueuedRun  # The run's request, with which the run waits again after a requeue.
+    wanted: QueuedRun  # The run's request, which returns to the queue after a requeue.
     shares: tuple[DeviceShare, ...]
     since_ns: int
     is_leaving: bool = False  # True if the scheduler has requested a stop of the run.
-    leaving_ns: int | None = None  # Time of the stop request; None if unknown.
+    leaving_ns: int | None = None  # Time of the stop request, or None if unknown.
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """Devices that the scheduler reserves for a blocked run."""
 
     run_id: str
-    shares: tuple[DeviceShare, ...]  # Reserved devices, as far as known.
-    at_ns: int | None  # Time at which the devices are free; None if unknown.
+    shares: tuple[DeviceShare, ...]  # Reserved devices, if known.
+    at_ns: int | None  # Time at which the reserved devices are free, or None if unknown.
     is_bound: bool  # True if `at_ns` is the latest time, because all runs on the devices have declared time limits.
-    # Likely time, if earlier runs of the same names indicate a time before `at_ns`.
+    # Likely start time, if earlier runs of the same names indicate a time before `at_ns`.
     likely_ns: int | None = None
 
 
@@ -166,54 +171,54 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A run waits, or its request has changed.
+    """Change: a run has entered the queue, or a waiting run's request has changed.
 
-    A placed run that could not start waits again.
+    Also reported for a placed run that could not start and waits again.
     """
 
     wanted: QueuedRun
 
 
 class DevicesTaken(msgspec.Struct, frozen=True):
-    """A run has devices: found at the start, placed by another planner, or now stopping."""
+    """Change: a run has devices. The run was found at the start, placed by another planner, or is stopping."""
 
     running: RunningRun
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """A run no longer waits, or has released its devices."""
+    """Change: a run no longer waits, or has released its devices."""
 
     run_id: str
 
 
 class NodeSeen(msgspec.Struct, frozen=True):
-    """A node is present, in its current state."""
+    """Change: a node is available or has a new state."""
 
     node: Node
 
 
 class NodeGone(msgspec.Struct, frozen=True):
-    """A node is absent; its runs hold their devices until a `Gone` for each run."""
+    """Change: a node is absent. Its runs keep their devices until a `Gone` for each run."""
 
     node_id: str
 
 
 class PoolSeen(msgspec.Struct, frozen=True):
-    """A pool is present, in its current state; an unknown pool is an on-demand pool."""
+    """Change: a pool exists or has a new state. Unknown pools are on-demand pools."""
 
     pool: Pool
 
 
 class QueuePolicySet(msgspec.Struct, frozen=True):
-    """The operator has changed the queue policy."""
+    """Change: the operator has set another queue policy."""
 
     policy: QueuePolicy
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Use of ended runs, decayed until `at_ns`: GPU-seconds by team, and by team and user.
+    """Usage of ended runs, decayed to `at_ns`: GPU-seconds by team, and by team and user.
 
-    Running runs are not included. They count from the time at which they got their devices (`RunningRun.since_ns`).
+    The value excludes running runs, which count from the start of their allocation (`RunningRun.since_ns`).
     """
 
     at_ns: int
@@ -222,14 +227,14 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The decayed use of a team."""
+    """The decayed usage of a team."""
 
     used_gpu_s: float  # GPU-seconds of the team's runs, including active runs.
-    counted_gpu_s: float  # Decides the next turn: `used_gpu_s` plus the advance of each running run.
+    counted_gpu_s: float  # Value that decides the next turn: `used_gpu_s` plus the advance of each running run.
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """A latest time that an earlier planner announced. This planner must not exceed that time."""
+    """A latest start time that an earlier planner announced. The current planner must not exceed that time."""
 
     reservation: Reservation
 
@@ -241,14 +246,14 @@ Change = Arrived | DevicesTaken | Gone | NodeSeen | NodeGone | PoolSeen | QueueP
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run that must start now on these devices."""
+    """A run that must start now on the listed devices."""
 
     run_id: str
     shares: tuple[DeviceShare, ...]
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that must stop for another run. The run stops in order and resumes later."""
+    """A run that must stop for another run. The preempted run stops with its grace period and resumes later."""
 
     run_id: str
     for_run: str
@@ -258,22 +263,23 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Placements and preemptions to carry out now."""
 
-    # Placements in queue order. The scheduler counts these runs as started until a change reports otherwise.
+    # Placements in queue order. The scheduler counts placed runs as started until a change reports otherwise.
     placements: tuple[Placement, ...]
-    preemptions: tuple[Preemption, ...]  # The scheduler counts these runs as stopping.
-    wake_ns: int | None  # Time of the next decision if nothing changes; None for never.
+    preemptions: tuple[Preemption, ...]  # Preempted runs. The scheduler counts preempted runs as stopping.
+    wake_ns: int | None  # Time of the next decision if no change arrives, or None for never.
 
 
 class WaitReason(StrEnum):
     """The reason why a run waits."""
 
-    CAPACITY = "capacity"  # The devices are in use.
-    RESERVED = "reserved"  # Devices are free, but held for runs that are ahead.
-    TURN = "turn"  # The scheduler has not examined the run yet, or other runs are ahead in the queue.
-    MAKING_ROOM = "making_room"  # The scheduler has preempted other runs for this run.
+    CAPACITY = "capacity"  # All suitable devices are in use.
+    RESERVED = "reserved"  # Devices are free, but the scheduler holds them for runs ahead in the queue.
+    TURN = "turn"  # The scheduler has not examined the run yet, or further runs are ahead in the queue.
+    MAKING_ROOM = "making_room"  # The scheduler has preempted other runs for the waiting run.
     CALENDAR = "calendar"  # Only the owner may use the node now.
     AWAY = "away"  # Suitable nodes are silent, drained or faulty.
-    HELD = "held"  # The run may not start yet: it failed to start, or its owner or the server starts no runs.
+    # The run may not start yet: an earlier start failed, or the server currently starts no runs of its owner.
+    HELD = "held"
     ISOLATION = "isolation"  # Suitable nodes cannot isolate the owner's code from the code of other principals.
     UNSATISFIABLE = "unsatisfiable"  # No current node can ever serve the run.
 
@@ -283,12 +289,12 @@ class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     count: int
-    until_ns: int | None = None  # Time of the release; None if unknown.
-    is_bound: bool = False  # True if `until_ns` is the latest time, as declared.
+    until_ns: int | None = None  # Time of the device release, or None if unknown.
+    is_bound: bool = False  # True if `until_ns` is the latest time, from a declared time limit.
     is_leaving: bool = False  # True if the scheduler has requested a stop of the run.
-    # Time at which the scheduler preempts the run if the run still has devices; None for never, and after a preemption.
+    # Time at which the scheduler preempts the run if the run still has devices. None for never, and after a preemption.
     asked_ns: int | None = None
-    node: str = ""  # Node of the devices, if the waiting run wants several nodes; else "".
+    node: str = ""  # Node of the devices if the waiting run needs several nodes, else "".
     # Likely time of the release, if earlier runs of the same name indicate a time before `until_ns`.
     likely_ns: int | None = None
 
@@ -297,59 +303,62 @@ class GangPart(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that a gang on several nodes awaits on one node."""
 
     node: str
-    count: int  # Devices of the gang on this node.
-    free: int  # Devices that are free on this node.
+    count: int  # Number of the gang's devices on the node.
+    free: int  # Number of free devices on the node.
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why a run waits, with details; `model/scheduling/wait_messages.py` renders it."""
+    """The reason why a run waits, with details that `wait_messages.py` formats as text."""
 
     run_id: str
     reason: WaitReason
-    count: int = 0  # Needed devices; 0 if the number depends on the node.
+    count: int = 0  # Number of needed devices, or 0 if the number depends on the node.
     whole: bool = False  # True if the run requests all devices of a node.
-    gpu_type: str = ""  # Type of the devices; "" if it depends on the node.
+    gpu_type: str = ""  # Type of the devices, or "" if the type depends on the node.
     one_node: bool = True  # True if the devices must be on one node.
     nodes: tuple[GangPart, ...] = ()  # Nodes on which a gang on several nodes fits soonest.
     node: str = ""  # Name of the node on which the run fits soonest, or "".
-    free: int = 0  # Free devices of the requested kind on that node.
-    outside: int = 0  # Devices of that node in quarantine, or in use outside of this server.
+    free: int = 0  # Number of free devices of the requested kind on `node`.
+    outside: int = 0  # Number of devices of `node` in quarantine, or in use outside of the server.
     holders: tuple[DeviceHolder, ...] = ()  # Runs that hold the missing devices, the earliest release first.
-    ahead: str = ""  # Title of the run for which the free devices are held, or "".
-    # Time from which the run in `ahead` needs the devices; other runs may use the devices before. None for now.
+    ahead: str = ""  # Title of the run for which the scheduler holds the free devices, or "".
+    # Time from which the run in `ahead` needs the devices, or None for now. Other runs may use the devices before that
+    # time.
     kept_ns: int | None = None
-    spare_s: float = 0.0  # Longest time limit with which the run could start now on the held devices; 0 for none.
-    # Position among the runs that want the same kind of devices, from 1; 0 for a run without a position.
+    # Longest time limit with which the run could start now on the held devices, or 0 for no limit.
+    spare_s: float = 0.0
+    # Queue position, from 1, among the runs for the same kind of devices; 0 without a position.
     place: int = 0
-    # Start of the run, if it has a reservation or all times are known; `is_bound`: at the latest.
+    # Start time of the run, if a reservation or all release times are known. `is_bound` marks a latest start time.
     at_ns: int | None = None
     is_bound: bool = False
     owner: str = ""  # Owner of `node`, if a calendar is the reason.
-    # Time of the calendar's next change. If no devices count as free now, the node is shared from then on. Otherwise
-    # only the owner may use the node from then on.
+    # Time of the calendar's next change. If no devices count as free now, the change shares the node. Otherwise the
+    # change restricts the node to its owner.
     turns_ns: int | None = None
     words: str = ""  # Text that follows the message, or replaces it.
-    # Likely start, if earlier runs of the same names indicate a time before `at_ns`.
+    # Likely start time, if earlier runs of the same names indicate a time before `at_ns`.
     likely_ns: int | None = None
-    ends_ns: int | None = None  # Time at which the run ends without a start if no suitable node joins; None for never.
+    # Time at which the run ends without a start if no suitable node joins, or None for never.
+    ends_ns: int | None = None
 
 
 class StartEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The estimated start of a run, if a client submitted it now."""
+    """The estimated start of a run, as if a client submitted the run now."""
 
-    at_ns: int | None  # Expected time; None if unknown.
-    is_bound: bool = False  # True if `at_ns` is the latest time.
-    node: str = ""  # Name of the node, or "".
+    at_ns: int | None  # Expected start time, or None if unknown.
+    is_bound: bool = False  # True if `at_ns` is the latest start time.
+    node: str = ""  # Name of the expected node, or "".
     nodes: tuple[str, ...] = ()  # Names of the nodes, for a gang on several nodes.
-    basis: str  # Text that explains the estimate, or why the time is unknown.
-    place: int = 0  # Number of runs ahead for the same kind of devices, plus one; 0 if the run starts at once.
+    basis: str  # Text that explains the estimate, or why the start time is unknown.
+    place: int = 0  # Number of runs ahead for the same kind of devices plus one, or 0 if the run starts at once.
     impossible: bool = False  # True if no current node can ever serve the run.
-    wait: Wait | None = None  # Details of the wait; None for a run that would not wait, or that no node can serve.
+    wait: Wait | None = None  # Details of the wait, or None for a run that would not wait or that no node can serve.
 
 
 _LEARNED, _DECLARED = 1.5, 1.1
 _MINUTES_MAX = 60
-"""Runs with similar durations share a line, which uses the exact durations of its first run."""
+"""Runs with similar durations share a queue line, which uses the exact durations of its oldest run."""
 _WALLS_MAX = 128
 
 
@@ -376,31 +385,31 @@ class Shape:
     )
 
     def __init__(self, wanted: QueuedRun, number: int = -1) -> None:
-        self.number = number  # Unique number; the capacity stores the reach of the shape by it.
+        self.number = number  # Unique number of the shape, by which `Capacity` caches the shape's reach.
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.second_principal = wanted.second_principal
-        # `unreserved`: number of the last pass in which no more devices could be reserved for this shape.
-        # `blocked`: number of the last pass in which no more runs of this shape fitted, for any user.
+        # `unreserved`: number of the last pass in which the scheduler could not reserve more devices for the shape.
+        # `blocked`: number of the last pass in which no further run of the shape fitted, for any user.
         self.blocked = self.unreserved = self.walls_of = self.tries = 0
-        # Durations that did not fit in the pass `walls_of`, likely and at most. A pair that is longer in both values
-        # than another one is left out, so that one value rises while the second falls.
+        # Pairs of likely and maximum duration that did not fit in the pass `walls_of`. The list omits a pair if another
+        # pair is shorter in both values. The likely durations therefore rise while the maximum durations fall.
         self.walls: list[tuple[float, float]] = []
 
     def needs(self, node: Node, gpu_type: str) -> int:
-        """Return how many devices of a type the shape needs on a node: the requested number, or all."""
+        """Return the number of devices of a type that the shape needs on a node."""
         return node.total.get(gpu_type, 0) if self.gpus is None else self.gpus
 
     def is_walled(self, number: int, spans: tuple[float, float]) -> bool:
-        """Return whether an equal or shorter duration did not fit in a pass."""
+        """Return True if an equal or shorter duration did not fit in a pass."""
         if self.walls_of != number:
             return False
         at = bisect_right(self.walls, (spans[0], math.inf))
         return at > 0 and self.walls[at - 1][1] <= spans[1]
 
     def wall(self, number: int, spans: tuple[float, float]) -> None:
-        """Record that a duration does not fit in a pass; after many records the whole shape is blocked."""
+        """Record that a duration does not fit in a pass. After many records, the whole shape is blocked."""
         if self.walls_of != number:
             self.walls_of, self.tries = number, 0
             self.walls.clear()
@@ -415,25 +424,25 @@ class Shape:
 
     @staticmethod
     def key(wanted: QueuedRun) -> tuple[object, ...]:
-        """Return the key that all runs of one shape share."""
+        """Return the key of the shape, which is equal for all runs of the shape."""
         where = (wanted.pool, wanted.machine, wanted.platform, wanted.python, wanted.caller if wanted.python else "")
         return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where, wanted.second_principal)
 
 
 class TimedShape:
-    """A shape with its duration, which together with the owner decides where a run may start."""
+    """A shape with its duration. The shape, duration and owner determine the nodes on which a run may start."""
 
     __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")
 
     def __init__(self, wanted: QueuedRun, shape: Shape, number: int = -1) -> None:
         self.number, self.shape = number, shape
-        # Likely time with devices, as learned; infinite if unknown.
+        # Likely time with devices, learned from earlier runs, infinite if unknown.
         self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
-        self.blocked = 0  # Like `Shape.blocked`, but for this duration only.
+        self.blocked = 0  # Like `Shape.blocked`, but only for runs of the same duration.
 
     @staticmethod
     def key(wanted: QueuedRun, shape: Shape) -> tuple[object, ...]:
-        """Return the key that all runs of one timed shape share."""
+        """Return the key of the timed shape, which is equal for all its runs."""
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
@@ -445,13 +454,13 @@ class TimedShape:
         return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest, minutes)
 
     def spans(self, wanted: QueuedRun) -> tuple[float, float]:
-        """Return the likely and the maximum time that a run needs devices; infinite if unknown."""
+        """Return the likely and the maximum time with devices, each infinite if unknown."""
         limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
         return min(self.expected_ns, limit_ns), limit_ns
 
 
 def rounded(seconds: float, step: float) -> float:
-    """Return a duration rounded up to one of few values, so that similar runs share a line."""
+    """Return a duration rounded up to one of few values, so that similar runs share a queue line."""
     if seconds <= 1:
         return 1.0
     return float(step ** math.ceil(math.log(seconds, step) - 1e-9))

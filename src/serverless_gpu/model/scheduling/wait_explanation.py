@@ -1,7 +1,7 @@
 """Explanations of waits, start estimates and queue order, computed on demand from the last pass.
 
-This module decides nothing. The time for an answer may grow with the length of the queue, so callers query one run at a
-time.
+This module makes no scheduling decisions. The time of a query may grow with the length of the queue, so callers query
+one run at a time.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from serverless_gpu.model.scheduling.wait_messages import first_few
 from serverless_gpu.units import format_duration_ms
 
 AHEAD_MAX = 64
-"""Maximum number of runs ahead that an estimate follows."""
+"""Maximum number of runs ahead that a start estimate considers."""
 _SOON_NS = 60e9
 HOLDERS_MAX = 32
-"""Maximum number of device holders that a wait lists."""
+"""Maximum number of device holders in a wait explanation."""
 Rank = tuple[int, bool, float, float, float, int, str]
-"""Sort key for the position of a run in the queue: the smallest key is next."""
+"""Sort key for the position of a run in the queue. The run with the smallest key is next."""
 
 
 def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
-    """Return why a run waits; None for a run that does not wait."""
+    """Return the reason why a run waits, or None for a run that does not wait."""
     found = state.queue.where(run_id)
     if found is None:
         return None
@@ -66,7 +66,7 @@ def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
 def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
     """Return the waiting runs in the order of service.
 
-    Runs that no devices can ever serve come after all others, and held runs come last.
+    Sorts runs that no devices can ever serve after all servable runs, and held runs last.
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
@@ -86,7 +86,7 @@ def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
 
 
 def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstimate:
-    """Return when a run would start if a client submitted it now."""
+    """Return the estimated start time of a run, as if a client submitted the run now."""
     ask = state.queue.ask(wanted)
     never = never_served(state, wanted, ask)
     if never:
@@ -139,7 +139,7 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
 
 
 def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
-    """Return why it is unknown when devices become free."""
+    """Return the reason why the release time of devices is unknown."""
     if next(iter(gang_placement.usable(state.capacity, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
         return closed.words or "the run may not use any suitable node now"
@@ -165,7 +165,7 @@ def _says_no_end(wanted: QueuedRun) -> bool:
 def _rests_on_caps(
     state: PlannerState, shares: Iterable[DeviceShare], ahead: Iterable[QueuedRun], at_ns: int, now_ns: int
 ) -> bool:
-    """Return whether a time depends on the end of a run that only has a default time limit of days."""
+    """Return True if a time depends on a run whose only time limit is a default of days."""
     if any(_says_no_end(other) and now_ns + (other.limit_s or 0.0) * 1e9 <= at_ns for other in ahead):
         return True
     return any(
@@ -177,7 +177,7 @@ def _rests_on_caps(
 
 
 def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
-    """Return whether the time of a reservation depends only on default limits of days."""
+    """Return True if a reservation's time depends only on default limits of days."""
     books = [state.capacity.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
     names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
     ahead = [other for other in map(state.queue.find, sorted(names)) if other is not None]
@@ -185,7 +185,7 @@ def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
 
 
 def reservations(state: PlannerState, now_ns: int) -> tuple[Reservation, ...]:
-    """Return the reservations; learned times, or no times, replace times from default limits of days."""
+    """Return the reservations without times that follow from default limits of days."""
     return tuple(
         msgspec.structs.replace(kept, at_ns=kept.likely_ns, is_bound=False)
         if kept.at_ns is not None and _is_far(state, kept, now_ns)
@@ -203,10 +203,10 @@ def _nodes(state: PlannerState, shares: tuple[DeviceShare, ...]) -> tuple[str, .
 
 
 class _Order:
-    """The order of the queue at one time; values that all runs of a user share are computed once.
+    """The order of the queue at one time. The class caches values that all runs of a user share.
 
-    The rows of a line are in queue order. The runs of a line that are ahead of another run are therefore its first
-    rows.
+    The entries of a queue line are in queue order. The entries ahead of another run are therefore at the start of the
+    line.
     """
 
     def __init__(self, state: PlannerState, now_ns: int) -> None:
@@ -215,14 +215,14 @@ class _Order:
         self._shares: dict[tuple[str, str], tuple[float, float]] = {}
 
     def rank(self, line: QueueLine, at: int) -> Rank:
-        """Return the position of one run of a line."""
+        """Return the sort key of one run of a queue line."""
         return self.of(line.rows[at][2], line.ask)
 
     def of(self, wanted: QueuedRun, ask: TimedShape) -> Rank:
-        """Return the position of a run: by class, guard, team and user, then by waiting time."""
+        """Return the sort key of a run: by class, guard, team and user, then by waiting time."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
-            # Runs beyond the guard are ordered by age alone.
+            # Runs that waited beyond the guard are in order of age alone.
             return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)
         key = (team_of(wanted), wanted.owner)
         shares = self._shares.get(key)
@@ -232,7 +232,7 @@ class _Order:
         return (wanted.priority, True, *shares, score, queued_ns, wanted.run_id)
 
     def count(self, line: QueueLine, mine: Rank) -> int:
-        """Return how many runs of a line are ahead of a run."""
+        """Return the number of runs of a queue line that are ahead of a given run."""
         if self.rank(line, 0) >= mine:
             return 0
         if self.rank(line, -1) < mine:
@@ -241,7 +241,7 @@ class _Order:
 
 
 def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> list[tuple[QueueLine, int]]:
-    """Return the runs ahead that want the same kind of devices, as a number of first runs of each line."""
+    """Return the number of runs ahead for the same kind of devices, by queue line."""
     order = _Order(state, now_ns)
     mine = order.of(wanted, ask)
     capacity, kind = state.capacity, state.capacity.reach(ask.shape).kind
@@ -251,7 +251,7 @@ def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int)
 
 
 class _Explained:
-    """Explains the wait of a run that some node could serve."""
+    """Explains the wait of a run that at least one node could serve."""
 
     def __init__(self, state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
         self._state, self._floor = state, state.capacity
@@ -287,7 +287,7 @@ class _Explained:
         )
 
     def _there(self, where: NodeDevices, gpu_type: str, reason: WaitReason, free: int) -> Wait:
-        """Return the parts that every wait for devices of a node has."""
+        """Return the common fields of every wait for devices of a node."""
         shape = self._ask.shape
         return Wait(
             run_id=self._wanted.run_id,
@@ -301,7 +301,7 @@ class _Explained:
         )
 
     def _spare(self, chosen: Chosen) -> tuple[int | None, float]:
-        """Return when other runs need the held devices, and the longest time limit that ends before that time."""
+        """Return the time at which other runs need the held devices, and the longest fitting time limit."""
         if any(where.free[name] < count for where, name, count in chosen):
             return None, 0.0
         books = [(self._floor.books.get((where.node.id, name)), count) for where, name, count in chosen]
@@ -320,8 +320,8 @@ class _Explained:
     def _nearest(self) -> tuple[NodeDevices, str] | None:
         """Return the node that explains the wait.
 
-        This is a node with enough held devices, else the reserved node, else the node where the run lacks the fewest
-        devices.
+        The function prefers a node with enough held devices, then the reserved node, then the node with the fewest
+        missing devices.
         """
         kept = min(self._kept(), key=lambda option: option[:2], default=None)
         if kept is not None and self._wanted.run_id not in self._state.clearing:
@@ -343,9 +343,9 @@ class _Explained:
         return where, name
 
     def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
-        """Yield nodes with enough free devices that are held for other runs.
+        """Yield nodes with enough free devices that the scheduler holds for other runs.
 
-        Users see these devices and ask why the run does not start there.
+        Users see the free devices and expect an explanation why the run does not start on them.
         """
         reach = self._floor.reach(self._ask.shape)
         for node_id, name in self._floor.books:
@@ -357,7 +357,7 @@ class _Explained:
                 yield *where.entry[:2], where, name
 
     def _keeper(self, where: NodeDevices, gpu_type: str) -> str:
-        """Return the title of the first other run for which devices of a node are held."""
+        """Return the title of the next run for which the scheduler holds devices of a node."""
         book = self._floor.books.get((where.node.id, gpu_type))
         others = (run_id for run_id, _ in book.names if run_id != self._wanted.run_id) if book is not None else ()
         for run_id in others:
@@ -367,7 +367,7 @@ class _Explained:
         return ""
 
     def _start(self, where: NodeDevices, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
-        """Return the start, True if this is the latest start, and the likely start; None if unknown."""
+        """Return the start time, True for a latest start, and the likely start, or None if unknown."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
@@ -376,12 +376,12 @@ class _Explained:
         share = DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count)
         if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
             return None, False, None
-        return int(likely), False, None  # The run has no reservation, so it may start later.
+        return int(likely), False, None  # The run has no reservation, so the start may be later.
 
     def _promised(self) -> tuple[int | None, bool, int | None]:
-        """Return the time of the reservation, True if this is the latest time, and the learned time.
+        """Return the time of the reservation, True for a latest time, and the learned time.
 
-        A time in the past has no meaning: a run is late, or the devices were lost.
+        A time in the past is invalid, because a run is late or the devices were lost.
         """
         kept = self._reservation
         if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:
@@ -394,9 +394,9 @@ class _Explained:
         return kept.at_ns, kept.is_bound, likely_ns
 
     def _holders(self, rows: list[tuple[NodeDevices, str]], *, lacking: int = 0) -> tuple[DeviceHolder, ...]:
-        """Return the runs that have devices, the earliest release first.
+        """Return the runs that hold devices, the earliest release first.
 
-        `lacking` is the number of devices that preemption must free; 0 for none.
+        `lacking` is the number of devices that preemption must free, or 0 without preemption.
         """
         found = []
         asked = self._asked(rows[0], lacking) if lacking and len(rows) == 1 else {}
@@ -426,7 +426,7 @@ class _Explained:
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
 
     def _asked(self, row: tuple[NodeDevices, str], lacking: int) -> dict[str, int]:
-        """Return the runs on a node that the scheduler will preempt, and when; empty if they do not suffice."""
+        """Return the runs that the scheduler will preempt on a node, with times, or none if too few."""
         where, name = row
         asked: dict[str, int] = {}
         for held in sorted(where.runs.get(name, {}).values(), key=lambda held: held.running.since_ns):
@@ -437,7 +437,7 @@ class _Explained:
         return asked if lacking <= 0 else {}
 
     def _closed(self, place: int) -> Wait:
-        """Return the wait of a run that may use no node now: all are unavailable or only for their owners."""
+        """Return the wait of a run whose nodes are all unavailable or restricted to their owners."""
         wanted, count = self._wanted, self._ask.shape.gpus
         away, closed = [], []
         for where, types, _ in self._floor.reach(self._ask.shape).places():
@@ -480,7 +480,7 @@ class _Explained:
         )
 
     def _before_turn(self, where: NodeDevices, gpu_type: str) -> tuple[float, str]:
-        """Return the longest time limit that ends before a node's calendar changes, or why no limit does."""
+        """Return the longest time limit that ends before a node's calendar changes, or a reason."""
         turns_ns = where.node.turns_ns
         if turns_ns is None:
             return 0.0, ""
@@ -526,9 +526,10 @@ class _Explained:
     def _chosen(self) -> Chosen:
         """Return the devices that explain the wait of a gang on several nodes.
 
-        These are enough held devices, else the reserved devices, else the nodes where the gang lacks the fewest. If
-        even all usable nodes have too few devices, the result is all usable nodes. The other devices are in use
-        elsewhere or in quarantine. The result is empty if the gang may not use some nodes now.
+        The function prefers enough held devices, then the reserved devices, then the nodes with the fewest missing
+        devices. If all usable nodes together have too few devices, the result is all usable nodes. The missing devices
+        are then in quarantine, or in use outside of the server. The result is empty if the gang may not use some nodes
+        now.
         """
         seeker = ReservationSearch(self._floor, self._wanted, self._ask, self._now_ns)
         found = seeker.nearest(kept=True)

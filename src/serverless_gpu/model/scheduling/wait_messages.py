@@ -1,12 +1,12 @@
-"""Messages about a wait: the needed devices, the runs that have them, and the latest time.
+"""Formats messages about a wait: the needed devices, their current holders, and the latest time.
 
     needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd
     └─ need ───────────────┘  └─ free ───┘  └─ holder ────── release ─────────────────────┘  └─ place ─┘
 
 "until 14:20 at the latest" is declared (`timeout`), and "until about 14:20" is learned from earlier runs. The message
-leaves out an unknown time. A latest time is rounded up to the minute, so that it holds as displayed. Each list in a
-message has at most three names. This module also has the messages about principals that share one operating-system
-user.
+omits an unknown time. The message rounds a latest time up to the minute, so that the displayed time is never too early.
+Each list in a message has at most three names. This module also contains the messages about principals that share one
+operating-system user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REVOKE = "sgpu pool set {pool} --isolation unset"
 _MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
 _UNSEEN = "the scheduler has not examined the run yet"
-# Reasons whose text replaces the other parts of the message.
+# Wait reasons whose text replaces all further parts of the message.
 _INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)
 
 
@@ -58,13 +58,13 @@ def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Return ``"1st"``, ``"2nd"``, ``"3rd"``, ``"4th"`` …"""
+    """Return a number as an English ordinal: ``"1st"``, ``"2nd"``, ``"3rd"``, ``"4th"``."""
     teens = number % 100 in (11, 12, 13)
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 def first_few(texts: Sequence[str]) -> list[str]:
-    """Return the first few texts, and the number of further texts."""
+    """Return a list of texts truncated to a few entries, with the number of omitted texts."""
     more = len(texts) - NAMED_MAX
     return [*texts[:NAMED_MAX], f"{more} more"] if more > 0 else list(texts)
 
@@ -81,7 +81,7 @@ def _needing(wait: Wait) -> str:
 
 
 def _there(wait: Wait, clock: Clock) -> list[str]:
-    """Return the free devices where the run fits soonest, and the runs that hold the missing devices."""
+    """Return text about the free devices on the expected node, and the holders of missing devices."""
     if wait.reason is WaitReason.CALENDAR:
         return [_calendar(wait, clock), *_holding(wait.holders, clock)]
     if wait.reason is WaitReason.AWAY and not wait.node:
@@ -125,7 +125,7 @@ def _calendar(wait: Wait, clock: Clock) -> str:
 
 
 def _holding(holders: Sequence[DeviceHolder], clock: Clock) -> list[str]:
-    # Runs with the same title are merged into one entry, with the latest release.
+    # Merge runs with the same title into one entry with the latest release.
     merged: dict[tuple[str, bool, bool], DeviceHolder] = {}
     for holder in holders:
         key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
@@ -175,7 +175,7 @@ def _joined(nodes: str, node: str) -> str:
 
 
 def _start(wait: Wait, clock: Clock) -> list[str]:
-    """Return when the run starts, and the time limit with which the run would start now."""
+    """Return text about the start time, and about the time limit with which the run would start now."""
     parts = []
     if wait.at_ns is not None:
         learned = "" if wait.likely_ns is None else f", about {clock(wait.likely_ns)} by earlier runs of those names"
@@ -195,12 +195,12 @@ def _about(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
 
 
 def latest(at_ns: int, clock: Clock) -> str:
-    """Return a latest time for people, rounded up to the full minute."""
+    """Return a latest time as text, rounded up to the full minute."""
     return clock(-(-at_ns // _MINUTE_NS) * _MINUTE_NS)
 
 
 def isolation_sentence(pools: Sequence[str]) -> str:
-    """Return why a run of a second principal waits, and the remedy."""
+    """Return the reason why a run of a second principal waits, and the remedy."""
     verb = "runs" if len(pools) == 1 else "run"
     return (
         f"{_named(pools)} {verb} the code of one principal only, because all runs there share one operating-system "

@@ -73,7 +73,7 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
         golden("server.policy_commands.attached-team-search"),
     ]
     said("policy", "attach", "free", "--user", "bob")
-    assert "choose one" in said("policy", "mine", token=bob).stdout
+    assert "choose a policy" in said("policy", "mine", token=bob).stdout
     shown = msgspec.json.decode(said("policy", "show", "llm", "--json", token=bob).stdout)
     assert shown["holders"] == [{"kind": "team", "name": "search"}, {"kind": "user", "name": "bob"}]
     # A token that may only submit can ask which are its own, and change nothing.

@@ -180,7 +180,11 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
         InvalidValue,
         "either with the request or as a blob",
     ),
-    "large call": (lambda: request(call=b"x" * (INLINE_BYTES_MAX + 1)), TooLarge, "the pickled call in the request has"),
+    "large call": (
+        lambda: request(call=b"x" * (INLINE_BYTES_MAX + 1)),
+        TooLarge,
+        "the pickled call in the request has",
+    ),
     "no blob": (
         lambda: request(call=None, payload=Function(call=BlobReference(size=10, parts=()))),
         InvalidValue,
