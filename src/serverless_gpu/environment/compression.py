@@ -50,7 +50,7 @@ def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     """
     decompressor = zstd.ZstdDecompressor()
     try:
-        # One byte over the limit is enough to detect larger content.
+        # Reading a byte over the limit is enough to detect larger content.
         data = decompressor.decompress(bytes(frame), max_length=size_max + 1)
     except (zstd.ZstdError, EOFError) as error:
         raise EnvironmentRejected(f"a compressed block cannot be read: {error}") from None
@@ -71,7 +71,7 @@ def pieces(frame: bytes | memoryview, size: int) -> Iterator[bytes]:
     data: bytes | memoryview = frame
     while not decompressor.eof:
         try:
-            # One byte over the expected size is enough to detect larger content.
+            # Reading a byte over the expected size is enough to detect larger content.
             piece = decompressor.decompress(data, max_length=min(PIECE_BYTES, left + 1))
         except (zstd.ZstdError, EOFError) as error:
             raise EnvironmentRejected(f"a compressed block cannot be read: {error}") from None

@@ -150,7 +150,7 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """The origin of a snapshot. The snapshot's address covers all of it except `UNADDRESSED_FACTS`."""
+    """The origin of a snapshot. A snapshot's address covers the whole origin except `UNADDRESSED_FACTS`."""
 
     captured_ns: int = 0  # Time of the capture, in nanoseconds since 1970.
     # Path of the base interpreter, outside of any virtual environment, for example ``/usr/bin/python3.11``.
@@ -160,7 +160,7 @@ class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[dict[str, str], ...] = ()
     loaded: tuple[tuple[str, ...], ...] = ()
     variables: tuple[str, ...] = ()  # Names of the start-up variables that were set; values are never stored.
-    left_out: tuple[str, ...] = ()  # One message for each left-out file, with the reason.
+    left_out: tuple[str, ...] = ()  # Messages about left-out files, with the reason for each file.
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

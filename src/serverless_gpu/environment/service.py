@@ -10,16 +10,16 @@ long as no event occurs, the watches replace the check of every file, and the se
 
 The service does all reading, hashing and compressing, never the user's process. The service has one thread and opens
 only directory stores. A forked child does all long work, so the service answers the next question at once. Questions
-about the same environment share a capture. A check answers only questions that were asked before the check starts. So
-questions that arrive during a check share the next check.
+about the same environment share a capture. A check answers only questions that arrived before its start. Questions that
+arrive during a check share the next check.
 
 `client/launch/environment_process.py` contains the transports. `scan.py` recognizes environments, and
 `snapshot_capture.py` captures them.
 
-Failure cases: the environment cannot be captured, the disk is full, or the store does not answer (`CaptureFailed` with
-the error's code). A child is killed, and the service reports this (`CaptureFailed`). The caller's process has ended or
-closed the connection; the service then ends its children and exits. Watches are missing or report a change: the service
-checks every file and logs the reason. The caller gives up (`Abandon`): the service ends an unwanted capture, and the
+Failure cases: If the capture fails, the disk is full, or the store does not answer, the service sends `CaptureFailed`
+with the error's code. The service also sends `CaptureFailed` if a child is killed. If the caller's process has ended or
+closed the connection, the service ends its children and exits. If watches are missing or report a change, the service
+checks every file and logs the reason. If the caller gives up (`Abandon`), the service ends an unwanted capture. The
 next capture uses the objects that the ended capture sent.
 """
 
@@ -71,7 +71,7 @@ from serverless_gpu.operating_system import is_thread_limit, lacks_inodes, threa
 
 CHANGES_TOLD_MAX = 3
 WATCHED_MAX = 4
-"""Maximum number of environments that are watched at once. A new environment replaces the oldest."""
+"""Maximum number of watched environments. A new environment replaces the oldest environment."""
 _REPORT_S = 0.1
 _NOT_THERE = "the server does not have the environment, or no longer has it"
 _SENTENCE_CHARACTERS_MAX = 500
@@ -90,7 +90,7 @@ class ServiceConnection(Protocol):
 
 
 class _Task(msgspec.Struct, kw_only=True):
-    """A child process and its questions; a question may request a capture of changes."""
+    """A child process and the questions that wait for its result, perhaps with a capture of changes."""
 
     key: bytes
     described: dict[str, object]
@@ -119,15 +119,15 @@ class Service:
         ] = {}  # questions that arrived while a child recorded a capture
         self._watches: dict[bytes, WatchProcess] = {}
         self._patience: dict[bytes, WatchBackoff] = {}
-        # Process IDs of ended watching processes; the kernel needs time to close their watches.
+        # Process IDs of terminated watching processes. The kernel needs time to close their watches.
         self._ended: list[int] = []
         self._selector = selectors.DefaultSelector()
 
     def serve(self, caller_fd: int) -> None:
         """Answer questions until the caller disconnects.
 
-        `caller_fd` becomes readable when the caller's process ends, even if a forked child of it still runs. -1 means
-        that the descriptor is missing.
+        `caller_fd` becomes readable when the caller's process ends, even if a forked child of the caller still runs.
+        `caller_fd` is -1 without a descriptor.
         """
         self._selector.register(self._wire.fileno(), selectors.EVENT_READ, self._hear)
         if caller_fd >= 0:
@@ -157,7 +157,7 @@ class Service:
         return True
 
     def _safely(self, asks: Sequence[EnvironmentQuestion], work: Callable[[], None]) -> None:
-        """Do work for questions; on an error, answer all of the questions with the error."""
+        """Do work for questions, and answer all of the questions with an error that the work raises."""
         try:
             work()
         except ServerlessGpuError as error:
@@ -200,7 +200,7 @@ class Service:
             self._take(ask, key)
 
     def _watched(self, key: bytes) -> bytes:
-        """Return the index generation whose libraries the watches prove unchanged; b"" without proof."""
+        """Return the index generation whose libraries the watches prove unchanged, or b"" without proof."""
         watch = self._watches.get(key)
         if watch is None or not watch.generation:
             return b""
@@ -358,7 +358,7 @@ class Service:
 
 
 def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer], None]], None]) -> NoReturn:
-    """Do one piece of work and exit; on an error, send the error as the answer."""
+    """Do the work of a child process and exit. An error of the work becomes the answer."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -460,9 +460,10 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
-    """Return whether a store still has a snapshot and its units.
+    """Return True if a store still has a snapshot and its units.
 
-    The function does not query remote stores. A restore queries them, and the check of files queries a server's store.
+    The function does not query remote stores. A restore queries remote stores, and the check of files queries a
+    server's store.
     """
     return is_remote(ask.store) or _has(ask, snapshot)
 

@@ -24,7 +24,7 @@ class StoreLocation(NamedTuple):
 
 
 class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks if an environment is unchanged and stored; `capture` requests a capture otherwise."""
+    """Asks if an environment is unchanged and stored. With `capture`, requests a capture otherwise."""
 
     number: int
     description: dict[str, object]
@@ -49,13 +49,13 @@ class Unchanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class UnknownEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The environment was never seen, has changed, or is not in the store."""
+    """The environment is new, has changed, or is not in the store."""
 
     number: int
 
 
 class FilesChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The service has checked every file; `changes` describes the changed files."""
+    """The service has checked every file. `changes` describes the changed files."""
 
     number: int
     changes: tuple[str, ...] = ()

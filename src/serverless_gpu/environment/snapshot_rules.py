@@ -7,22 +7,22 @@
 
 The rules do no I/O and run in linear time. The rules run before the reader requests any content. Parts of a snapshot
 become part of a path (the interpreter's version), of a generated file (placeholders), or of a line in a terminal
-(names). So the rules check every text.
+(names). The rules therefore check every text of a snapshot.
 
 A unit names only regular files, links inside the tree and empty directories. The format has no modes, owners, devices,
 hard links or times, so the rules need not check them. Restore gives a file the mode 0444 or 0555.
 
-Paths mean the same on every file system. Two names that differ only in case or in their Unicode form are one file on
-some machines, so the rules refuse such names everywhere. The rules follow a link's target name by name through the tree
-of the rows. Every directory on the way must be a real directory, so the rules agree with the kernel.
+A path must denote the same file on every file system. Two names that differ only in case or in their Unicode form are
+one file on some machines, so the rules refuse such names everywhere. The rules follow a link's target name by name
+through the tree of the rows. Every directory on the way must be a real directory, so the rules agree with the kernel.
 
-No two blocks share a byte of a pack, and no two files share a byte of a block. So the bytes that were sent, times a
-ratio, limit the content of a unit. zstd compresses 4 MiB of zeros to 150 bytes. So a ratio per block cannot distinguish
-a decompression bomb from weights that were initialised with zeros. A whole unit may have 200 content bytes for each
-compressed byte, plus 256 MiB. A file of 256 MiB of zeros passes, but 1 GB of zeros in 1 MB does not. Real distributions
-have ratios of 2 to 20.
+No two blocks share a byte of a pack, and no two files share a byte of a block. The number of compressed bytes, times a
+ratio, therefore limits the content of a unit. zstd compresses 4 MiB of zeros to 150 bytes. A ratio per block could not
+distinguish a decompression bomb from weights that were initialised with zeros. A whole unit may have 200 content bytes
+for each compressed byte, plus 256 MiB. A file of 256 MiB of zeros passes, but 1 GB of zeros in 1 MB does not. Real
+distributions have ratios of 2 to 20.
 
-Failure: `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
+Failure case: `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
 """
 
 from __future__ import annotations
@@ -68,36 +68,36 @@ AREAS = ("site", "prefix")
 EMPTY_SHA256 = hashlib.sha256().digest()
 
 ROWS_MAX = 1_000_000
-"""Limit of rows in a unit, and of files in a snapshot."""
+"""Maximum number of rows in a unit, and of files in a snapshot."""
 CONTENT_BYTES_MAX = 15 * 10**9
-"""Limit of content bytes in an environment, and so in a unit."""
+"""Maximum number of content bytes in an environment, and so in a unit."""
 PATH_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 DEPTH_MAX = 64
-"""Limit of names in a path, including its area."""
+"""Maximum number of names in a path, including its area."""
 LINK_HOPS_MAX = 8
-"""Limit of links in a chain in which each link points to the next."""
+"""Maximum length of a chain of links in which each link points to the next."""
 
 PACK_BYTES_MAX = 2 * PACK_BYTES
-"""Limit of a pack's bytes. A full pack exceeds `PACK_BYTES` by at most its last block."""
+"""Maximum size of a pack in bytes. A full pack exceeds `PACK_BYTES` by at most its last block."""
 PACKS_MAX = 100_000
 BLOCKS_MAX = 1_000_000
 RATIO_MAX = 200
-"""Limit of content bytes in a unit for each compressed byte, in addition to `FREE_RATIO_BYTES`."""
+"""Maximum number of content bytes in a unit per compressed byte, in addition to `FREE_RATIO_BYTES`."""
 FREE_RATIO_BYTES = 256 * 1024 * 1024
-"""Content bytes that a unit may have regardless of its compressed bytes."""
+"""Number of content bytes that a unit may have regardless of its compressed bytes."""
 
 ROOTS_MAX = 64
 MEMBERS_MAX = 10_000
 TEXT_BYTES_MAX = 64 * 1024
-"""Limit of bytes in a generated file. Generated files are scripts and `.pth` files."""
+"""Maximum size of a generated file in bytes. Generated files are scripts and `.pth` files."""
 TEXTS_MAX = 10_000
 NOTE_NAMES = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
 NOTE_BYTES_MAX = 64 * 1024
 FACTS_MAX = 200_000
-"""Limit of entries in any list of facts."""
+"""Maximum number of entries in any list of facts."""
 FACT_BYTES_MAX = 8 * 1024
-"""Limit of bytes in one text or path among the facts."""
+"""Maximum length in bytes of one text or path among the facts."""
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -153,8 +153,8 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
                     "its size and number of files differ from those of its unit",
                 )
             for row in unit.rows:
-                # Units may share directories and even files; the order of layers decides. So this check covers only
-                # generated files.
+                # Units may share directories and even files; the order of layers decides. The check therefore covers
+                # only generated files.
                 tree.meet(row.path, row.kind)
 
 
@@ -330,7 +330,7 @@ def _bytes(text: str, what: str) -> int:
 
 
 class RowTree:
-    """The tree that rows form, while it grows."""
+    """The tree of a unit's rows, built row by row."""
 
     def __init__(self, what: str) -> None:
         self._what = what

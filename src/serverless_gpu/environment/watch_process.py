@@ -1,16 +1,16 @@
-"""Keeps watches (`scan/watcher.py`) in a separate process that answers if the libraries changed.
+"""Keeps watches (`scan/watcher.py`) in a separate process, which reports changes of the libraries.
 
     service ── fork ─▶ place, check everything ──── "=" and the generation of the index ──▶ service
             ── "?" ──▶ queue of events, stats ─────── "=": unchanged · "!" and a reason ───▶
                        └ a change in between: "!" and a reason; the process ends
 
 The process is separate because placing watches takes as long as a full check, and the kernel takes tens of milliseconds
-to remove 50,000 watches. The service need not wait for either. A failure of the process only costs speed: without an
-answer, the service checks every file.
+to remove 50,000 watches. The service waits neither for placing nor for removing watches. A failure of the process only
+costs speed: without an answer, the service checks every file.
 
-Failure cases: watches are not available ("!" with the reason). The process is killed (end of file). The process does
-not answer, and the service kills it after a second. The service has ended (end of file), and the process ends. The
-service is killed while it forks.
+Failure cases: If watches are not available, the process sends "!" with the reason. If the process is killed, the
+service reads an end of file. If the process does not answer, the service kills the process after a second. If the
+service has ended, the process reads an end of file and exits, even if the service is killed during the fork.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME = "sgpu-watch"
 
 
 class WatchProcess:
-    """The service's handle of one watching process.
+    """The service's handle of a watching process.
 
     In the new process, `leave` closes inherited descriptors that must not stay open. Raises OSError: the system cannot
     start a process.
@@ -48,7 +48,7 @@ class WatchProcess:
     def __init__(self, recogniser: Recogniser, description: Description, leave: Callable[[], None]) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.generation = b""
-        """Generation of the index that the watches cover; b"" until the process has placed them."""
+        """Generation of the index that the watches cover, or b"" before the watches are placed."""
         self.saved = 0
         """Number of full checks that the process's answers have saved."""
         self.reason = ""
@@ -67,7 +67,7 @@ class WatchProcess:
         self.sock.settimeout(ANSWER_S_MAX)
 
     def hear(self) -> bool:
-        """Read a message that the process sent without a question; return True if the process continues."""
+        """Read an unsolicited message from the process, and return True if the process continues."""
         answer = self._receive()
         if answer[:1] == b"=":
             self.generation = answer[1:]
@@ -75,7 +75,7 @@ class WatchProcess:
         return self._end(answer)
 
     def ask(self) -> bytes:
-        """Return the generation of the index whose libraries are proven unchanged, or b"" without proof."""
+        """Return the index generation whose libraries are proven unchanged, or b"" without proof."""
         if not self.generation:
             return b""
         with contextlib.suppress(OSError):  # The process has ended, but its last message can still be read.
@@ -107,7 +107,7 @@ class WatchProcess:
 
 
 class WatchBackoff:
-    """Counts the full checks until the next watches: twice as many after watches that saved no check."""
+    """Counts the full checks before new watches. The number doubles after watches that saved no check."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -129,7 +129,7 @@ class WatchBackoff:
 def _be_watcher(
     sock: socket.socket, recogniser: Recogniser, description: Description, leave: Callable[[], None]
 ) -> NoReturn:
-    """Place watches, answer questions, and exit; on an error, send the error as the last message."""
+    """Place watches, answer questions, and exit. An error becomes the last message."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -153,7 +153,7 @@ def _be_watcher(
 
 
 def _answer(sock: socket.socket, watcher: LibraryWatcher) -> str:
-    """Answer questions until an event occurs, and return the reason for the event."""
+    """Answer questions until an event invalidates the watches, and return the reason."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     poller.register(watcher, select.POLLIN)

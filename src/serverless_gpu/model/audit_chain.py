@@ -26,7 +26,7 @@ class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
         number: 1, 2, 3 … without gaps.
         seq: row number in the database, which may have gaps.
         at_ns: nanoseconds since 1970.
-        principal: the principal that acted; "server" for the server itself.
+        principal: the principal that acted, or "server" for the server itself.
         action: the kind of action, for example ``"run.create"``.
         subject: identifier or name of the object that the action affects.
         detail: further data, never a secret or the value of a variable.

@@ -178,7 +178,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptDuration(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limit and expected duration of an attempt, in seconds; None if unknown."""
+    """Time limit and expected duration of an attempt, in seconds, or None if unknown."""
 
     # Time limit from the first line of user code, including the grace period after the stop request.
     limit_s: float | None = None
@@ -194,15 +194,15 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         currency: currency of all amounts.
-        micros_per_hour: price of all devices together for one hour; None without a price.
+        micros_per_hour: price of all devices together for one hour, or None without a price.
         at_timeout_micros: maximum cost, at the time limit, or None without a time limit or a price.
         resumes: True if the maximum covers one attempt only. Each further attempt then has the same limit again.
         expected_micros: cost at the expected duration, or None without earlier runs of the same name or without a
             price.
         expected_s: expected duration, in seconds.
         basis: text that explains the amounts, or why the amounts are unknown.
-        at_timeout_gpu_ms: device-milliseconds at the time limit; None without a time limit.
-        expected_gpu_ms: device-milliseconds at the expected duration; None if the duration is unknown.
+        at_timeout_gpu_ms: device-milliseconds at the time limit, or None without a time limit.
+        expected_gpu_ms: device-milliseconds at the expected duration, or None if unknown.
         gpu_type: type of the devices, or "".
     """
 

@@ -1,8 +1,8 @@
 """HTML for notebooks: the state of an active run, and its receipt.
 
-This module escapes all text from outside. The HTML has no scripts and no external resources. The HTML uses colours that
-are readable on light and dark pages, and inherits the page's text colour. A front end without HTML shows the plain text
-instead.
+The module escapes all text that users or programs supply. The HTML has no scripts and no external resources. The HTML
+uses colours that are readable on light and dark pages, and inherits the page's text colour. A front end without HTML
+shows the plain text instead.
 """
 
 from __future__ import annotations

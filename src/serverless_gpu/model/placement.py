@@ -1,6 +1,6 @@
 """Placement on one machine, and the layout of a gang on several nodes.
 
-This module selects the devices that a run may use. Device locks decide which of the selected devices are free.
+The module selects the devices that a run may use. Device locks decide which of the selected devices are free.
 
     gang   run:fence, all ranks        ┌ NODE_RANK 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
                                        ├ NODE_RANK 1   n3   ranks 8 … 15

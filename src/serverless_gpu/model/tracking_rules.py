@@ -4,7 +4,7 @@
     State, Receipt    ─▶ status_of, last_tags, receipt_tags      failures in a row ─▶ pause_s
 
 `serverless_gpu.tracking` sends the requests. MLflow refuses a whole request if one name or value in the request
-violates a rule. This module therefore applies the rules before the package sends a request.
+violates a rule. The module therefore applies the rules before the package sends a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN_TAG = "sgpu.run_id"
 ATTEMPT_TAG = "sgpu.attempt"
 """The tag with the attempt whose state an MLflow run shows: the most recently started attempt."""
 POINTS_MAX = 2_000_000
-"""Maximum points of this package in one MLflow run. The user can log the rest of MLflow's 10 million points."""
+"""Maximum points of this package in one MLflow run. The user can log the remaining points of MLflow's 10 million."""
 GIVE_UP_S = 86_400
 """Maximum seconds of retries to MLflow after the end of an attempt."""
 

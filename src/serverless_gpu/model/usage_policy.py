@@ -150,7 +150,7 @@ def apply(
     """Return a run with its policies applied: the strictest rule of all policies holds.
 
     `policies` starts with the selected policy. `max_run_s` applies if no policy limits an attempt (None for no limit).
-    Raises PolicyViolation with every value that the policies refuse; its hint lists the accepted values.
+    Raises PolicyViolation with every value that the policies refuse. The hint of the error lists the accepted values.
     """
     refused = _Refused()
     tags = _tags(policies, spec, refused)

@@ -90,7 +90,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure of a principal's own code on a GPU; `at_ns` is in nanoseconds since 1970."""
+    """A failure of a principal's own code on a GPU. `at_ns` is in nanoseconds since 1970."""
 
     principal: str
     number: int

@@ -6,8 +6,9 @@
     srsf        least remaining GPU time first   ┘ cluster, in that order; jobs that do not fit are skipped
 
 `srtf` and `srsf` know the duration of each job, and preempt and resume jobs at no cost. No scheduler of real jobs can
-do that, so they show the possible improvement. A job of at most a node starts on the first node with enough free GPUs.
-A larger job gets whole free nodes. The job's remaining GPUs are on the first other node with enough free GPUs.
+do that, so `srtf` and `srsf` show the possible improvement. A job that fits on one node starts on the first node with
+enough free GPUs. A larger job gets whole free nodes. The job's remaining GPUs are on the next node with enough free
+GPUs.
 
 A job that does not fit the empty cluster never reaches this module, because `simulation` leaves out such jobs.
 """
@@ -95,7 +96,7 @@ class Nodes:
 def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
     """Return the run times of jobs that start in the order of arrival and keep their GPUs.
 
-    With `strict`, the first job that does not fit blocks all others.
+    With `strict`, the first job that does not fit blocks all later jobs.
     """
     nodes, spans = Nodes(cluster), _no_spans(jobs)
     waiting: dict[int, deque[int]] = {}
@@ -141,24 +142,24 @@ def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> 
 
 
 def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
-    """Return the run times of jobs when each arrival and each end places all jobs again.
+    """Return the run times of jobs if each arrival and each end of a job places all jobs again.
 
-    The job with the smallest `key` comes first. Jobs with equal keys keep the order of the previous pass, and new jobs
-    follow them.
+    Each pass sorts the jobs by `key`, smallest key first. Jobs with equal keys keep the order of the previous pass,
+    before new jobs.
     """
     replay = _PlacedAgain(jobs, cluster, key)
     return replay.run()
 
 
 Rank = tuple[float, tuple[int, int, int]]
-"""Key of a job, and the order among jobs with equal keys: the pass, 1 for a new job, and a number."""
+"""Key of a job, and the order among jobs with equal keys: last pass, 1 for a new job, and a number."""
 
 
 class _PlacedAgain:
-    """Replays jobs when each arrival and each end places all jobs again.
+    """Replays jobs if each arrival and each end of a job places all jobs again.
 
-    Waiting jobs keep their key, so each job size has a heap of waiting jobs. Running jobs are sorted at each event. Of
-    jobs with equal keys, the job with the smaller key in the previous pass comes first. A waiting job had the same key
+    Waiting jobs keep their key, so each job size has a heap of waiting jobs. Running jobs are sorted at each event. A
+    pass sorts jobs with equal keys by their key in the previous pass, smaller key first. A waiting job had the same key
     in that pass, while a running job had a larger key.
     """
 

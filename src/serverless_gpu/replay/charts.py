@@ -3,7 +3,7 @@
     replays  GPUs in use over time · waiting jobs over time · share of the jobs that waited less than …
     advice   share of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the minimum
 
-This module imports Matplotlib, so the commands load the module on demand. The module only uses Matplotlib's objects and
+The module imports Matplotlib, so the commands load the module on demand. The module only uses Matplotlib's objects and
 not `pyplot`, whose state belongs to the caller. All colours are set explicitly.
 """
 

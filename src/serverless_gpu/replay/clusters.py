@@ -35,7 +35,7 @@ Weight = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of a cluster."""
+    """A node of a cluster."""
 
     name: str
     gpus: int

@@ -1,9 +1,9 @@
-"""Figures of a replay: waiting, completion, use, fragmentation and shares.
+"""Figures of a replay: waiting, completion, GPU use, fragmentation and team shares.
 
     arrival ──waits──▶ has GPUs ──(preempted: waits again)──▶ end      wait = all waiting; completion = end − arrival
 
-Use, idle GPUs and shares of teams are measured from the first arrival to the last arrival. After the last arrival,
-every scheduler only empties its queue.
+The figures for GPU use, idle GPUs and team shares cover the time from the first arrival to the last arrival. After the
+last arrival, every scheduler only empties its queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serverless_gpu.replay.traces import Job
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean and percentiles, in seconds, of a time of many jobs; interpolated between jobs."""
+    """Mean and interpolated percentiles of one time of many jobs, such as the wait, in seconds."""
 
     mean: float
     p50: float
@@ -32,13 +32,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that describe a replay."""
 
     jobs: int  # Number of jobs that ran.
-    wait: Spread  # Wait of all jobs. `gang_wait` covers jobs of at least a whole node; None without such jobs.
+    # Wait of all jobs. `gang_wait` covers only jobs of at least a whole node, and is None without such jobs.
+    wait: Spread
     gang_wait: Spread | None
     completion: Spread
     utilisation: float  # Share of the GPU time in use.
     idle: float  # Share of the GPU time that was free while a job waited.
-    # Share of the GPU time that was free although the free GPUs were enough for the smallest waiting job. Such GPUs are
-    # on several nodes, or the scheduler reserves them for another job.
+    # Share of the GPU time that was free although the free GPUs were enough for the smallest waiting job. The free GPUs
+    # are then on several nodes, or the scheduler reserves the GPUs for another job.
     fragmented: float
     teams: dict[str, float]  # Each team's share of the GPU time in use.
     preemptions: int  # Number of preemptions.
@@ -94,7 +95,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """Return a percentile of sorted values; `part` is from 0 to 1."""
+    """Return a percentile of sorted values, where `part` is from 0 to 1."""
     place = part * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)

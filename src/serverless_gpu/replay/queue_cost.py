@@ -4,7 +4,7 @@
     waiting costs      GPU-hours waited × price of one GPU-hour of waiting, which only the owner can estimate
     waiting is better  while that price is below   on-demand cost ÷ GPU-hours waited
 
-Bounds: a replay covers only the latest runs, and the report states this. All numbers are for those runs, from the start
+Limit: a replay covers only the latest runs, as the report states. All numbers are for the replayed runs, from the start
 of the first run to the end of the last run.
 """
 
@@ -46,7 +46,7 @@ def queues(
 ) -> tuple[QueueOutcome, ...]:
     """Return the results for pools of several sizes, without pools that fit no run.
 
-    `waiting` is the price in micros of one GPU-hour of waiting, None without a price. The result has at most the
+    `waiting` is the price in micros of one GPU-hour of waiting, or None without a price. The result has at most the
     `SIZES_MAX` smallest pools.
     """
     latest = sorted(uses, key=lambda use: use.start_ns)[-RUNS_MAX:]

@@ -54,7 +54,7 @@ _TELL_EVERY = 500
 
 
 POLICIES = ("fifo", "first-fit", *KEYS, "ours")
-"""Scheduler names. `ours` is the server's planner; `baselines` defines the others."""
+"""Scheduler names. `ours` is the server's planner, and `baselines` defines all other schedulers."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def simulate(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Replay a trace with one of `POLICIES`; only `ours` reports its progress.
+    """Replay a trace with one of `POLICIES`. Only the policy `ours` reports its progress.
 
     Raises InvalidValue for an unknown policy, or when no job fits the cluster.
     """
@@ -138,7 +138,7 @@ def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]
 
 
 def _why_not(job: Job, cluster: Cluster) -> str:
-    """Return the reason why a job can never run, or "" when it can. The text follows a count."""
+    """Return the reason why a job can never run, or "" when it can. Messages put a count before the text."""
     pools = {pool.name: pool for pool in cluster.pools}
     machines = [machine for machine in cluster.machines if job.pool and machine.pool == job.pool]
     if not machines:  # A pool that the cluster does not have counts as no pool.
@@ -166,7 +166,7 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
 
 
 class PlannerReplay:
-    """Replays jobs with the server's planner; the jobs are sorted by arrival and fit the empty cluster."""
+    """Replays jobs with the server's planner. The jobs are sorted by arrival and fit the empty cluster."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ Row = Mapping[str, Any]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One job of a trace."""
+    """A job of a trace."""
 
     job_id: str  # ID of the job in the trace.
     submit_s: float  # Arrival time in seconds on the trace's own clock.
@@ -210,7 +210,7 @@ def _json(path: Path) -> Iterable[Row]:
 
 
 def rows_of_json(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield trace columns from jobs of Philly's log or of `sgpu runs --json`; other rows stay unchanged."""
+    """Yield trace columns from jobs of Philly's log or of `sgpu runs --json`, and other rows unchanged."""
     for row in rows:
         if "submitted_time" in row:
             yield _philly(row)
@@ -322,7 +322,7 @@ _NAMES_EACH = 4
 
 
 def generate(jobs: int, *, gpus: int, load: float = 0.9, seed: int = 0) -> Trace:
-    """Return a generated trace for a cluster of `gpus` GPUs; no job has more GPUs.
+    """Return a generated trace for a cluster of `gpus` GPUs. No job has more GPUs than the cluster.
 
     `load` is the GPU time of all jobs divided by the cluster's GPU time until the last arrival. Raises InvalidValue
     when a number is out of range.
@@ -395,7 +395,7 @@ def _arrivals(jobs: int, span_s: float, chance: random.Random) -> list[tuple[flo
 
 
 def _hour_weights(hours: int, chance: random.Random) -> list[float]:
-    """Return the weight of each hour by time of day, weekend and chance; at most `PEAK` times the mean."""
+    """Return hour weights by time of day, weekend and chance. No weight exceeds `PEAK` times the mean."""
     raw = [
         (1.0 + 0.6 * math.sin(2 * math.pi * (hour % 24 - 9) / 24))
         * (0.6 if hour // 24 % 7 >= 5 else 1.0)
@@ -412,7 +412,7 @@ def _hour_weights(hours: int, chance: random.Random) -> list[float]:
 
 
 def _people(arrivals: list[tuple[float, int]], chance: random.Random) -> list[tuple[int, int]]:
-    """Return the user and name of each job; all jobs of a burst have the same user and name."""
+    """Return the user and name of each job, which are equal for all jobs of a burst."""
     weights = [1 / (user + 1) for user in range(_USERS)]
     bursts: dict[int, tuple[int, int]] = {}
     for _, burst in arrivals:

@@ -6,7 +6,7 @@
     stop_agent(home)       stops a home's agent and all of its warm processes
     SimulatedEngine(…)     an engine whose nodes exist only in a test
 
-Tests import all of these from `serverless_gpu.testing`.
+Tests import all of these names from `serverless_gpu.testing`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FakeGpus:
         self._add(uuid, {"memory_used_bytes": memory_used_bytes, "processes": listed})
 
     def shows(self, uuid: str, **figures: float) -> None:
-        """Set the values that telemetry reports for one GPU; its rank provides all other values.
+        """Set the values that telemetry reports for one GPU. The GPU's rank provides all other values.
 
         Args:
             uuid: UUID of the GPU, for example ``"FAKE-H100-0"``.

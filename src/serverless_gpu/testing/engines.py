@@ -88,7 +88,7 @@ class EngineConformance:
         assert not engine.has("no-such-node")
 
     def test_a_plan_says_what_it_would_do_and_does_nothing(self, engine: Engine, shares: Shares) -> None:
-        """Planning a gang twice gives the same request; the text names the gang, and no devices are reserved."""
+        """Planning a gang twice gives the same request, which names the gang and reserves no devices."""
         gang = Gang(id="run:1", shares=shares)
         request = engine.plan(gang)
         assert request == engine.plan(gang)

@@ -173,7 +173,7 @@ class FakeStore:
         return verb(asked)
 
     def put_file(self, path: str, data: bytes) -> None:
-        """Store a file; the path is ``<experiment>/<run>/artifacts/<name>``."""
+        """Store a file. The path is ``<experiment>/<run>/artifacts/<name>``."""
         run, name = self._place(path)
         run.files[name] = data
 
@@ -340,7 +340,7 @@ _FILES = "mlflow-artifacts/artifacts/"
 
 
 class FakeMlflow:
-    """A fake MLflow server; start it with ``with``.
+    """A fake MLflow server, for use in a ``with`` statement.
 
     Args:
         slow_s: delay of the behaviour "slow" in seconds.

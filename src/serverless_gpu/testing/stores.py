@@ -70,7 +70,7 @@ class StoreConformance:
         assert key in str(_raised(lambda: store.get(key), KeyError))
 
     def test_ranges(self, store: Store) -> None:
-        """A range ends at the end of the object; a range beyond the end is empty."""
+        """A range ends at the end of the object. A range beyond the end is empty."""
         data = bytes(range(256)) * 4
         key = pack_key(data)
         store.put({key: data})
@@ -94,7 +94,7 @@ class StoreConformance:
         assert [stored.size for stored in store.list("gc")] == [1]
 
     def test_many_are_put_at_once(self, store: Store) -> None:
-        """One put accepts small and large objects, new and existing ones, and an empty mapping."""
+        """A single put accepts small and large objects, new and existing objects, and an empty mapping."""
         objects: dict[str, bytes | memoryview] = {pack_key(b"%d" % number): b"%d" % number for number in range(150)}
         objects |= {pack_key(data): memoryview(data) for data in (b"", bytes(range(256)) * 8_000)}
         objects |= dict([empty_unit("many")]) | {"gc/condemned": b"list"}

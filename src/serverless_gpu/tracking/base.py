@@ -2,8 +2,8 @@
 
     Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`), without the `mlflow` package
 
-Only one thread at a time may use a tracker. A call blocks for a bounded time and raises one of two exceptions. After
-`TrackerAway` the caller may retry the call. After `TrackerRefused` a retry would fail again.
+Only one thread at a time may use a tracker. A call blocks only for a bounded time. After the exception `TrackerAway`,
+the caller may retry the call. After the exception `TrackerRefused`, a retry would fail again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """The tracker is unavailable; if `is_doubtful` is True, the tracker may have executed the request."""
+    """The tracker is unavailable. If `is_doubtful` is True, the tracker may have executed the request."""
 
     def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
         self.is_doubtful = is_doubtful
@@ -31,7 +31,7 @@ class TrackerRefused(Exception):
 
 
 class Metric(NamedTuple):
-    """One point of a metric series."""
+    """A point of a metric series."""
 
     key: str
     value: float
@@ -47,7 +47,7 @@ class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
     uri: str  # Address of the tracking server, without credentials.
     url: str  # Web page of the run, for users.
     artifacts: str = ""  # Location of the artifacts, as the tracker reports it.
-    # True when the creator had ended the run before the delivery began. Ranks that log to an ended run reopen the run.
+    # True if the user ended the run before the delivery began. Ranks that log to an ended run reopen the run.
     had_ended: bool = False
 
 
@@ -62,7 +62,7 @@ class Tracker(Protocol):
         ...
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the tracked run: a new one, or the one that `tracking` continues."""
+        """Return a new tracked run, or the run that `tracking` continues."""
         ...
 
     def log(
@@ -73,7 +73,7 @@ class Tracker(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags; repeating a call changes nothing."""
+        """Add points, parameters and tags. Repeating a call changes nothing."""
         ...
 
     def tags(self, tracked: TrackerRun) -> Mapping[str, str]:

@@ -11,12 +11,12 @@ If a later attempt has begun, an earlier attempt only adds its points and files.
 
 While MLflow is unavailable, the delivery retries with backoff and sends one notice. The sample file is the buffer.
 Beyond 64 MB of unsent samples the delivery drops and counts the oldest points, with one notice. The delivery skips a
-refused item, such as an item for a deleted run. A parameter with another value becomes a tag. For 24 hours after the
-end of the attempt, the delivery drops nothing but points. If the delivery's process is killed, another process
-continues. No thread ever waits for the delivery.
+refused item, such as an item for a deleted run. If MLflow has another value for a parameter, the delivery sends a tag
+instead. For 24 hours after the end of the attempt, the delivery drops nothing but points. If the delivery's process is
+killed, another process continues. No thread ever waits for the delivery.
 
-All files are small, and their number is limited. The delivery sends spec.json, environment.json and _air.py early.
-After the attempt's end, the delivery sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The
+All delivered files are small, and their number is limited. The delivery sends spec.json, environment.json and _air.py
+early. After the attempt's end, the delivery sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The
 delivery sends receipt.json last. The delivery skips an unreadable file, cuts a long file, and replaces invalid UTF-8.
 The delivery never sends results, because results may contain any data.
 
@@ -75,7 +75,7 @@ _BYTES_MAX = 1 << 20
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
-_FRESH_NS = 5 * 10**9  # Nanoseconds after the call during which the run has no MLflow run yet.
+_FRESH_NS = 5 * 10**9  # Nanoseconds after the call during which a missing MLflow run is normal.
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
@@ -93,7 +93,7 @@ class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryListener(Protocol):
-    """Receives progress in the delivery's thread; the methods must not block."""
+    """Receives progress in the delivery's thread. The methods must not block."""
 
     def tracked(self, tracked: TrackerRun) -> None:
         """Receive the MLflow run, once per process, even if an earlier process created the MLflow run."""
@@ -153,7 +153,7 @@ class MlflowDelivery:
 
     @property
     def over(self) -> str:
-        """Return the reason why the delivery has ended, for example ``"delivered"``; "" while it continues."""
+        """Return the reason why the delivery has ended, for example ``"delivered"``, or ""."""
         return self._memory.over
 
     @property
@@ -175,7 +175,7 @@ class MlflowDelivery:
             self._tracker.close()
 
     def stop(self) -> None:
-        """Let `run` return after the current request; another process may continue the delivery."""
+        """Let `run` return after the current request. Another process may continue the delivery."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -210,7 +210,7 @@ class MlflowDelivery:
     # --- private methods, in the delivery thread ------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """Run steps until none is left or MLflow is unavailable; return the seconds to wait after that."""
+        """Run steps until all are done or MLflow is unavailable, and return the seconds to wait."""
         try:
             while not self._stopped and not self._memory.over and self._step():
                 self._failures = 0
@@ -286,7 +286,7 @@ class MlflowDelivery:
             return
         with self._together.lock:
             if not self._has_later():
-                # Set the tag first, so that earlier attempts do not end the run again.
+                # The delivery sets the tag first, so that deliveries of earlier attempts do not end the run again.
                 tags = resumed_tags(self._tracking, self._job.run_id, self._job.fence)
                 self._refusable(lambda: self._tracker.log(self._known, tags=tags))
                 if not self._tracking.run_id and self._memory.ending is None:
@@ -297,7 +297,7 @@ class MlflowDelivery:
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
-            # One user's MLflow run may contain several serverless-gpu runs.
+            # A user's MLflow run may contain several serverless-gpu runs.
             is_ours = tags.get(RUN_TAG) == self._job.run_id
             self._is_superseded = is_ours and attempt.isdecimal() and int(attempt) > self._job.fence
         return self._is_superseded
@@ -310,7 +310,7 @@ class MlflowDelivery:
             self._tracker.log(self._known, params=params)
         except TrackerRefused:
             # MLflow refuses a whole request when one parameter has another value, from an earlier attempt or the user.
-            # So the delivery sends each parameter separately.
+            # The delivery therefore sends each parameter separately.
             for key, value in params.items():
                 try:
                     self._tracker.log(self._known, params={key: value})
@@ -507,7 +507,7 @@ class SharedDeliveryState:
 
 
 def shared_delivery_state(run_id: str) -> SharedDeliveryState:
-    """Return the state that a run's deliveries share; it exists as long as one of the deliveries."""
+    """Return the state that a run's deliveries share, kept while any of the deliveries exists."""
     with _guard:
         shared = _of_runs.get(run_id)
         if shared is None:
@@ -623,7 +623,7 @@ def _failure_text(directory: Path, rank: int) -> str:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first `FILE_BYTES_MAX` bytes of a file; b"" for an unreadable file."""
+    """Return the first `FILE_BYTES_MAX` bytes of a file, or b"" for an unreadable file."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(FILE_BYTES_MAX)
     return b""

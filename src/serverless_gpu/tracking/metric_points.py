@@ -4,8 +4,8 @@
     header, sample, sample, …       ▲                                                  │ sent(): the cursor moves
                                     └────────── SampleCursor, for the next process ◀───┘
 
-The file is the buffer, so MLflow may be unavailable for any time. `next` returns the same points until `sent` is
-called. The times of the samples delimit windows, so that a restarted process creates the same windows.
+The file is the buffer, so MLflow may be unavailable for any time. `next` returns the same points until the caller calls
+`sent`. The times of the samples delimit windows, so that a restarted process creates the same windows.
 
 Failure cases: A missing file has no samples. The reader waits until an incomplete line is complete, and skips the line
 if the writer was killed. A reader that starts at a later offset finds the header for that offset. If the wall clock
@@ -34,7 +34,7 @@ _EARLY_NS = SECOND_NS // 2  # Tolerance in nanoseconds for the sampler's inexact
 
 
 class SampleCursor(NamedTuple):
-    """Position up to which a file was sent: samples after `offset` and after `sent_ns` are unsent."""
+    """Position up to which a file was sent. Samples after `offset` and after `sent_ns` are unsent."""
 
     offset: int = 0
     sent_ns: int = 0
@@ -46,7 +46,7 @@ def telemetry_path(directory: Path, node_rank: int) -> Path:
 
 
 class MetricPoints:
-    """The points of one sample file, which may not exist yet; not safe for several threads.
+    """The points of one sample file, which may not exist yet. Not safe for several threads.
 
     The points of all `num_nodes` nodes together stay below a run's limit. When the backlog exceeds `backlog_bytes_max`
     bytes, the oldest points are dropped.
@@ -98,7 +98,7 @@ class MetricPoints:
         self._cursor = SampleCursor(offset, self._last_ns)
 
     def shorten(self) -> int:
-        """Drop the oldest points while the backlog is too large; return their number."""
+        """Drop the oldest points while the backlog is too large, and return the number of dropped points."""
         dropped = 0
         while self._samples.backlog + self._samples.offset - self._cursor.offset > self._backlog_bytes_max:
             batch = self.next(ended=False)
@@ -156,7 +156,7 @@ class _Row(NamedTuple):
 
 
 class SampleReader:
-    """Reads one sample file, from an earlier reader's offset on."""
+    """Reads one sample file, starting at an earlier reader's offset."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -177,7 +177,7 @@ class SampleReader:
             return 0
 
     def read(self, limit: int = _READ_BYTES) -> list[tuple[Header, Sample]]:
-        """Return the next samples with their headers, from at most `limit` bytes; longer lines are skipped."""
+        """Return the next samples with their headers, from at most `limit` bytes, without longer lines."""
         data = _bytes(self._path, self._offset, limit)
         lines, used = decode(data)
         self._offset += used if used or len(data) < limit else len(data)

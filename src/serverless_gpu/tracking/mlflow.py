@@ -7,8 +7,8 @@ The client never imports `mlflow`, so any version of the package may be installe
     upload        PUT mlflow-artifacts/artifacts/…, if the server stores files itself
     resume, end   runs/update
 
-The tag `sgpu.run_id` identifies the MLflow run. So another node, a restarted process or a retry does not create a
-second run. If two processes create an experiment at the same time, the second process looks up the experiment again.
+The tag `sgpu.run_id` identifies the MLflow run. Another node, a restarted process or a retry therefore does not create
+a second run. If two processes create an experiment at the same time, the second process looks up the experiment again.
 The client refuses a deleted experiment. The client refuses `upload` if the server's files are in a bucket or in a local
 directory.
 
@@ -17,11 +17,11 @@ directory.
                                                                                  └▶ TrackerRefused: final
 
 Failure cases: A refused connection, a timeout, and the statuses 408, 425, 429 and 5xx except 501 mean that MLflow is
-unavailable. An error from MLflow about the request is a refusal. Other errors depend on earlier answers of the server.
-If the server never answered like MLflow, the client refuses at once, with a hint. Reasons are a wrong address, a login
-page, a wrong password or an untrusted certificate. A server that answered before is probably under maintenance and
-counts as unavailable. The client aborts a request after twice its timeout. Only the headers, of at most 100 kB, may
-take longer.
+unavailable. An error from MLflow about the request is a refusal. For any other error, the result depends on earlier
+answers of the server. If the server never answered like MLflow, the client refuses at once, with a hint. Common causes
+are a wrong address, a login page, a wrong password or an untrusted certificate. A server that answered before is
+probably under maintenance and counts as unavailable. The client aborts a request after twice its timeout. Reading the
+headers, of at most 100 kB, may take longer.
 
 Credentials come from the caller's variables, in MLflow's format. The client sends credentials only to the server that
 these variables name. The client follows no redirects. Error messages contain neither credentials nor a server's control
@@ -119,7 +119,7 @@ class _Nothing(msgspec.Struct):
 
 
 class MlflowTracker:
-    """One MLflow server, for one thread at a time.
+    """An MLflow server, for one thread at a time.
 
     `address` is the URI of the server, with optional user and password. `address` can also be a function that returns
     the URI, or raises `TrackerAway` while the URI is unknown. `environ` has the caller's MLflow variables. `environ` is
@@ -182,7 +182,7 @@ class MlflowTracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags; repeating a call changes nothing.
+        """Add points, parameters and tags. Repeating a call changes nothing.
 
         After TrackerAway, MLflow may have stored some items. After TrackerRefused, MLflow has stored no item of the
         refused request.
@@ -200,7 +200,7 @@ class MlflowTracker:
         return {tag.key: tag.value for tag in run.data.tags}
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
-        """Add or replace an artifact at the relative path `name`; TrackerRefused if the client cannot write."""
+        """Add or replace an artifact at the relative path `name`. Raises TrackerRefused without access."""
         root = _proxied(tracked.artifacts, tracked.uri)
         if root is None:
             raise TrackerRefused(f"MLflow at {tracked.uri} accepts no files for {tracked.artifacts or 'this run'}")
@@ -339,7 +339,7 @@ class _Answer(NamedTuple):
 
 
 class RestClient:
-    """A client of one server, for one thread at a time; `address` and `environ` as for `MlflowTracker`."""
+    """An HTTP client of one server, for one thread at a time. `MlflowTracker` explains the arguments."""
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
         self._address = address
@@ -348,7 +348,7 @@ class RestClient:
         self._known = False
         self._clock = SystemClock()
         self.uri = ""
-        """Address of the server without credentials and trailing slash; "" until the first request."""
+        """Address of the server without credentials and trailing slash, or "" before the first request."""
 
     def call(
         self,
@@ -372,7 +372,7 @@ class RestClient:
         return decoded
 
     def put(self, path: str, data: bytes) -> None:
-        """Upload bytes; raises the same errors as `call`."""
+        """Upload bytes. Raises the same errors as `call`."""
         self._send("PUT", path, data, {"Content-Type": "application/octet-stream"}, {}, LONG_TIMEOUT_S)
 
     def close(self) -> None:
@@ -532,7 +532,7 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
 
 
 def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
-    """Return the TLS context for the server's certificate (takes 20 ms); False for plain HTTP."""
+    """Return the TLS context for the server's certificate (takes 20 ms), or False for plain HTTP."""
     if not uri.startswith("https://"):
         return False
     bundle = next((environ[name] for name in _BUNDLES if environ.get(name)), None)

@@ -9,8 +9,8 @@
 
 The packer receives frames in the order of their blocks, so packing a unit twice gives identical packs. A capture reuses
 the packs that an earlier, killed capture stored. The packer's memory holds the blocks in progress (their content and
-their frames), the pack being filled, and the packs being stored. The packer uses about 150 MB of memory, whatever the
-environment's size.
+their frames), the pack being filled, and the packs being stored. The packer uses about 150 MB of memory for an
+environment of any size.
 
 A small unit consists of one pack of some kB and one document. The packer stores small units in groups, because disk
 syncs and network round trips would otherwise take longer than the transfer. A storing thread stores a unit after all

@@ -38,7 +38,7 @@ _PROGRAM = str(Path(compiler_process.__file__))
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One file to compile: the source, the path of the bytecode, and the size recorded in the unit."""
+    """A file to compile: the source, the path of the bytecode, and the size recorded in the unit."""
 
     source: str
     target: str
@@ -60,7 +60,7 @@ def compile_jobs(
             continue
         folder, _, name = row.path.rpartition("/")
         target = f"{folder}/__pycache__/{name[:-3]}.{tag}.pyc"
-        # A unit may itself contain a file with the name of the bytecode. The compiler never replaces such a file.
+        # A unit may itself contain a file with the name of the bytecode. The compiler never replaces a file of a unit.
         if (only is None or row.path in only) and target not in taken and f"{folder}/__pycache__" not in taken:
             found.append(CompileJob(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
     return [job for job in found if not os.path.lexists(job.target)]
@@ -161,7 +161,7 @@ class _Worker:
         return finished, compiled
 
     def rest(self) -> list[CompileJob]:
-        """Return the unfinished files, without the file that the process was compiling when it ended."""
+        """Return the unfinished files, without the file that the terminated process was compiling."""
         return self.jobs[self._next + 1 :]
 
     def end(self) -> None:

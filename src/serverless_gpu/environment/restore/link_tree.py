@@ -98,7 +98,7 @@ class ContentSource(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """A directory of a unit; `number`, `files` and `since_ns` describe the whole unit."""
+    """A directory of a unit. `number`, `files` and `since_ns` describe the whole unit."""
 
     number: int
     path: str
@@ -143,7 +143,7 @@ def link_new(source: Path, target: Path) -> None:
     """
     try:
         target.mkdir()
-        target.chmod(0o755)  # Other users must be able to read the tree, whatever the umask is.
+        target.chmod(0o755)  # Other users must be able to read the tree, with any umask.
     except FileExistsError:
         if target.is_symlink() or not target.is_dir():
             raise _mixed(str(target)) from None
@@ -181,7 +181,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     try:
         ours = work(mine)
     finally:
-        # After an error, the other process must not start the remaining work items.
+        # After an error, the forked process must not start the remaining work items.
         while os.read(numbers, _NUMBERS_MAX):
             pass
         os.close(numbers)
@@ -377,7 +377,7 @@ class _Filler:
             for name in listing.links:
                 with contextlib.suppress(FileExistsError):
                     os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
-        os.fchmod(directory, self._mode)  # Other users must be able to read the tree, whatever the umask is.
+        os.fchmod(directory, self._mode)  # Other users must be able to read the tree, with any umask.
         self._directories[path] = os.fstat(directory).st_mtime_ns
 
     def _make(self, directory: int, path: str, name: str) -> None:
@@ -398,7 +398,7 @@ def _opened(path: str, above: int | None = None) -> Iterator[int]:
 
 
 def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> LinkResult:
-    """Link or copy files from one directory to another; keep files that already exist."""
+    """Link or copy files from one directory to another, and keep files that already exist."""
     linked, link = 0, os.link
     copied: list[str] = []
     why = ""

@@ -6,9 +6,9 @@
             └ overlay: layers with generated files, which the user of the tree mounts at the view
               links:   a tree of hard links to the units
 
-Restore stores the result in `trees/<address>` and reuses it. One process at a time makes the tree beside its final path
-and then renames it. A process that already uses a replaced tree continues to use the old tree. `tree_plan.py` plans the
-paths. `link_tree.py` and `unit_cache.py` carry out the plan.
+Restore stores the result in `trees/<address>` and reuses it. Only one process at a time makes a tree. The process makes
+the tree beside its final path and then renames the tree. A process that already uses a replaced tree continues to use
+the old tree. `tree_plan.py` plans the paths. `link_tree.py` and `unit_cache.py` carry out the plan.
 
 Failure cases: If no interpreter fits, restore raises EnvironmentUnsupported. The cache raises an error for a full disk
 or an altered store. The next process removes the `.new-` directory of a killed process.
@@ -67,7 +67,7 @@ Mode = Literal["overlay", "links"]
 class RestoreMethod(msgspec.Struct, frozen=True, kw_only=True):
     """The method to make a tree: mounts or links, and the reason if mounts are not possible.
 
-    For example, `namespaces.probe_mounts` returns such a reason.
+    `namespaces.probe_mounts` returns this reason.
     """
 
     mode: Mode = "overlay"
@@ -217,7 +217,7 @@ def _make(
 
 
 def _with_space(cache: UnitCache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
-    """Make a tree; on a full disk, evict unused units and try once more."""
+    """Make a tree. On a full disk, evict unused units and try once more."""
     needed = occupied_bytes(0, snapshot.files // 8 + 400)  # estimated bytes of directories and generated files
     try:
         return make()
@@ -276,7 +276,7 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str
     """Fetch the units of a snapshot into the cache. The caller holds the environment's lock.
 
     Raises:
-        EnvironmentCorrupt, EnvironmentMissing: the store has no valid copy of an object; altered copies were removed.
+        EnvironmentCorrupt, EnvironmentMissing: the store has no valid copy of an object. Altered copies were removed.
         EnvironmentUnsupported, EnvironmentRejected, StorageError: as `restore`.
     """
     make_public(cache.root)
@@ -336,7 +336,7 @@ def _glibc_note(snapshot: Snapshot) -> str:
 
 
 def glibc() -> str:
-    """Return this machine's glibc version, for example ``2.36``; "" for another C library."""
+    """Return this machine's glibc version, for example ``2.36``, or "" for another C library."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (ValueError, OSError):

@@ -183,7 +183,7 @@ def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
 
 
 def forget_links(snapshot: Snapshot, cache: UnitCache) -> None:
-    """Invalidate a tree of links, so that the next user makes it again."""
+    """Invalidate a tree of links, so that the next restore replaces the tree."""
     _links(cache, snapshot)[1].unlink(missing_ok=True)
 
 

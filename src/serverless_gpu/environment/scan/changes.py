@@ -30,7 +30,7 @@ _FILES_NAMED_MAX = 3
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference between two snapshots."""
+    """A difference between two snapshots."""
 
     kind: ChangeKind
     name: str  # name of a distribution, code directory or file; "" for files of no distribution
@@ -67,14 +67,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One file that differs between two versions of a unit: the path of the file's row, and the change."""
+    """A file that differs between two versions of a unit: the path of the file's row, and the change."""
 
     path: str
     what: What
 
 
 def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
-    """Return the differences of two snapshots: interpreter, distributions, unowned files, code, others."""
+    """Return the differences of two snapshots: interpreter, distributions, files, code, and all else."""
     if a.address == b.address:
         return ()
     changes = _compare_interpreters(a, b)
@@ -112,7 +112,7 @@ def compare_rows(a: Iterable[FileRow], b: Iterable[FileRow]) -> tuple[FileChange
 def with_files(
     change: Change, before: Iterable[FileRow], after: Iterable[FileRow], installed: Mapping[str, bytes]
 ) -> tuple[Change, ...]:
-    """Return the file changes of a changed unit, one change for each kind.
+    """Return the file changes of a changed unit, grouped by kind of change.
 
     `installed` maps row paths to the SHA-256 in the unit's RECORD. `installed` is empty when RECORD is not known.
     """
@@ -188,7 +188,7 @@ def _distributions(snapshot: Snapshot) -> dict[str, list[SnapshotMember]]:
 
 
 def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], SnapshotMember]:
-    """Return the units that are not distributions; units of the same name get a number."""
+    """Return the units that are not distributions, and number units of the same name."""
     found: dict[tuple[ChangeKind, str], SnapshotMember] = {}
     for root in snapshot.roots:
         for member in root.members:
@@ -252,7 +252,7 @@ def _rows(address: str, sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> 
 
 
 def _installed(source: LocalUnit) -> dict[str, bytes]:
-    """Return the SHA-256 values in a distribution's RECORD, by row path; empty without a RECORD."""
+    """Return the SHA-256 values in a distribution's RECORD by row path, or nothing without a RECORD."""
     files = iter(source.files)
     for row in source.rows:
         file = next(files) if row.has_content else ""

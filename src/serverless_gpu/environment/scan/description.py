@@ -48,7 +48,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def search_path(self) -> tuple[str, ...]:
-        """Return `sys.path` as unique absolute paths; "" means the current directory."""
+        """Return `sys.path` as unique absolute paths, with the current directory in place of ""."""
         entries = (os.path.join(self.cwd, entry) for entry in self.sys_path if entry or self.cwd)
         return tuple(dict.fromkeys(os.path.normpath(entry) for entry in entries if os.path.isabs(entry)))
 

@@ -24,12 +24,12 @@ class Digest(NamedTuple):
 
 
 def may_be_script(path: str, size: int) -> bool:
-    """Return True if the file of a row may be a Python script; only reading the file gives certainty."""
+    """Return True if the file of a row may be a Python script. Only reading the file gives certainty."""
     return path.startswith("prefix/bin/") and size <= SCRIPT_BYTES_MAX
 
 
 def digest_file(file: str, path: str) -> Digest:
-    """Return the digest of a file; a Python script in `bin` is hashed with `#!python` as its first line."""
+    """Return the digest of a file. A Python script in `bin` is hashed with `#!python` as its first line."""
     try:
         with open(file, "rb", buffering=0) as opened:
             if may_be_script(path, os.fstat(opened.fileno()).st_size):
@@ -41,7 +41,7 @@ def digest_file(file: str, path: str) -> Digest:
 
 
 def digest_script(content: bytes) -> Digest:
-    """Return the digest of a file in `bin`; a Python script is hashed with `#!python` as its first line."""
+    """Return the digest of a file in `bin`. A Python script is hashed with `#!python` as its first line."""
     text = normalise_script(content)
     stands = content if text is None else text
     return Digest(hashlib.sha256(stands).digest(), len(stands), text)
@@ -50,7 +50,7 @@ def digest_script(content: bytes) -> Digest:
 def digest_files(
     files: Sequence[tuple[str, str, int]], done: Callable[[int, int], None] = lambda number, size: None
 ) -> list[Digest]:
-    """Return the digests of files in order; several threads read large files.
+    """Return the digests of files in order. Several threads read large files.
 
     `files` has the path, row path and size of each file. The function calls `done` several times with the number of
     files and bytes read so far.

@@ -8,10 +8,10 @@ The mark ignores bytecode. A first import makes `__pycache__` directories, which
 mark.
 
 The module does not follow links into directories. A link to a file outside of the listed directory (uv with
-`--link-mode symlink`) counts as a regular file. Other links that lead outside are reported as odd entries, as are
+`--link-mode symlink`) counts as a regular file. The listing reports other links that lead outside as odd entries, like
 devices, sockets and FIFOs. The module opens no file.
 
-Failure: `EnvironmentUnsupported` names a directory that cannot be read.
+Failure case: `EnvironmentUnsupported` names a directory that cannot be read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ListedFile(NamedTuple):
 
     file: str  # absolute path
     kind: str
-    size: int  # content bytes; for a link to a file outside, the bytes of that file
+    size: int  # Number of content bytes. For a link to a file outside, the bytes of that file.
     mtime_ns: int
     inode: int
     # An edit changes the ctime even if a program restores the mtime. A new hard link changes the ctime too.
@@ -52,7 +52,7 @@ class Directory(NamedTuple):
 
 
 class DirectoryListing(NamedTuple):
-    """One listed directory: files and subdirectories by name, and skipped names with the reason."""
+    """A listed directory: files and subdirectories by name, and skipped names with the reason."""
 
     directory: Directory
     files: dict[str, ListedFile]
@@ -70,8 +70,7 @@ class Listing(msgspec.Struct):
 
 
 Keep = Callable[[str, str, bool], bool]
-"""Decides if an entry is listed, by its relative directory ("" or ending in "/"), its name, and if it is a directory.
-"""
+"""Decides if a listing includes an entry: relative directory ("" or ending in "/"), name, and True for a directory."""
 
 
 def keep_all(above: str, name: str, is_directory: bool) -> bool:
@@ -82,7 +81,7 @@ def keep_all(above: str, name: str, is_directory: bool) -> bool:
 def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
     """Return the listing of one directory.
 
-    Links must not lead out of `top`, which is this directory or one above it.
+    Links must not lead out of `top`, which is the listed directory or a directory above.
     """
     above = directory[len(top) :].lstrip("/")
     above += "/" if above else ""

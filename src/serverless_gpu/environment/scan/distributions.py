@@ -1,7 +1,8 @@
 """Reads the distributions of a directory from `.dist-info`, and decides how far to trust RECORD.
 
 The module opens only small files: RECORD, INSTALLER, entry_points.txt and installer metadata. An `.egg-info`, or a
-`.dist-info` without RECORD (Debian has both), does not list its files. These files belong to the unowned unit.
+`.dist-info` without RECORD (Debian has both), does not list its files. Files that no RECORD lists belong to the unowned
+unit.
 
 Rows are canonical: they omit all parts of RECORD that differ between installers. The same wheel gives the same rows for
 pip and uv, in any prefix, in `--target` directories, and on any machine:
@@ -35,7 +36,7 @@ _FLAT_AREAS = frozenset({"bin", "etc", "include", "man", "share"})
 _INSTALLERS = frozenset(
     {"conda-pypi", "distlib", "flit", "hatch", "installer", "pdm", "pip", "pipenv", "poetry", "pixi", "rye", "uv"}
 )
-"""These installers write RECORD from the files that they install, and do not change the files afterwards."""
+"""Installers that write RECORD from the files that they install, and do not change the files afterwards."""
 TRUSTED_AFTER_NS = 2 * 10**9
 """Seconds by which a trusted file may be newer than RECORD. File systems store coarse times."""
 SCRIPT_BYTES_MAX = 1024 * 1024
@@ -48,7 +49,7 @@ RECORD_BYTES_MAX = 256 * 1024 * 1024
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """One installed distribution."""
+    """An installed distribution."""
 
     name: str
     version: str
@@ -93,7 +94,7 @@ def _read_distribution(site: Listing, info: str) -> Distribution | None:
 
 
 def read_text(path: str) -> str:
-    """Return a small file as text; invalid UTF-8 is replaced."""
+    """Return a small file as text, with replacements for invalid UTF-8."""
     try:
         with open(path, "rb") as file:
             content = file.read(RECORD_BYTES_MAX + 1)

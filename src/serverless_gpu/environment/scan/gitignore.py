@@ -1,18 +1,19 @@
 """Reads which files of a directory git ignores and tracks, without running git.
 
-Git decides for each entry separately, from the top directory down. The last pattern that matches an entry's own path
-decides, and the deepest `.gitignore` comes first. Git never reads an ignored directory. `pathspec` instead answers for
-a path and all directories above it at once. The answers differ when a directory is ignored and then included again. So
-this module trims the expressions of `pathspec` to match only the path itself. `.sgpuignore` has the same syntax and
-overrides every `.gitignore`: `!name` includes files that git ignores.
+Git evaluates its patterns for each entry separately, from the top directory down. The last pattern that matches an
+entry's own path applies, and a deeper `.gitignore` takes precedence. Git never reads an ignored directory. `pathspec`
+instead matches a path together with all directories above the path. The results differ if one pattern ignores a
+directory and a later pattern includes the directory again. The module therefore trims the expressions of `pathspec` to
+match only the path itself. `.sgpuignore` has the same syntax and overrides every `.gitignore`: `!name` includes files
+that git ignores.
 
-A user's patterns for all repositories are in `core.excludesFile`, or else in git's default place. The module reads the
-settings of the system and of the user. The module does not read a repository's own settings, included files or
+A user's patterns for all repositories are in `core.excludesFile`, or else at git's default path. The module reads git's
+system settings and user settings. The module does not read a repository's own settings, included files or
 `GIT_CONFIG_*` variables.
 
-Tracked files are never ignored, whatever the patterns say (`git add -f`). The module reads the tracked files from
-`.git/index`, versions 2 to 4. If the module cannot read the index (another version, SHA-256 names, a split index), it
-reports the problem, and only the patterns decide.
+The patterns never ignore tracked files (`git add -f`). The module reads the tracked files from `.git/index`, versions 2
+to 4. If the module cannot read the index (another version, SHA-256 names, a split index), it reports the problem and
+uses only the patterns.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class IgnorePatterns(msgspec.Struct, frozen=True):
     # top, `above` is the start of each path.
     base: str
     above: str  # For example ``src/``, if the pattern file lies in the directory above the top ``src``.
-    # Expressions, each with True if its matches are ignored; the last rule comes first.
+    # Expressions, each with True if git ignores the matching paths. The last rule is the first entry.
     rules: tuple[tuple[re.Pattern[str], bool], ...]
-    any: re.Pattern[str]  # Combined expression; matches if any of the rules may match.
+    any: re.Pattern[str]  # Combined expression, which matches if any rule may match.
 
     def decide(self, path: str) -> bool | None:
         """Return True if the patterns ignore a path, False if they include the path, and None without a match.
@@ -79,7 +80,7 @@ class IgnoreRules(msgspec.Struct, frozen=True):
     all: bool = False  # True if git ignores the directory itself, and so every untracked entry in the directory
 
     def by_ours(self, path: str) -> bool | None:
-        """Return the decision of `.sgpuignore` for an entry; paths of directories end in ``/``."""
+        """Return the decision of `.sgpuignore` for an entry. Paths of directories end in ``/``."""
         return _decide(self.ours, path)
 
     def by_git(self, path: str) -> bool:
@@ -201,7 +202,7 @@ def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
 
 
 def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
-    """Return True if a repository ignores a directory or one above it; the directory's path ends in ``/``."""
+    """Return True if a repository ignores a directory or one above. Directory paths end in ``/``."""
     for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
         for patterns in reversed(git):
             start = len(inside) - len(patterns.above)
@@ -214,7 +215,7 @@ def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
 
 
 def _relative(path: str, above: str) -> str:
-    """Return a path relative to the directory `above`, ending in ``/``; "" if it is not below `above`."""
+    """Return a path relative to the directory `above`, ending in ``/``, or "" for a path outside."""
     start = above.rstrip("/") + "/"
     return path[len(start) :].rstrip("/") + "/" if path.startswith(start) and path != above else ""
 
@@ -231,7 +232,7 @@ def _git_directory(repository: str) -> str:
 
 
 def _own_git_directory(repository: str) -> str:
-    """Return the git directory of a repository or worktree; a worktree's `.git` file names it."""
+    """Return the git directory of a repository, or of a worktree, whose `.git` file names the directory."""
     git = f"{repository}/.git"
     try:
         with open(git, encoding="utf-8", errors="surrogateescape") as file:
@@ -283,7 +284,7 @@ def _value(text: str) -> str:
 
 
 def tracked_files(index: str, inside: str) -> list[str] | None:
-    """Return the tracked files and submodules below a directory; None if git's index cannot be read.
+    """Return the tracked files and submodules below a directory, or None if git's index is unreadable.
 
     `inside` is the directory relative to the repository, ending in ``/``, or "". The returned paths are relative to the
     directory.

@@ -4,14 +4,14 @@
                          │ kept part: other facts that a rescan of the interpreter's own library needs
 
 Each environment has one index file. A writer replaces the whole file with a rename. Readers read the parts one by one,
-and a writer may replace the file between two reads. So the parts of one capture share a *generation*, a random number.
-Reading the gate part takes 1-2 ms. The background check reads the files part, and a scan reads all three parts. Paths
-are stored as one string with NUL between them, and numbers as arrays in bytes. Making 100,000 small objects would take
-longer than checking the directories. The index is only a cache: an unreadable part (another version, truncated by a
-power cut, altered) counts as missing. The module calls no fsync.
+and a writer may replace the file between two reads. The parts of one capture therefore share a *generation*, a random
+number. Reading the gate part takes 1-2 ms. The background check reads the files part, and a scan reads all three parts.
+Paths are stored as one string with NUL between them, and numbers as arrays in bytes. Making 100,000 small objects would
+take longer than checking the directories. The index is only a cache: an unreadable part (another version, truncated by
+a power cut, altered) counts as missing. The module calls no fsync.
 
 An mtime or ctime from the last moments before the scan is stored as `UNKNOWN`. A file that changed again in the same
-tick of the file system's clock would look unchanged. A comparison then reads the file's content instead.
+tick of the file system's clock would look unchanged. A comparison with `UNKNOWN` reads the file's content.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TICK_NS = 20_000_000  # The clock that kernels use for file times has ticks of 
 _COARSE_TICK_NS = 2_000_000_000  # Some file systems store times in seconds; FAT stores times in steps of two seconds.
 _PART_BYTES_MAX = 1024**3
 ENTRIES_MAX = 64
-"""Maximum number of index files, one per environment; the oldest files are deleted."""
+"""Maximum number of index files, one per environment. A writer deletes the oldest files."""
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -54,7 +54,7 @@ class Stats(msgspec.Struct, array_like=True):
 
     paths: str = ""  # Absolute paths with NUL between them.
     numbers: bytes = b""  # Size, mtime, inode and ctime of each file, as int64; all 0 for a missing file.
-    kinds: str = ""  # One letter for the kind of each file, as in rows; "-" for a missing file.
+    kinds: str = ""  # A letter for the kind of each file, as in rows, or "-" for a missing file.
     digests: bytes = b""  # SHA-256 of each file, 32 bytes (zeros for links); empty if no content was read.
 
     def names(self) -> list[str]:
@@ -128,7 +128,7 @@ class FilesPart(msgspec.Struct, array_like=True):
 
 
 class KeptPart(msgspec.Struct, array_like=True):
-    """Other facts for `stdlib_rescan.py`; empty if the library has no virtual environment of its own."""
+    """Other facts for `stdlib_rescan.py`. Empty if the library has no separate virtual environment."""
 
     generation: bytes
     spot: ImportRoot | None = None  # root of the library; None if nothing is known about the library
@@ -139,7 +139,7 @@ class KeptPart(msgspec.Struct, array_like=True):
 
 
 class IndexFile:
-    """One index file, whose parts can be read separately."""
+    """An index file, whose parts can be read separately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -176,7 +176,7 @@ class IndexFile:
                 path.unlink(missing_ok=True)
 
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
-        """Replace one part of the index with newer facts of the same capture; ignore write errors.
+        """Replace one part of the index with newer facts of the same capture, and ignore write errors.
 
         If another process has written a newer capture, the function drops the facts. A newer capture that another
         process writes just before the rename is lost. The old parts still match their own capture, so the next check
@@ -224,7 +224,7 @@ def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: i
 
 
 def known_mtime(mtime_ns: int, seen_ns: int) -> int:
-    """Return an mtime or ctime if a later change would change it too, else `UNKNOWN`.
+    """Return an mtime or ctime, or `UNKNOWN` if a later change might leave the time the same.
 
     `seen_ns` is the start time of the scan that read the mtime or ctime.
     """

@@ -63,7 +63,7 @@ class KnownFiles(msgspec.Struct, frozen=True):
         return Digest(kept[4], file.size)
 
     def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
-        """Return whether a file was touched after the last scan, without a new RECORD from an installer.
+        """Return True if a file was touched after the last scan, without a new RECORD from an installer.
 
         The scan then does not trust RECORD, even if the file's size and mtime match RECORD.
         """
@@ -81,7 +81,7 @@ def read_memory(index: IndexFile) -> IndexParts | None:
 
 
 def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
-    """Return the facts of an earlier scan about files that still exist; empty without an index."""
+    """Return the facts of an earlier scan about files that still exist, or no facts without an index."""
     if memory is None:
         return KnownFiles()
     gate, files = memory.gate, memory.files
@@ -137,7 +137,7 @@ def make_parts(
 
 
 def _made_before(found: Survey) -> list[IndexedUnit]:
-    """Return the reused units in the form of composed units."""
+    """Return the reused units as composed units."""
     made = []
     for part in found.parts:
         for member in part.reused.members if part.reused is not None else ():
@@ -216,7 +216,7 @@ def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str,
 
 
 def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
-    """Return the small files that decide which files are captured; the value is None for unlisted files.
+    """Return the small files that determine the captured files. The value of an unlisted file is None.
 
     The result includes files that were taken out of units because they name directories. No unit covers these files.
     """
@@ -234,7 +234,7 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
 
 
 def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
-    """Return small files with their digests; the stat of a missing file is zeros.
+    """Return small files with their digests, and with zeros as the stat of a missing file.
 
     A file that has changed since the survey keeps its old stat and gets an impossible digest, because the capture has
     the file's old content.

@@ -1,6 +1,6 @@
 """Describes an interpreter: its module search path, its loaded modules, and its build.
 
-This file uses only the standard library and syntax that old Pythons accept. `describe_other` runs the text of this file
+The module uses only the standard library and syntax that old Pythons accept. `describe_other` runs the module's source
 in interpreters that do not have this package. The description contains the names of start-up variables, never their
 values.
 """
@@ -49,7 +49,7 @@ os.register_at_fork(after_in_child=_renew_turn)
 
 
 def describe() -> dict[str, object]:
-    """Return the description of this process as JSON-compatible values; one thread at a time runs this."""
+    """Return the description of this process as JSON-compatible values. A lock serializes the callers."""
     with _turn:  # Until Python 3.12, a second thread may read incomplete sysconfig variables.
         return _describe()
 
@@ -88,7 +88,7 @@ def describe_other(python: str) -> dict[str, object]:
 
     Raises:
         OSError: the interpreter cannot be started.
-        RuntimeError: the interpreter times out or prints no description; the error quotes the output.
+        RuntimeError: the interpreter times out or prints no description. The error quotes the output.
     """
     with open(__file__, encoding="utf-8") as file:
         program = file.read() + "\n\nprint('\\n' + _ANSWER + json.dumps(describe()))\n"
@@ -111,7 +111,7 @@ def describe_other(python: str) -> dict[str, object]:
 
 
 def _abi() -> str:
-    """Return the ABI tag of extension modules; for CPython, from the file suffixes of modules."""
+    """Return the ABI tag of extension modules, for CPython from the file suffixes of modules."""
     if sys.implementation.name == "cpython":
         tagged = [ending for ending in EXTENSION_SUFFIXES if ending.startswith(".cpython-")]
         return tagged[0].split(".")[1] if tagged else ""

@@ -1,9 +1,9 @@
 """Decides which files of the user's project are captured, by the rules of git.
 
-Left out: files that git ignores (`.gitignore`, `.git/info/exclude`, the user's own pattern file) and files that
-`.sgpuignore` names. Always left out: `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, the
-home directory of serverless-gpu, and directories of distributions, which are separate roots. These ignored files are
-captured unless `.sgpuignore` names them:
+The capture leaves out files that git ignores (`.gitignore`, `.git/info/exclude`, the user's own pattern file) and files
+that `.sgpuignore` names. The capture always leaves out `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual
+environments, and the home directory of serverless-gpu. Directories of distributions are separate roots. The capture
+includes some ignored files, unless `.sgpuignore` names them:
 
     tracked    files that git tracks (`git add -f`), also in an ignored directory
     imported   files of modules that were imported
@@ -11,19 +11,21 @@ captured unless `.sgpuignore` names them:
                an extension module built in place. Not in an ignored directory
     egg-info   an old editable install has no metadata without this directory
 
-Directories that are not projects are not walked: the home directory, `/` and `/tmp`, which may contain a script. Only
-the Python files and packages of such a directory are captured.
+The capture does not walk directories that are not projects, such as the home directory, `/` and `/tmp`. A directory
+that is not a project may contain a script. The capture then includes only the Python files and packages of the
+directory.
 
 The capture also leaves out files that no restore would accept, and reports these files. A project may contain a data
 set with `a.png` and `A.png`, and the project's code must still run. Of two names that differ only in case or Unicode
-form, the capture includes the imported file, or else the first file in order. In a library the capture refuses such
-names, because no installer made them.
+form, the capture includes the imported file, or else the file that sorts first. In a library the capture refuses
+invalid names, because no installer creates a file with an invalid name.
 
 The walk counts the entries that git ignores and reports the count in one message. The walk does not enter ignored
 directories, so their size is unknown. The message names directories first, because they contain the most data, and
 hidden directories (caches of tools) last.
 
-Failure, `EnvironmentTooLarge`: the project has more than 1 GiB or 100,000 files. The error names the ten largest.
+Failure case: The walk raises `EnvironmentTooLarge` for a project of more than 1 GiB or 100,000 files. The error names
+the ten largest entries.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _AREA = "site/"
 CODE_BYTES_MAX = 1024**3
 CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
-"""Number of files after which the walk of a too large directory stops; its largest entries are known then."""
+"""Number of files after which the walk of a too large directory stops. The walk knows the largest entries by then."""
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
 _IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
@@ -84,7 +86,7 @@ class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
     index_ns: int = 0  # Time of the last write to git's index, in nanoseconds.
 
     def is_stale(self) -> bool:
-        """Return whether git's index has changed since the walk read the index."""
+        """Return True if git's index has changed since the walk read the index."""
         return bool(self.index) and index_mtime(self.index) != self.index_ns
 
 
@@ -118,7 +120,7 @@ def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
 
 
 class _CodeWalk:
-    """One walk of a code directory; holds the directories to visit, each with its ignore rules."""
+    """A walk of a code directory, with the directories to visit and their ignore rules."""
 
     def __init__(self, place: CodeDirectory, outer: IgnoreRules, *, ask: bool) -> None:
         self._ask = ask
@@ -195,14 +197,14 @@ class _CodeWalk:
                 above = above[: above.rfind("/", 0, -1) + 1]
 
     def _holds_in(self, path: str) -> IgnoreRules:
-        """Return the rules for a captured directory; an ignored directory captures only tracked files."""
+        """Return the rules for a captured directory. An ignored directory captures only tracked files."""
         ignoring = self._ignoring
         if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):
             return msgspec.structs.replace(ignoring, all=True)
         return ignoring
 
     def _is_ignored(self, above: str, path: str) -> bool:
-        """Return whether an entry is left out; count an entry that git ignores. Directories end in ``/``."""
+        """Return True to leave out an entry, and count ignored entries. Directory paths end in ``/``."""
         ours = self._ignoring.by_ours(path)
         if ours:
             return True
@@ -218,7 +220,7 @@ class _CodeWalk:
         return True
 
     def _is_imported_from(self, above: str) -> bool:
-        """Return whether a directory holds an imported file or is a captured package."""
+        """Return True if a directory holds an imported file or is a captured package."""
         known = self._packages.get(above)
         if known is None:
             own = above + "__init__.py"
@@ -230,7 +232,7 @@ class _CodeWalk:
         return known
 
     def _is_ours(self, path: str) -> bool:
-        """Return whether `.sgpuignore` leaves out a file or a directory above it."""
+        """Return True if `.sgpuignore` leaves out a file or a directory above it."""
         names = path.split("/")
         ignoring = self._chains[""]
         for depth in range(1, len(names) + 1):
@@ -315,7 +317,7 @@ def _gigabytes(size: int) -> str:
 
 
 def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
-    """Remove files from a code listing that no restore would accept; store the reason under `odd`.
+    """Remove files from a code listing that no restore would accept, and store the reason in `odd`.
 
     Imported files take precedence over other files.
     """
@@ -337,7 +339,7 @@ class _Misfits:
         self._odd: dict[str, tuple[str, str]] = {}  # Directory → the invalid part of its path, and the reason.
 
     def find(self, path: str) -> tuple[str, str] | None:
-        """Return the invalid part of a path and the reason; None for a valid path."""
+        """Return the invalid part of a path and the reason, or None for a valid path."""
         if not is_plain(path):
             return path, "its name has control characters, or bytes that are not UTF-8"
         if path.count("/") + 2 > DEPTH_MAX or len(os.fsencode(_AREA + path)) > PATH_BYTES_MAX:
@@ -373,7 +375,7 @@ class _Misfits:
 
 
 class IgnoredFiles:
-    """The entries below a directory that git ignores; the walk does not enter ignored directories."""
+    """Ignored entries below a directory. The walk does not enter ignored directories."""
 
     def __init__(self) -> None:
         self._files = 0
@@ -381,7 +383,7 @@ class IgnoredFiles:
         self._candidates: list[str] = []
 
     def add(self, path: str) -> None:
-        """Count an ignored entry; a directory's path ends in ``/``."""
+        """Count an ignored entry. A directory's path ends in ``/``."""
         if path.endswith("/"):
             self._directories += 1
         else:

@@ -5,10 +5,10 @@
 
 A different stat alone is not a change. If a directory's mtime differs, the check lists the directory again and compares
 only its mark, which ignores bytecode. If a file's stat differs or its times are too recent to compare, the check reads
-the file and compares only its content. So `touch`, a checkout to another branch and back, a new hard link, or a chmod
-that preserves the execute bit is not a change. The stat includes the ctime, which no system call can set. So the check
-detects an edit of the same size even if a program restored the mtime. The caller stores the new stats for the next
-check.
+the file and compares only its content. Therefore `touch`, a checkout to another branch and back, a new hard link, or a
+chmod that preserves the execute bit is not a change. The stat includes the ctime, which no system call can set. The
+check therefore detects an edit of the same size even if a program restored the mtime. The caller stores the new stats
+for the next check.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def differing(stats: Stats) -> list[int]:
 
 
 def is_single_threaded() -> bool:
-    """Return whether this process may fork: neither Python nor a library has started a thread."""
+    """Return True if this process may fork: neither Python nor a library has started a thread."""
     try:
         return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
     except OSError:  # Without /proc the number of threads is unknown.
@@ -151,7 +151,7 @@ class _Worker:
         os.close(writing)
 
     def finish(self) -> list[int]:
-        """Return the changed files; if the forked process failed, check its share in this process."""
+        """Return the changed files. If the forked process failed, check its share in this process."""
         with open(self._reading, "rb") as pipe:
             answer = pipe.read()
         _, status = os.waitpid(self._pid, 0)
@@ -172,7 +172,7 @@ class _Worker:
 def _read_suspects(
     names: Sequence[str], stats: Stats, suspects: Sequence[int], row_path: RowPath
 ) -> tuple[list[int], dict[int, os.stat_result]]:
-    """Return the files with changed content; for all others, their stat from before the read."""
+    """Return the files with changed content, and the earlier stat of each unchanged file."""
 
     def read(number: int) -> os.stat_result | None:
         return _read_suspect(names[number], stats, number, row_path(number))
@@ -258,7 +258,7 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDir
 
 
 def _compare_code(gate: GatePart, number: int, place: CodeDirectory, mtimes: array[int], seen_ns: int) -> bool:
-    """Return whether a walk of a code area finds the same directories and files as before."""
+    """Return True if a walk of a code area finds the same directories and files as before."""
     if place.is_stale():  # Git may track other files by this time, and only a full scan reads git's index.
         return False
     listing = list_code(place).listing

@@ -18,7 +18,8 @@ root inside of another scanned root is not a separate part. For example, `pywin3
 site-packages, and a project's `src` may lie in the directory of its scripts. A library below a code directory is a
 separate part, and does not belong to the code (`project_files.py`).
 
-Failure: `EnvironmentUnsupported` for conda, which rewrites installed files, so that their original content is unknown.
+Failure case: The search raises `EnvironmentUnsupported` for conda. Conda rewrites installed files, so their original
+content is unknown.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     # For a library, the directory above it with ``bin`` and ``share``; equals `directory` for a flat library.
     prefix: str = ""
     site: str = ""  # Path of the library below its prefix; "" for a flat library.
-    # True if the prefix belongs to this library alone. Then unowned files in the prefix are part of the library.
+    # True if the prefix belongs to the library alone. Unowned files in the prefix are then part of the library.
     is_venv: bool = False
     before: bool = False  # True if the root comes before the standard library on `sys.path`.
     on_path: bool = True  # True if the root is on `sys.path`; False if only a generated file names the root.
@@ -303,7 +304,7 @@ class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
     reused: ReusedUnits | None = None  # unchanged units, which `files` and `distributions` do not contain
 
     def holds(self, path: str) -> bool:
-        """Return whether a real path is a directory or file of this root."""
+        """Return True if a real path is a directory or file of this root."""
         if self.spot.archive or not is_inside(path, self.spot.real):
             return False
         _, listing = self.areas[0]
@@ -314,7 +315,7 @@ class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """All roots, the interpreter's own first; missing `sys.path` entries; left-out paths with reasons."""
+    """All roots (the interpreter's own first), missing `sys.path` entries, left-out paths with reasons."""
 
     parts: tuple[SurveyedRoot, ...]
     absent: tuple[str, ...]
@@ -322,7 +323,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
-    """Return whether an entry of a prefix is listed; excludes its Python, and unknown top-level names."""
+    """Return True to list an entry of a prefix, but not its Python or unknown top-level names."""
     if not above:
         return is_directory and name in _PREFIX_DIRECTORIES
     if above == "lib/" and name.startswith(("python", "pypy")):
@@ -342,12 +343,13 @@ def survey(
 ) -> Survey:
     """Scan everything that an interpreter imports from.
 
-    The function calls `look_at` with each directory and the number of its files. `again` returns the interpreter's own
-    library, or None if the library needs a full scan.
+    The function calls `look_at` with each directory and the number of its files. `again` returns the survey of the
+    interpreter's own library, or None if the library needs a full scan.
     """
     spots = find_import_roots(description)
     parts: dict[int, SurveyedRoot] = {}
-    # Sorted by depth, because the survey finds an inner root only after the walk of the outer root. Code comes last.
+    # Roots are sorted by depth, because the survey finds an inner root only after the walk of the outer root. Code
+    # roots are last.
     order = sorted(
         enumerate(spots.spots), key=lambda one: (one[1].kind != "own", one[1].kind == "code", len(one[1].real))
     )

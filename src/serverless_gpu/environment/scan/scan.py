@@ -63,7 +63,7 @@ class _Gated(msgspec.Struct, frozen=True):
 
 
 class Recogniser:
-    """Recognizes environments that this machine has captured; not safe for concurrent callers."""
+    """Recognizes environments that this machine has captured. Not safe for concurrent callers."""
 
     def __init__(self, directory: Path, clock: Clock | None = None) -> None:
         self._directory = directory
@@ -95,7 +95,7 @@ class Recogniser:
         return None if self._gated is None else self._gated.gate.snapshot
 
     def generation(self) -> bytes:
-        """Return the index generation that `gate` compared with last; b"" when the gate found a change."""
+        """Return the index generation that the last `gate` used, or b"" if `gate` found a change."""
         return b"" if self._gated is None else self._gated.gate.generation
 
     def last(self, description: Description) -> Snapshot | None:
@@ -105,9 +105,9 @@ class Recogniser:
         return gate.snapshot if gate is not None and gate.key == key else None
 
     def check(self) -> tuple[Change, ...]:
-        """Check every file after a gate without changes; return the files that were edited in place.
+        """Check every file after a gate without changes, and return the files that were edited in place.
 
-        The result has one change for each changed unit.
+        The result has a single change for each changed unit.
         """
         gated = self._gated
         if gated is None:
@@ -127,7 +127,7 @@ class Recogniser:
     def _check_again(self, gated: _Gated) -> tuple[Change, ...]:
         """Return the changes if another process has stored a newer index of the environment since the gate.
 
-        The new index cannot confirm the old result of the gate, unless the gate gives the same result again.
+        The new index confirms the old result of the gate only if the gate returns the same result again.
         """
         was = gated.gate
         now = self.gate(gated.description)
@@ -146,7 +146,7 @@ class Recogniser:
             raise Unwatchable("the index of the environment cannot be read")
         watcher = LibraryWatcher(gate, files.files)
         try:
-            # From this point, inotify events report changes. The check finds earlier changes.
+            # From now on, inotify events report changes. The check finds earlier changes.
             if self.gate(description) is None or self.check():
                 raise Unwatchable("the environment changed while the watches were placed")
             seen = index.read_files()
@@ -206,8 +206,8 @@ def _key(description: Description) -> bytes:
 def garbage_kept() -> Iterator[None]:
     """Disable the garbage collector while the block runs.
 
-    A scan or capture makes 100,000 small objects that stay referenced. The collector would visit them repeatedly, which
-    would take a third of the scan's time.
+    A scan or capture creates 100,000 small objects that stay referenced. Repeated garbage collections would take a
+    third of the scan's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

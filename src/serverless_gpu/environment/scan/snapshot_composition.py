@@ -96,7 +96,7 @@ def compose(
 
 
 class UnitSources(Mapping[str, LocalUnit]):
-    """Local units by address; makes the rows of reused units on demand."""
+    """Local units by address. Makes the rows of reused units on demand."""
 
     def __init__(self) -> None:
         self._known: dict[str, LocalUnit] = {}

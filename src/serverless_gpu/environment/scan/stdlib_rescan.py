@@ -5,8 +5,9 @@
     distributions ─ without these paths, and no file claimed by another one ─▶ `ReusedUnits`: the unchanged unit
                   └ all others, and unowned files ─▶ the part: files and distributions as in a full scan
 
-The result equals the result of a full scan. So only simple distributions are reused, which `reusable` selects. Any
-other irregularity (another directory, broken links, a directory that vanishes during the rescan) leads to a full scan.
+The result equals the result of a full scan. The rescan therefore reuses only simple distributions, which `reusable`
+selects. Any other irregularity (another directory, broken links, a directory that vanishes during the rescan) leads to
+a full scan.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _claimed(distribution: Distribution, site: str, prefix: str) -> set[str]:
 
 
 class _Directories:
-    """Compares directories with the index; collects changed directories and missing directories."""
+    """Compares directories with the index, and collects changed directories and missing directories."""
 
     def __init__(self, spot: ImportRoot, memory: IndexParts) -> None:
         self._spot = spot
@@ -123,7 +124,7 @@ class _Directories:
                 self._area_of[name] = areas_of[number]
 
     def compare(self) -> bool:
-        """List changed directories again; return True if the rescan can continue without a full scan."""
+        """List changed directories again, and return True if the rescan can continue without a full scan."""
         again = self._moved()
         mine = [owner.site == self._spot.directory for owner in self._files.owners]
         owners_of = memoryview(self._files.owners_of).cast("I").tolist()
@@ -361,7 +362,7 @@ def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
 
 
 def directory_inodes(names: Iterable[str]) -> bytes:
-    """Return the inodes of directories in stored form; 0 for a missing directory."""
+    """Return the inodes of directories in stored form, or 0 for a missing directory."""
     inodes = array("q")
     for name in names:
         try:

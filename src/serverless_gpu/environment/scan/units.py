@@ -4,7 +4,7 @@ A file that several distributions claim belongs to each of them while their clai
 belongs to the distributions whose claimed digest matches the file. Files without a claim form the root's unowned unit,
 except files that a virtual environment makes for itself.
 
-`.pth`, `.egg-link` and finders of editable installs name directories. The capture stores the text of such a file with
+`.pth`, `.egg-link` and finders of editable installs name directories. The capture stores the file's text with
 `{{sgpu:2}}` in place of the directory of root 2. Restore replaces this placeholder with the restored directory. A
 `.pth` line that adds a directory outside of all roots is left out, because the line would have no effect after a
 restore. Files that name no local directory stay ordinary files of their units.
@@ -114,9 +114,9 @@ def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]]
 
 
 def settle_links(draft: UnitDraft) -> list[str]:
-    """Keep links that lead into their unit; turn other links into files, or leave them out.
+    """Keep links that lead into their unit, and replace or leave out all other links.
 
-    Return a message for each link that is left out.
+    Files replace links that lead to files. Return a message for each link that is left out.
     """
     links = [path for path, file in draft.files.items() if file.kind == "l"]
     if not links:
@@ -172,7 +172,7 @@ def _directories(paths: Iterable[str]) -> set[str]:
 
 
 def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> bool:
-    """Return whether a link leads to an entry of its unit, through real directories only."""
+    """Return True if a link leads to an entry of its unit, through real directories only."""
     for _ in range(LINK_HOPS_MAX):
         target = files[path].target
         if target.startswith("/"):

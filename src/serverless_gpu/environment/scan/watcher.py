@@ -6,8 +6,8 @@
             └ a change ───▶ the reason; the watches are then invalid: check everything, and place new watches
 
 The watch on a directory reports names that appear, disappear or are renamed. The watch on a directory does not report
-writes through another hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports both,
-by any name.
+writes through another hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports writes
+and new links under any name.
 
 Every write begins with an open of the file, which the file's watch reports. After an open, `ask` compares the file's
 stat with the baseline. The comparison covers writes that raise no event: writes through a memory mapping, and on old
@@ -20,18 +20,17 @@ kernels writes through io_uring.
     a file that is a link to another place, or outside of watched directories   the file's stat, at each `ask`
     the library's directory, or one above it, renamed or replaced               device and inode of each top
     a mount on, above or below a top; unmounted                                 mount table; an event
-    more events than the queue can hold                                         overflow event: all files count as
-    changed
+    more events than the queue can hold                                         overflow event: the watches are invalid
     network, FUSE and overlay file systems, no watches left, too many links     `Unwatchable`: always a full check
 
-Not detected: a write through a memory mapping that a process made before the watches were placed and still holds. A
-full check finds such a write only if the kernel has flushed the page to the disk since the previous write.
+The watches do not detect writes through a memory mapping that is older than the watches. A full check detects a write
+through an older mapping only if the kernel has flushed the page since the previous write.
 
 The watcher ignores bytecode, as every scan does. Project code is not watched, because the gate compares every file of
 the project anyway.
 
-The watches use inotify (Linux only). The kernel appends an event before the system call that caused it returns. So a
-reader that finds the queue empty knows that no such call has returned since its last read.
+The watches use inotify (Linux only). The kernel appends an event before the system call that caused the event returns.
+An empty queue therefore proves that no system call has changed a library since the last read.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ _SHORTAGES: dict[int | None, str] = {
 
 
 class Unwatchable(Exception):
-    """Watches are not available for an environment, or not sufficient; the text gives the reason."""
+    """Watches are not available or not sufficient for an environment. The message is the reason."""
 
 
 class WatchPlan(NamedTuple):
@@ -154,7 +153,7 @@ class LibraryWatcher:
         self._stats = files.pick(self._compared)
 
     def take_events(self) -> str:
-        """Read the event queue and return why the libraries may have changed, or ""."""
+        """Read the event queue, and return the reason why the libraries may have changed, or ""."""
         opened = []
         for event in self._queue.read():
             if event.mask == OPEN:
@@ -164,7 +163,7 @@ class LibraryWatcher:
         return self._compare_from_now_on(opened)
 
     def ask(self) -> str:
-        """Return why the libraries may have changed since the baseline; "" proves that they have not changed."""
+        """Return the reason why libraries may differ from the baseline, or "" if proven unchanged."""
         try:
             if _is_changed(self._mounts_fd) and self._read_mounts() != self._mounts:
                 return "a file system was mounted or unmounted"
@@ -244,7 +243,7 @@ def _disturbance(event: Event) -> str:
 
 
 def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
-    """Refuse libraries on several file systems, or on one whose changes the kernel may miss."""
+    """Refuse libraries on several file systems, or on a file system whose changes the kernel may miss."""
     points = {_unescape(line.split(" ")[4]) for line in mounts}
     for top in tops:
         real = os.path.realpath(top)
@@ -276,7 +275,7 @@ def _check_limit(wanted: int) -> None:
 
 
 def _is_changed(mounts_fd: int) -> bool:
-    """Return whether the mount table has changed since the last call."""
+    """Return True if the mount table has changed since the last call."""
     poller = select.poll()
     poller.register(mounts_fd, select.POLLPRI)
     return bool(poller.poll(0))
@@ -291,7 +290,7 @@ def _unescape(point: str) -> str:
 
 
 class Event(NamedTuple):
-    """One event: the number of its watch, its mask, and a name in the directory, or b""."""
+    """An inotify event: the number of its watch, its mask, and a name in the directory, or b""."""
 
     watch: int
     mask: int
@@ -299,7 +298,7 @@ class Event(NamedTuple):
 
 
 class Inotify:
-    """One inotify queue with its watches.
+    """An inotify queue with its watches.
 
     Raises OSError: this system has no inotify, or the user has no queue left.
     """
@@ -320,7 +319,7 @@ class Inotify:
     def watch_directory(self, path: str) -> int:
         """Watch the names in a directory and return the number of the watch.
 
-        Raises OSError: the directory cannot be watched; ENOSPC if the user has no watch left.
+        Raises OSError: the directory cannot be watched. The errno is ENOSPC if the user has no watch left.
         """
         return self._watch(path, _DIRECTORY)
 

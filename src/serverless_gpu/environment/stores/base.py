@@ -24,7 +24,7 @@ _KEY = re.compile(r"(?:packs|units|snapshots)/[0-9a-f]{64}|gc/(?:condemned|colle
 
 
 class Stored(NamedTuple):
-    """One object in a store: its key, its size in bytes, and the time of the last put (ns since 1970)."""
+    """An object in a store: its key, its size in bytes, and the time of the last put (ns since 1970)."""
 
     key: str
     size: int
@@ -50,7 +50,7 @@ class Store(abc.ABC):
         Args:
             key: the key of the object.
             start: the first byte.
-            length: the number of bytes; None means to the end. The object may end earlier.
+            length: the number of bytes, or None for all bytes up to the end. The object may end earlier.
 
         Raises:
             KeyError: the store has no such object.
@@ -62,8 +62,8 @@ class Store(abc.ABC):
         """Put objects durably and atomically, in place of existing objects.
 
         Several objects in one call cost far less than several calls. Each object becomes visible separately, in any
-        order. So an object that points at others must be put in a later call. When the call fails, some of the objects
-        may exist.
+        order. A caller must put an object that refers to other objects in a later call. When the call fails, some of
+        the objects may exist.
 
         Args:
             objects: bytes by key.
@@ -83,11 +83,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing objects."""
+        """Remove objects, and ignore missing objects."""
 
     @abc.abstractmethod
     def free_bytes(self) -> int | None:
-        """Return how many more bytes the store can hold, or None if the store does not know."""
+        """Return the number of bytes that still fit into the store, or None if unknown."""
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
         """Check snapshots and units with their content, and remove objects that no restore can use.
@@ -95,7 +95,7 @@ class Store(abc.ABC):
         Only a server supports this, because its clients may not remove objects.
 
         Returns:
-            The removed keys; None if the caller must check the store itself.
+            The removed keys, or None if the caller must check the objects.
         """
         return None
 
@@ -103,8 +103,8 @@ class Store(abc.ABC):
 class CollectionGuard(abc.ABC):
     """A store that reports the state of garbage collection for keys that the caller names.
 
-    Such a store does not return the list of condemned objects. The list has keys of other users' objects, and a key is
-    enough to read an object.
+    A guarded store does not return the list of condemned objects. The list has keys of other users' objects, and a key
+    is enough to read an object.
     """
 
     @abc.abstractmethod

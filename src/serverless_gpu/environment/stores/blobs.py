@@ -1,17 +1,20 @@
-"""Reads and writes the snapshots, units and packs of a store, and checks them in both directions.
+"""Reads and writes the snapshots, units and packs of a store, and checks every object.
 
-    read_*    limits the size, decodes strictly, and checks the rules and the address before it returns; a wrong object
-              is read once more, because it may have been altered in transit, then it is an error
-    write_*   checks the same rules; packs come before the units that point into them, and units before the snapshot
-              that lists them, so every object is complete at any time, even if a process is killed
-    missing_* finds objects that a capture must send: those that the store lacks or that are condemned
+The `read_*` methods limit the size of an object, decode the object strictly, and check its rules and address. A method
+reads a wrong object once more before it raises an error, because the bytes may have been altered in transit.
 
-One instance serves one capture or one restore, because it checks only once if a key is condemned. Several threads may
+The `write_*` methods check the same rules. A writer puts packs before the units that refer to them, and units before
+the snapshot that lists them. Every object is therefore complete at any time, even if a process is killed.
+
+The `missing_*` methods find objects that a capture must send. The store lacks these objects, or garbage collection has
+condemned them.
+
+An instance serves only one capture or restore, because it queries only once if a key is condemned. Several threads may
 use one instance.
 
-Failure cases: an object is missing (EnvironmentMissing) or altered in the store (EnvironmentCorrupt). An object breaks
-the rules or has a newer version (EnvironmentRejected). The store does not answer (StoreUnavailable) or is full
-(StorageError).
+Failure cases: The methods raise EnvironmentMissing for a missing object, and EnvironmentCorrupt for an object that was
+altered in the store. The methods raise EnvironmentRejected for an object that breaks the rules or has a newer version.
+The methods raise StoreUnavailable if the store does not answer, and StorageError if the store is full.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ from serverless_gpu.errors import (
 )
 
 CAPTURE_S_MAX = 6 * 3600
-"""Seconds after a capture's first query in which it may write the snapshot. Garbage collection waits four times as
-long.
+"""Seconds from a capture's first query within which the capture may write the snapshot. Garbage collection waits four
+times as long.
 """
 PREFIX_DIGITS_MIN = 4
 _PAUSE_S = 1.0
@@ -68,7 +71,7 @@ class StoreBlobs:
         self._condemned: frozenset[str] | None = None
         """All condemned keys, from a store that returns the whole list."""
         self._answers: dict[str, bool] = {}
-        """Key → True if condemned, from a store that answers only about single keys."""
+        """Key → True if condemned, from a store that reports only on single keys."""
         self._began_ns: int | None = None
         self._there: set[str] = set()
         """Keys that exist and are not condemned, or that this instance has put."""
@@ -119,7 +122,7 @@ class StoreBlobs:
         return digest
 
     def write_packs(self, packs: Mapping[str, bytes | memoryview]) -> None:
-        """Put packs under names that the caller has just computed; several packs cost little more than one."""
+        """Put packs under names that the caller has just computed. Several packs cost little more than one."""
         self._put({f"packs/{digest}": data for digest, data in packs.items()})
 
     def write_unit(self, unit: Unit) -> None:
@@ -132,7 +135,7 @@ class StoreBlobs:
         Raises:
             EnvironmentRejected: a unit breaks the rules. No unit was stored.
             EnvironmentMissing: a pack of a unit is missing.
-            StoreUnavailable: garbage collection interfered; capture again.
+            StoreUnavailable: garbage collection interfered. Capture again.
         """
         for unit in units:
             check_unit(unit)
@@ -144,12 +147,12 @@ class StoreBlobs:
             self._written[f"units/{unit.address}"] = tuple(f"packs/{digest}" for digest in unit.packs)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Put a snapshot whose units exist; a restore can then use it, and collections keep its units.
+        """Put a snapshot whose units exist. Restores can then use the snapshot.
 
         Raises:
             EnvironmentRejected: the snapshot breaks the rules.
             EnvironmentMissing: a unit of the snapshot is missing.
-            StoreUnavailable: an object was deleted after the check; the others need not be sent again.
+            StoreUnavailable: an object was deleted after the check. The caller need not send all objects again.
         """
         check_snapshot(snapshot)
         units = [f"units/{address}" for address in snapshot.addresses()]
@@ -191,12 +194,12 @@ class StoreBlobs:
         return bool(collectors(self.store, self.clock.wall_ns())[0])
 
     def remove(self, keys: Collection[str]) -> None:
-        """Remove objects that do not match their names; later checks report these objects as missing."""
+        """Remove objects that do not match their names, so that later checks report these objects as missing."""
         self.store.delete([check_key(key) for key in keys])
         self.forget(keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Record that the store itself has removed objects; later checks report these objects as missing."""
+        """Record that the store has removed objects, so that later checks report these objects as missing."""
         self._there -= set(keys)
 
     def find_snapshot(self, prefix: str) -> str:
@@ -272,7 +275,7 @@ class StoreBlobs:
             )
 
     def _make_sure(self, units: Iterable[str]) -> None:
-        """Check again that all objects of this capture exist; a collection or a restore may have deleted some."""
+        """Check again that all objects of the capture exist, because a collection may have deleted some."""
         relied_on = {*units, *(key for key in self._there if key.startswith("packs/"))}
         lost = relied_on - self.store.present(relied_on)
         self._there -= lost
@@ -297,8 +300,8 @@ class StoreBlobs:
         fresh = self._rescued.intersection(keys)
         if not fresh:
             return
-        # A collection that began before the second put may not have seen the new object. So this method waits for the
-        # end of the collection and then checks the object. A later collection detects that the object is young.
+        # A collection that began before the second put may not have seen the new object. The method therefore waits for
+        # the end of the collection and then checks the object. A later collection detects that the object is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
         while self.is_collecting():
             if self.clock.boottime_ns() > deadline_ns:

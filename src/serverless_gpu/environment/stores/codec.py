@@ -4,14 +4,14 @@
 
 Documents are msgpack in one zstd frame with a checksum. Packs are bytes with a name.
 
-Decoding is strict: a decoded document, encoded again, must give the same bytes. So a document has no unknown field and
-only one form. The decoder checks sizes before it creates any value: 100 MB of zeros compress to 10 kB, and 30 million
-empty lists need 2 GB of memory. Writing follows the same rules as reading.
+Decoding is strict: a decoded document, encoded again, must give the same bytes. A document therefore has exactly one
+encoded form, without unknown fields. The decoder checks sizes before it creates any value: 100 MB of zeros compress to
+10 kB, and 30 million empty lists need 2 GB of memory. Writing follows the same rules as reading.
 
 Readers of a store use this module, and so does a server that stores the objects of clients.
 
-Failure cases: the bytes do not match their name (`AlteredObject`), so another copy may be right. The bytes match, but
-break a rule or have an unknown version (`EnvironmentRejected`), so every copy is wrong.
+Failure cases: If the bytes do not match their name, the codec raises `AlteredObject`, and another copy may be right. If
+matching bytes break a rule or have an unknown version, the codec raises `EnvironmentRejected`, and every copy is wrong.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from serverless_gpu.errors import EnvironmentRejected
 from serverless_gpu.json_codec import from_msgpack
 
 DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
-"""Limit of a document's bytes before compression: a million rows of 250 bytes."""
+"""Maximum size of a document in bytes before compression: a million rows of 250 bytes."""
 SNAPSHOT_BYTES_MAX = 32 * 1024 * 1024
-"""Limit of a snapshot's bytes before compression: thousands of units, and facts about 100,000s of modules."""
+"""Maximum size of a snapshot in bytes before compression: thousands of units, and facts about 100,000s of modules."""
 SNAPSHOT_VALUES_MAX = 1_000_000
-"""Limit of all values in a snapshot, at any depth. Lists and maps differ in length, so the total counts."""
+"""Maximum number of values in a snapshot, at any depth. Lists and maps have no separate limits."""
 ITEMS_MAX = 1_000_000
-"""Limit of rows, packs, blocks, places or other items of one kind."""
+"""Maximum number of rows, packs, blocks, places or other items of one kind."""
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 _FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -51,7 +51,7 @@ _ANOTHER = "its content does not match its address"
 
 
 class _Shape(msgspec.Struct):
-    """The fields that the decoder checks first; each kind of document has some of these fields."""
+    """The fields that the decoder checks first. Each kind of document has some of these fields."""
 
     version: int = 0
     rows: msgspec.Raw = msgspec.Raw()
@@ -101,7 +101,7 @@ def _check_shape(shape: _Shape, what: str, newest: int) -> None:
 
 
 def _items(head: bytes) -> int:
-    """Return the length of a msgpack array from its first bytes; 0 for any other value."""
+    """Return the length of a msgpack array from its first bytes, or 0 for any other value."""
     if head[:1] == b"\xdd":
         return int.from_bytes(head[1:5], "big")
     if head[:1] == b"\xdc":

@@ -11,19 +11,20 @@
                                 an existing object points at it             waits
                                 neither, and not put again since            deleted
 
-A unit that stays because it is young keeps its packs, because a capture that uses the unit does not check them again.
-No object is deleted before the objects that point at it, whatever the list contains. A snapshot may start to need a
-unit that is already on the list, and the snapshot may be old before the next collection.
+A unit that stays because it is young keeps its packs, because a capture that uses the unit does not check the packs
+again. Independently of the list, the collection deletes no object before the objects that refer to it. A new snapshot
+may need a unit that is already on the list, and the snapshot may be old before the next collection.
 
-The collection deletes snapshots before units, and units before packs. So every existing object is complete at every
-moment, and a later collection finds all leftovers of a killed collection. New entries of the list get their date only
-when the list is known to be stored. So no capture can have missed them since that date. `condemned_objects.py` explains
-why captures may run during a collection. All of this requires that a capture takes less than the grace period.
+The collection deletes snapshots before units, and units before packs. Every existing object is therefore complete at
+every moment, and a later collection finds all leftovers of a killed collection. A new entry of the list gets its date
+only after the collection has stored the list. Every capture that starts after the date therefore reads the entry.
+`condemned_objects.py` explains why captures may run during a collection. The scheme requires that a capture takes less
+than the grace period.
 
-Failure cases: a needed document cannot be read. The objects that it points at are neither deleted nor condemned, and
-the result names the document. Another collection is running (`busy`). A collection makes no progress
-(StoreUnavailable), and the next collection continues. The clocks of machines differ by more than minutes, so an object
-may stay longer.
+Failure cases: If a needed document cannot be read, the collection keeps all objects that the document may refer to, and
+the result names the document. If another collection is running, the collection does nothing (`busy`). If a collection
+makes no progress, it raises StoreUnavailable, and the next collection continues. If the clocks of machines differ by
+several minutes, an object may stay longer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ GRACE_S = 24 * 3600
 """Grace period in seconds before an object is condemned, and again before it is deleted: four times a capture's limit.
 """
 _KINDS = ("snapshots", "units", "packs")
-# One round of requests, each within the store's time limit, ends before the lease ends.
+# A round of requests, each within the store's time limit, ends before the lease ends.
 _DELETE_AT_ONCE = 16
 _READ_AT_ONCE = 8
 _READ_BATCH = 64
@@ -99,12 +100,12 @@ def collect(
 ) -> CollectionResult:
     """Condemn unused objects, and delete objects that were condemned long enough ago.
 
-    Snapshots `in_use` (of running attempts and live zygotes) stay at any age, and other snapshots for `keep_s`. An
-    unneeded object stays for `grace_s` before the collection condemns it, and for another `grace_s` before its
-    deletion. `grace_s` is longer than any capture.
+    Snapshots `in_use` (of running attempts and live zygotes) stay at any age, and other snapshots for `keep_s` seconds.
+    An unneeded object stays for `grace_s` seconds before the collection condemns the object. The object stays for
+    another `grace_s` seconds before its deletion. `grace_s` is longer than any capture.
 
     Raises:
-        StoreUnavailable: the store does not answer, or the collection took too long; the next collection continues.
+        StoreUnavailable: the store does not answer, or the collection took too long. The next collection continues.
         EnvironmentRejected: a newer version wrote the list.
     """
     work = _Collection(blobs, CollectionTerms(frozenset(in_use), max(keep_s, grace_s) * 10**9, grace_s * 10**9), report)
@@ -120,7 +121,7 @@ def collect(
 
 
 class CollectionTerms(msgspec.Struct, frozen=True):
-    """The rules for objects that stay: snapshots in use, young snapshots, and recently put objects."""
+    """Terms for keeping objects: snapshots in use, young snapshots, and recently put objects."""
 
     in_use: frozenset[str]
     keep_ns: int
@@ -128,7 +129,7 @@ class CollectionTerms(msgspec.Struct, frozen=True):
 
 
 class _Collection:
-    """One collection, from its announcement to its withdrawal."""
+    """A collection, from its announcement to its withdrawal."""
 
     def __init__(self, blobs: StoreBlobs, terms: CollectionTerms, report: Report) -> None:
         self._blobs = blobs
@@ -144,7 +145,7 @@ class _Collection:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[bool]:
-        """Announce the collection; yield True if no other one runs. If two meet, both withdraw."""
+        """Announce the collection, and yield True if no other runs. Concurrent collections all withdraw."""
         self._renew()
         try:
             at_work, void = collectors(self._store, self._clock.wall_ns())
@@ -181,14 +182,14 @@ class _Collection:
         return joined(snapshots, units, packs)
 
     def delete(self, doomed: Sequence[Stored]) -> None:
-        """Delete objects in small batches, while no other collection can consider this collection dead."""
+        """Delete objects in small batches, while the announcement of this collection is valid."""
         for done, some in _batches([stored.key for stored in doomed], _DELETE_AT_ONCE):
             self._renew()
             self._store.delete(some)
             self._pulse("deleting", done, len(doomed))
 
     def write_list(self, plan: CollectionPlan) -> None:
-        """Store the new list: first without dates, then with dates once the list is known to be stored."""
+        """Store the new list first without dates, then with dates once the list is known to be stored."""
         some = plan.condemned[: ITEMS_MAX - len(plan.waiting)]
         new = tuple(CondemnedEntry(stored.key, 0, stored.put_ns) for stored in some)
         if not new and frozenset(plan.waiting) == frozenset(self._condemned.entries):
@@ -225,7 +226,7 @@ class _Collection:
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
     ) -> tuple[frozenset[str] | None, frozenset[str]]:
-        """Return the keys that kept documents point at (None if unreadable), and those of all documents."""
+        """Return the keys that kept documents refer to (None if unreadable), and the keys of all documents."""
         keys = plan.remaining()
         pointed_at: set[str] = set()
         held: set[str] = set()
@@ -254,7 +255,7 @@ class _Collection:
             return None
 
     def _renew(self) -> None:
-        """Renew the announcement of this collection; stop if others may already consider it dead."""
+        """Renew the announcement of this collection, or stop if the announcement may have expired."""
         now_ns = self._clock.boottime_ns()
         if self._renewed_ns is not None:
             silent_s = (now_ns - self._renewed_ns) / 1e9
@@ -313,8 +314,8 @@ def kept_parts(
 ) -> frozenset[str]:
     """Return the keys of the units or packs that stay.
 
-    `pointed_at` are the keys that kept documents point at. `pointed_at` is None when one of these documents is
-    unreadable; then all objects stay.
+    `pointed_at` contains the keys that kept documents refer to. `pointed_at` is None, and all objects stay, if a kept
+    document is unreadable.
     """
     return frozenset(
         stored.key

@@ -3,14 +3,14 @@
     gc/condemned           objects that no snapshot needed at the last collection; a later one may delete them
     gc/collector-<digits>  a running collection; put again every minute, void some time after the last put
 
-A capture checks once for each object if it is condemned. The capture treats a condemned object as missing, and puts it
-again. A capture that checked before the object was listed ends before the object may be deleted (grace period). So the
-collection sees the capture's snapshot. A capture that checked later puts the object again, and the collection sees the
-new put. If both happen at the same moment, the capture must wait for the collection and check again
-(`StoreBlobs.write_snapshot`).
+For each object, a capture checks once if the object is condemned. The capture treats a condemned object as missing, and
+puts the object again. A capture that checked before the object was listed ends before the object may be deleted (grace
+period). The collection then sees the capture's snapshot. A capture that checked later puts the object again, and the
+collection sees the new put. If the put and the deletion happen at the same moment, the capture must wait for the
+collection and check again (`StoreBlobs.write_snapshot`).
 
-The list has keys of all users' objects, and a key is enough to read an object. So a server returns the list only to
-operators. The server answers captures only about the keys that they name (`base.CollectionGuard`).
+The list has keys of all users' objects, and a key is enough to read an object. A server therefore returns the list only
+to operators. The server answers captures only about the keys that they name (`base.CollectionGuard`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LEASE_S = 20 * 60
 
 
 class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One object on the list of condemned objects."""
+    """An object on the list of condemned objects."""
 
     key: str
     since_ns: int  # Time at which the object was certainly on the list; 0 while unknown.
-    put_ns: int  # Time of the object's last put; a later put means that a capture needed the object.
+    put_ns: int  # Time of the object's last put. A later put means that a capture needed the object.
 
 
 class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_condemned(store: Store) -> CondemnedList:
-    """Return the list of condemned objects; an empty list if the object is missing."""
+    """Return the list of condemned objects, or an empty list if the object is missing."""
     try:
         return decode(store.get(CONDEMNED), CondemnedList, LIST_NAME)
     except KeyError:

@@ -5,22 +5,23 @@
     <root>/incoming/…          unfinished files, under names that no reader requests
 
     write all under other names, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
-                                                 the first wait includes the journal, and the others
-                                                 find theirs already written
+                                                 the first wait includes the journal, so later waits
+                                                 find their data already written
 
-An object gets its name only when its bytes are on the disk. So an object exists completely or not at all, even after a
-power cut. If two writers put one key, both succeed, and the last one replaces the first. The store syncs several
-objects together, not each object alone. A killed writer leaves a file under `incoming/`. A day later, `delete` removes
-this file; only garbage collection calls `delete`.
+An object gets its name only when its bytes are on the disk. An object therefore exists completely or not at all, even
+after a power cut. If two writers put the same key, both succeed, and the later object replaces the earlier object. The
+store syncs several objects together, not each object alone. A killed writer leaves a file under `incoming/`. `delete`,
+which only garbage collection calls, removes the file after a day.
 
 Large objects bypass the page cache where the file system allows it (`write_direct`). Large objects become durable at
-once, so the page cache would only hold another copy. This copy costs more time than the disk: 0.9 s of a core for 390
-MB, against 0.02 s. The copy would also evict cached files of the user's programs. If direct writing is not possible,
-the store writes through the page cache. Direct writing requires whole disk blocks and aligned memory. tmpfs and some
-network and FUSE file systems do not support it.
+once, so the page cache would only hold another copy. Copying 390 MB would take 0.9 s of a core, and direct writing
+takes 0.02 s. The copy would also evict cached files of the user's programs. If direct writing is not possible, the
+store writes through the page cache. Direct writing requires whole disk blocks and aligned memory. tmpfs and some
+network and FUSE file systems do not support direct writing.
 
-Failure cases: the disk is full (StorageError, before the first byte if free space is known to be too small). A
-directory cannot be read or written, or a link is in the place of an object (StoreUnavailable).
+Failure cases: The store raises StorageError if the disk is full. If the free space is known to be too small, the store
+raises the error before the first byte. The store raises StoreUnavailable if a directory is not readable or writable, or
+if a link is in the place of an object.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class DirectoryStore(Store):
             raise self._problem("list", prefix, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing objects."""
+        """Remove objects, and ignore missing objects."""
         parents = set()
         for key in keys:
             path = self._path(key)
@@ -163,7 +164,7 @@ class DirectoryStore(Store):
             raise self._problem("clean", INCOMING, error) from error
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes this user can write to the disk, or None if unknown."""
+        """Return the number of bytes that this user can still write to the disk, or None if unknown."""
         for directory in (self._root, *self._root.parents):
             try:
                 disk = os.statvfs(directory)
@@ -257,7 +258,7 @@ def _entries(path: str | Path) -> list[os.DirEntry[str]]:
 def write_direct(fd: int, data: memoryview) -> int:
     """Write the start of an empty file, bypassing the page cache.
 
-    The position of `fd` is 0, and `data` is the whole content. Return the number of written bytes; the caller writes
+    The position of `fd` is 0, and `data` is the whole content. Return the number of written bytes. The caller writes
     the remaining bytes.
     """
     if not _DIRECT or len(data) < SIZE_MIN:
@@ -318,7 +319,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
                 fds.append(fd)
             for fd in fds:
                 os.fsync(fd)
-        # This sync costs almost nothing, because syncing the files has already written the journal.
+        # Syncing directories costs almost nothing here, because syncing the files has already written the journal.
         for path in above:
             sync_directory(path)
         faults.reach("before_object_is_named")
@@ -362,7 +363,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def closed(fd: int) -> Iterator[None]:
-    """Close a descriptor at the end of the block; raise an error of closing unless the block failed.
+    """Close a descriptor after the block, and raise an error of the close unless the block failed.
 
     Network file systems may write, and fail, only when a file is closed.
     """
@@ -376,7 +377,7 @@ def closed(fd: int) -> Iterator[None]:
 
 
 def _is_new(path: Path) -> bool:
-    """Make a directory; return False if it exists."""
+    """Make a directory, or return False if the directory exists."""
     try:
         path.mkdir(mode=_PRIVATE)
     except FileExistsError:
@@ -391,14 +392,14 @@ def _fill(fd: int, content: memoryview, now_ns: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns))
     os.fchmod(fd, 0o400)
     if sys.platform == "linux":
-        # Starts the write-back at once, before `fsync` waits for it. No process needs the cached pages either.
+        # Starts the write-back before `fsync` waits for it. No process needs the cached pages.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class MemoryStore(Store):
     """Stores objects in a dictionary.
 
-    `name` is the part after ``memory://``. `capacity_bytes` None means no limit.
+    `name` is the part after ``memory://``. `capacity_bytes` is None without a limit.
     """
 
     def __init__(self, name: str = "", *, clock: Clock | None = None, capacity_bytes: int | None = None) -> None:
@@ -439,13 +440,13 @@ class MemoryStore(Store):
         return iter(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing objects."""
+        """Remove objects, and ignore missing objects."""
         for key in keys:
             with self._lock:
                 self._objects.pop(check_key(key), None)
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes the store can hold, or None without a limit."""
+        """Return the number of bytes that still fit into the store, or None without a limit."""
         if self._capacity_bytes is None:
             return None
         return max(0, self._capacity_bytes - sum(len(data) for data, _ in self._objects.values()))

@@ -4,23 +4,24 @@
                     ▲────────────────────────────────────────────────┘     5 minutes in all
 
 After a put, the store compares the object with the server's entity tag, if the tag is an MD5 digest. Otherwise the
-store reads one object back to confirm that the server's tags are no MD5 digests. So the store sends bytes again that
-were altered in transit.
+store reads one object back to confirm that the server's tags are no MD5 digests. The store sends bytes again that were
+altered in transit.
 
 Credentials come from the variables that the tools of each cloud read (`CLOUDS`), or from the machine itself if it
 belongs to the cloud. Only obstore receives the credentials. The text of an error contains URLs, headers and the
-server's message, and for some clouds a signature or a key. So `judge` uses only three facts from the text: the status,
-the server's own code (``NoSuchBucket``), and the failed step. No other part reaches a user or a log.
+server's message, and for some clouds a signature or a key. `judge` therefore uses only three facts from the text: the
+status, the server's own code (``NoSuchBucket``), and the failed step. No other part of the text reaches a user or a
+log.
 
-A process that has used an object store must not fork afterwards. The threads of obstore do not exist in a child, and a
-call in the child would wait forever. So the store refuses calls in such a child. The agent, zygotes and supervisors
+A process that has used an object store must not fork afterwards. A forked child lacks the threads of obstore, so a call
+in the child would wait forever. The store therefore refuses calls in a forked child. The agent, zygotes and supervisors
 never use this module.
 
-Failure cases: credentials are wrong or missing, or the bucket does not exist (StoreUnavailable at once, with a hint). A
-connection fails, or an answer is 5xx, 429, too slow or incomplete. The store then repeats the request, and finally
-raises StoreUnavailable with the last answer. After a 404 for an existing object, the store repeats the request for one
-second. The server has no space (StorageError). A server ignores a range and sends the whole object, and the store
-discards the unwanted bytes.
+Failure cases: If credentials are wrong or missing, or the bucket does not exist, the store raises StoreUnavailable at
+once, with a hint. If a connection fails, or an answer is 5xx, 429, too slow or incomplete, the store repeats the
+request. After the last try, the store raises StoreUnavailable with the last answer. After a 404 for an existing object,
+the store repeats the request for one second. If the server has no space, the store raises StorageError. If a server
+ignores a range and sends the whole object, the store discards the unwanted bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 10.0
 _READ_S = 30.0
-"""Seconds for which a connection may receive no data during a read."""
+"""Number of seconds for which a connection may receive no data during a read."""
 Connect = Callable[[float, bool], "Client"]
 Verdict = Literal["again", "absent", "beyond", "whole", "refused", "no bucket", "no credentials", "full"]
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -150,7 +151,7 @@ class ObjectStore(Store):
         _together(lambda key: self._put_one(key, objects[key]), list(objects))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that exist; several requests run at once."""
+        """Return the keys of these objects that exist. Several requests run at once."""
 
         def look(key: str) -> bool:
             import obstore
@@ -175,7 +176,7 @@ class ObjectStore(Store):
                 yield stored
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing objects."""
+        """Remove objects, and ignore missing objects."""
 
         asked = [check_key(key) for key in keys]
         for first in range(0, len(asked), _PAGE):
@@ -254,7 +255,7 @@ class ObjectStore(Store):
     def _client(self, left_s: float, reads: bool) -> Client:
         """Return a client whose requests have a time limit.
 
-        One request may use half of `bound_s`, and the last request may use the remaining time.
+        Each request may use half of `bound_s`, and the last request may use the remaining time.
         """
         half_s = self._bound_s / 2
         if left_s < half_s:
@@ -301,7 +302,7 @@ class _Final(Exception):
 
 
 class _Pages:
-    """Lists objects page by page; continues after the last page if a request fails."""
+    """Lists objects page by page, and continues after the last page if a request fails."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -309,7 +310,7 @@ class _Pages:
         self._stream: Iterator[Sequence[ObjectMeta]] | None = None
 
     def turn(self, client: Client) -> list[Stored]:
-        """Return the next page; an empty page is the end of the list."""
+        """Return the next page, which is empty at the end of the list."""
         import obstore
 
         stream, self._stream = self._stream, None  # The next call drops this stream if it fails.
@@ -358,7 +359,7 @@ def _refuse_after_fork(url: str) -> None:
 
 
 class Cloud(NamedTuple):
-    """One kind of object store: its URL scheme, variables and settings."""
+    """A kind of object store, with its URL scheme, variables and settings."""
 
     variables: tuple[str, ...]  # variables for the location and the credentials
     endpoint: tuple[str, ...]
@@ -427,7 +428,7 @@ CLOUDS: Mapping[str, Cloud] = {
 
 
 def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
-    """Return a function that makes a client; its arguments are the time limit, and True for reads only.
+    """Return a function that makes a client from a time limit, and True for reads only.
 
     Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has an invalid value.
     """
@@ -471,7 +472,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
 
 
 def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
-    """Return the address of the store without possible secrets; "" if the cloud defines the address."""
+    """Return the address of the store without secrets, or "" if the cloud defines the address."""
     for name in CLOUDS[scheme].endpoint:
         if value := environ.get(name):
             parts = urlsplit(value)
@@ -523,8 +524,8 @@ def _said(text: str) -> str:
 
 
 def pause_s(tries: int, chance: float) -> float:
-    """Return the backoff before the next try: it doubles up to 15 s, with a random share.
+    """Return the backoff in seconds before the next try, which doubles up to 15 s.
 
-    `chance` is a random number between 0 and 1. The random share distributes the retries of many clients.
+    `chance` is a random number between 0 and 1, which distributes the retries of many clients.
     """
     return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)

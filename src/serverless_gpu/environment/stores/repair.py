@@ -4,17 +4,17 @@
     a unit points at a missing or altered pack: delete the unit, before the pack
     a unit points at packs with other content than its rows: delete the unit
 
-A server repairs its own store (`Store.repair`), because its clients may not remove objects and it trusts only its own
-checks. The repair deletes only objects that no restore could ever use. The name of an object is the digest of its
+A server repairs its own store (`Store.repair`), because its clients may not remove objects. The server trusts only its
+own checks. The repair deletes only objects that no restore could ever use. The name of an object is the digest of its
 content, so a client with the content can put the object again. The snapshot that lists a deleted unit stays. The
 snapshot is complete again once a client has stored the unit.
 
-A unit's address covers its rows, but not the packs that it points into. So a unit with a right address may point at
-packs with other content. Each of these packs matches its name, and still no restore can use the unit. Only a check of
-the content detects this case (`check_content`). The check reads each pack once, in the order in which a capture fills
-them, with one pack in memory at a time.
+A unit's address covers its rows, but not its packs. A unit with a right address may therefore point at packs with other
+content. Even if each pack matches its name, no restore can use the unit. Only `check_content` detects a unit whose
+packs have other content. The check reads each pack once, in the order in which a capture fills them, with one pack in
+memory at a time.
 
-Failure cases: the store does not allow changes (the hint reports this and names the objects). `ContentMismatch` names
+Failure cases: If the store does not allow changes, the error's hint names the altered objects. `ContentMismatch` names
 the first row with other content.
 """
 
@@ -41,7 +41,7 @@ PACK_READS_FREE = 16
 packs.
 """
 ReadPack = Callable[[str, int], bytes]
-"""Returns the first bytes of a pack; its arguments are the digest and the number of bytes."""
+"""Returns the first bytes of a pack. The arguments are the pack's digest and the number of bytes."""
 NAMED_MAX = 3
 _AGAIN = "to send these objects again, run `sgpu env capture` on the machine where the environment is installed"
 
@@ -100,7 +100,7 @@ def _content(frame: memoryview, size: int, row: FileRow) -> memoryview:
 
 
 def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
-    """Return the parts of files in each block; like a restore, leave out blocks without a file."""
+    """Return the parts of files in each block. Like a restore, leave out blocks without a file."""
     parts: dict[int, list[_Part]] = defaultdict(list)
     filled = (row for row in unit.rows if row.has_content and row.size)
     for row, place in zip(filled, unit.places, strict=True):
@@ -117,7 +117,7 @@ def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
 
 
 def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
-    """Return a snapshot; remove an altered snapshot from the store."""
+    """Return a snapshot, or remove an altered snapshot from the store."""
     try:
         return blobs.read_snapshot(address)
     except EnvironmentCorrupt as error:
@@ -126,7 +126,7 @@ def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
 
 
 def error_after_repair(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
-    """Check all objects that units need, remove altered objects, and return the error to raise.
+    """Remove altered objects among the objects that units need, and return the error to raise.
 
     `error` is the error of the failed fetch: an object is altered or missing.
     """
@@ -187,7 +187,7 @@ def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None
 
 
 def _repaired(blobs: StoreBlobs, keys: Collection[str]) -> tuple[str, ...] | None:
-    """Return the keys that the store itself has removed; None if the caller must remove them."""
+    """Return the keys that the store itself has removed, or None if the caller must remove the objects."""
     removed = blobs.store.repair(keys)
     if removed:
         blobs.forget(removed)

@@ -3,11 +3,12 @@
     capture, restore ─▶ ServedStore ─ Connection ─▶ /environments/… ─▶ the server's own store
 
 The server checks the objects that it receives. The server refuses bytes that were altered in transit (HashMismatch),
-and the client sends them again. The connection itself repeats interrupted transfers. The server's own store may be of
-any kind.
+and the client sends the bytes again. The connection itself repeats interrupted transfers. The server's own store may be
+of any kind.
 
-Failure cases: the server or its store is unreachable (retries for up to 5 minutes, then StoreUnavailable). The token is
-not valid or has too few rights (StoreUnavailable, with a hint). The server's disk is full (StorageError).
+Failure cases: If the server or its store is unreachable, the client retries for up to 5 minutes, then raises
+StoreUnavailable. If the token is not valid or has too few rights, the client raises StoreUnavailable with a hint. If
+the server's disk is full, the client raises StorageError.
 """
 
 from __future__ import annotations
@@ -120,16 +121,16 @@ class ServedStore(Store, CollectionGuard):
         return self._ask_condemned(()).collecting
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing objects."""
+        """Remove objects, and ignore missing objects."""
         for some in _batches(keys):
             self._ask_about("delete", some, type(None))
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes the store can hold, or None if the server does not know."""
+        """Return the number of bytes that still fit into the store, or None if the server cannot tell."""
         return self._ask(lambda server: server.ask("GET", "/environments/free", answer=Free)).bytes
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
-        """Request that the server check objects and remove unusable objects; return the removed keys.
+        """Request that the server remove unusable objects, and return the removed keys.
 
         The client sends one request per key, because the server takes seconds to read a large unit.
         """
@@ -153,9 +154,9 @@ class ServedStore(Store, CollectionGuard):
                     ) from None
 
     def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
-        """Query the server which keys are condemned.
+        """Query the server for condemned keys.
 
-        Raises StoreUnavailable: the server is too old to answer; it would return the whole list instead.
+        Raises StoreUnavailable: the server is too old for the query, and would return the whole list.
         """
         try:
             return self._ask_about("condemned", keys, CondemnedAnswer)
@@ -196,7 +197,7 @@ class ServedStore(Store, CollectionGuard):
             raise StoreUnavailable(error.message, hint=error.hint) from None
 
     def close(self) -> None:
-        """Close the connection; the next call opens a new connection."""
+        """Close the connection. The next call opens a new connection."""
         with self._lock, contextlib.suppress(OSError):
             if self._opened is not None and self._opened[0] == os.getpid():
                 self._opened[1].close()

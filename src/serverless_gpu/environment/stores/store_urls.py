@@ -28,12 +28,12 @@ _memory_lock = threading.Lock()
 
 
 def is_remote(url: str) -> bool:
-    """Return True if the name of a store shows that it is across a network."""
+    """Return True if the name of a store denotes a store on the network."""
     return "://" in url and not url.startswith(("file://", "memory://"))
 
 
 def is_served(url: str) -> bool:
-    """Return whether a store belongs to a server."""
+    """Return True if a store belongs to a server."""
     return url.partition("://")[0] in _SERVED
 
 
@@ -43,12 +43,11 @@ def open_store(
     """Return a store, without accessing or creating it.
 
     Args:
-        url: a path, ``file:///a/path``, ``memory://name`` (one store per name in this process),
-            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; for a server,
-            ``sgpu+http://host:port``.
+        url: a path, ``file:///a/path``, ``memory://name`` (one store per name in this process), ``s3://bucket/prefix``,
+            ``gs://bucket/prefix``, ``az://container/prefix``, or ``sgpu+http://host:port`` for a server.
         environ: source of credentials for object stores, and of the certificates for a server without `ca`.
         token: the token for a server.
-        ca: file with the certificates for a server, from its profile; "" for the system's certificates.
+        ca: file with the certificates for a server, from its profile, or "" for the system's certificates.
         bound_s: time limit of one call to an object store or a server, in seconds.
 
     Raises:
@@ -73,7 +72,7 @@ def open_store(
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
-        # This import is late, because the HTTP client takes 50 ms to import, and most stores are directories.
+        # The import is late, because the HTTP client takes 50 ms to import, and most stores are directories.
         served = load(f"{__package__}.server_store")
         return cast(
             "Store", served.ServedStore(text, token, ca=ca or environ.get("SSL_CERT_FILE", ""), bound_s=bound_s)

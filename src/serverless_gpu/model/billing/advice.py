@@ -128,7 +128,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     idle_ns: int
     on_demand_micros: int  # Cost of the on-demand GPUs. `on_demand_ns` holds their time in GPU-nanoseconds.
     on_demand_ns: int
-    duty_percent: float | None  # Used share of the reserved GPU time; None without reserved GPUs.
+    duty_percent: float | None  # Used share of the reserved GPU time, or None without reserved GPUs.
 
     @property
     def micros(self) -> int:

@@ -71,7 +71,7 @@ WARN_AT = (80, 95)
 """Per cent of a limit at which the server sends a warning, once per period."""
 FULL = 100
 CLOSED = 101
-"""Warning mark of a hard budget that stopped runs because it did not cover their next minute; not a percentage."""
+"""Warning mark of a hard budget that stopped runs to stay within its limit. Other marks are percentages."""
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
 
@@ -93,7 +93,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget with exactly one of the two limits."""
+    """A budget with a limit of either money or GPU time."""
 
     scope: Scope
     period: Period  # Budget period: each day, week or month.

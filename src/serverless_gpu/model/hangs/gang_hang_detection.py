@@ -6,9 +6,9 @@ Each node of a gang has one supervisor, which observes the gang's ranks on the n
     node: Seen ────▶ server ─▶ all have answered, the limit has passed ─▶ Judgement: a warning, or the end, of all ranks
 
 The rules are those of `hang_detection.py`, applied to the ranks of all nodes. A rank that waits for a working rank on
-another node does not hang. This module only contains values and decisions, on the server's clock. Nodes report
-durations instead of times, so node clocks have no effect. Each silence has a number, so that a late message does not
-start a new silence.
+another node does not hang. The module only contains values and decisions, on the server's clock. Nodes report durations
+instead of times, so node clocks have no effect. Each silence has a number, so that a late message does not start a new
+silence.
 
 Failure cases: The server makes no decision without a recent message from each node, because the state of a silent
 node's ranks is unknown. After a restart of the server, the nodes report their state again. At worst, the restarted

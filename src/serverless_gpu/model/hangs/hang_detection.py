@@ -5,7 +5,7 @@
                                                                         │  the silence
                                                                         └▶ none moves: END, where the user set a limit
 
-This module only contains values and decisions. The module uses no clocks, signals, /proc or files.
+The module only contains values and decisions. The module uses no clocks, signals, /proc or files.
 `node/supervisor/hang_watchdog.py` inspects the ranks and carries out the decisions.
 
 Silence does not prove a hang, because many programs train for hours without output. Before any warning, the supervisor

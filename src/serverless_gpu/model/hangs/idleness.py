@@ -7,7 +7,7 @@
 
 For a gang on several nodes, each node reports its idle level. The lowest level applies to the gang (`of_gang`).
 
-This module only contains values and functions that return the next value. The module uses no clocks, sockets or user
+The module only contains values and functions that return the next value. The module uses no clocks, sockets or user
 messages. The supervisor carries out the decisions: a warning, or an ordinary stop that gives ranks time to save a
 checkpoint.
 

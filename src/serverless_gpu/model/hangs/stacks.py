@@ -95,7 +95,7 @@ class Stack(msgspec.Struct, frozen=True):
 def parse(text: str, own: str) -> Stack:
     """Return the stack from faulthandler's text, without the frames of the package's runtime.
 
-    If the main thread has only frames of the runtime (`own`), the function keeps these frames.
+    If the main thread has only frames of the runtime (`own`), the function keeps the runtime frames.
     """
     threads: list[tuple[str, list[StackFrame]]] = []
     cut = False

@@ -4,7 +4,7 @@
        │          │          │
        └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
 
-This module contains the transition table and its handlers. The module uses no clocks, processes, sockets or files.
+The module contains the transition table and its handlers. The module uses no clocks, processes, sockets or files.
 `advance` accepts an attempt, an event and the time. `advance` returns the next attempt value and instructions for the
 caller. The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides how the
 server interprets reports and silence (UNREACHABLE).

@@ -12,18 +12,18 @@ Each node reports the state of its own ranks to the server. `fold` combines the 
 that node's state.
 
 - **The cause** is the first node that failed by itself. A weak cause is a closed connection of a peer while other nodes
-may report more. A dead process while another node is silent is also a weak cause. The report of a node that failed by
-itself or was lost replaces a weak cause once. After that replacement, only a failed GPU replaces the cause.
+  may report more. A dead process while another node is silent is also a weak cause. The report of a node that failed by
+  itself or was lost replaces a weak cause once. After that replacement, only a failed GPU replaces the cause.
 
 - **A node that stopped after a stop request** is not the cause, unless the kernel shows an earlier crash. After a stop
-request for the run, all failures are consequences of the request.
+  request for the run, all failures are consequences of the request.
 
 - **An attempt ends only after it has ended on all nodes**, because another attempt could collide with remaining
   processes. The caller can learn the cause earlier when no attempt follows (`early_reasons`).
 
 - **Ranks that have returned on one node wait for ranks on other nodes.** The rendezvous store of rank 0 is on its node,
-and other ranks would fail without that store. The server decides once that all ranks may exit, and only without
-failures or stop requests. Then the run succeeds when its results arrive.
+  and other ranks would fail without that store. The server decides once that all ranks may exit, and only without
+  failures or stop requests. Then the run succeeds when its results arrive.
 
 - **A node does not wait for silent nodes.** When all of its ranks have returned and all other nodes without a return
   are silent, its ranks may exit (`may_leave`) and free its devices. The other nodes still decide how the attempt ends.

@@ -5,7 +5,7 @@
        │                                │ UNREACHABLE (and back to the earlier state, or a later one)
        └──── a new attempt ◀────────────┘
 
-This module decides how the server interprets reports about a run. The module uses no clocks, database or nodes.
+The module decides how the server interprets reports about a run. The module uses no clocks, database or nodes.
 `attempt_lifecycle.py` handles the events within one attempt, driven by the attempt's supervisor. The run's table only
 receives the supervisor's reports.
 
@@ -14,17 +14,17 @@ Tests check five guarantees:
 - A run ends once. A terminal state has an empty row in the transition table.
 
 - The server starts a new attempt only after proof that the preceding attempt has ended. Proof is the attempt's own
-report (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
-(`Forgotten`). Silence is no proof.
+  report (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
+  (`Forgotten`). Silence is no proof.
 
 - A server that was restored from a backup does not start queued runs of the backup, because the runs may have started
-since the backup.
+  since the backup.
 
 - User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). A failure before user code
-is the platform's fault, and the server automatically retries the run a few times.
+  is the platform's fault, and the server automatically retries the run a few times.
 
-- A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached
-  the time limit or were lost, without newly saved data. Preempted attempts do not count.
+- A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached the
+  time limit or were lost, without newly saved data. Preempted attempts do not count.
 
 A final stop request (cancel, timeout, budget) replaces a stop request after which the run may continue (preempt,
 drain), never vice versa. If every rank returned before the stop request arrived, the run is SUCCEEDED.
@@ -88,7 +88,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run, with all inputs of the next decision."""
 
     run_id: str
-    fence: int = 0  # Number of the current attempt, which only increases; 0 before any attempt.
+    fence: int = 0  # Number of the current attempt, which only increases, or 0 before any attempt.
     state: State = State.QUEUED
     reason: Reason | None = None
     stop: StopReason | None = None  # Reason of the stop request, or None.

@@ -2,7 +2,7 @@
 
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
-This module only contains values and functions that return the next value. The module uses no clocks, sockets or locks.
+The module only contains values and functions that return the next value. The module uses no clocks, sockets or locks.
 The session's process carries out the decisions (`node/supervisor/session.py`).
 
 The session serves runs in the order of their requests. A small run never overtakes a large run, because the large run

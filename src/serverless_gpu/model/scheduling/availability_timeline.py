@@ -9,8 +9,9 @@
 Each node has three availability profiles: by likely ends of runs, by latest ends of runs, and by guessed ends. The
 scheduler enters a gang's reservation into the latest-end profile only if all runs have time limits. A run that starts
 before the gang must then end in time by the likely-end and the latest-end profile. The guess profile is for gangs that
-must start next while the ends of runs are unknown. These gangs have waited beyond the guard, or their team has used
-less than its share. A run that starts before a gang with a guessed reservation must end in time by the guess.
+must start next while the ends of runs are unknown. Gangs in the guess profile have waited beyond the guard, or their
+team has used less than its share. A run that starts before a gang with a guessed reservation must end in time by the
+guess.
 """
 
 from __future__ import annotations

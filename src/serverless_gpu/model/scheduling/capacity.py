@@ -176,7 +176,7 @@ class Capacity:
             place.group.index[gpu_type].remove(place, place.free[gpu_type], place.usable(gpu_type))
 
     def change(self) -> None:
-        """Discard the computed reach of all shapes; the next query computes it again."""
+        """Discard the computed reach of all shapes, which the next query computes again."""
         self._reaches.clear()
         self.is_plain = all(group.is_plain for group in self.groups.values())
 

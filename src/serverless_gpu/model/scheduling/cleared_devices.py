@@ -126,7 +126,7 @@ class Clearing:
     def take_back(self) -> None:
         """Withdraw all preemptions of the pass, because the next pass decides again from the new state.
 
-        The function also withdraws the preemptions for waiting runs, because some of these runs rely on preemptions for
+        The function also withdraws the preemptions for waiting runs, because some waiting runs rely on preemptions for
         other runs.
         """
         state = self._state
@@ -293,7 +293,7 @@ def close_to_guests(state: PlannerState) -> list[NodeGroup]:
 def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
     """Admit guest runs to nodes for which no run with a stronger right waits.
 
-    Returns True if more guest runs may start than before, and a waiting run could be such a guest.
+    Returns True if more guest runs may start than before, and a waiting run could start as a guest.
     """
     before = [group.claim for group in hosts]
     claims = _claims(state, hosts)

@@ -3,10 +3,10 @@
     nodes, pools, a request ─▶ never served? ── no ──▶ None
                                    └── yes ─▶ Shortage: why, and the request with another type, fewer devices or a pool
 
-The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the other
-functions to explain why a queued run waits forever. A pool with `single_principal` runs the code of one principal. Runs
-of other principals wait for a `single_principal` pool with the reason `isolation`. An administrator can change the
-isolation, so isolation never makes a run unsatisfiable.
+The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the module's
+remaining functions to explain why a queued run waits forever. A pool with `single_principal` runs the code of one
+principal. Runs of other principals wait for a `single_principal` pool with the reason `isolation`. An administrator can
+change the isolation, so isolation never makes a run unsatisfiable.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Planner:
         return wait_explanation.reservations(self._state, now_ns)
 
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
-        """Return the decayed use of each team; users without a team are under ``"~name"``."""
+        """Return the decayed usage by team, with users without a team under ``"~name"``."""
         return self._state.fairness.usage(now_ns)
 
 

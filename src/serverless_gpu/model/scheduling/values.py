@@ -180,7 +180,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class DevicesTaken(msgspec.Struct, frozen=True):
-    """Change: a run has devices. The run was found at the start, placed by another planner, or is stopping."""
+    """Change: a run has devices. Another planner placed the run, or the run is stopping, for example."""
 
     running: RunningRun
 
@@ -198,7 +198,7 @@ class NodeSeen(msgspec.Struct, frozen=True):
 
 
 class NodeGone(msgspec.Struct, frozen=True):
-    """Change: a node is absent. Its runs keep their devices until a `Gone` for each run."""
+    """Change: a node is absent. Runs on the node keep their devices until a `Gone` for each run."""
 
     node_id: str
 
@@ -234,7 +234,7 @@ class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """A latest start time that an earlier planner announced. The current planner must not exceed that time."""
+    """A latest start time that an earlier planner announced. The planner must not exceed that time."""
 
     reservation: Reservation
 
@@ -253,7 +253,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that must stop for another run. The preempted run stops with its grace period and resumes later."""
+    """A run that must stop for another run. The preempted run stops in an orderly way and resumes later."""
 
     run_id: str
     for_run: str
@@ -327,7 +327,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     kept_ns: int | None = None
     # Longest time limit with which the run could start now on the held devices, or 0 for no limit.
     spare_s: float = 0.0
-    # Queue position, from 1, among the runs for the same kind of devices; 0 without a position.
+    # Queue position, from 1, among the runs for the same kind of devices, or 0 without a position.
     place: int = 0
     # Start time of the run, if a reservation or all release times are known. `is_bound` marks a latest start time.
     at_ns: int | None = None
@@ -430,7 +430,7 @@ class Shape:
 
 
 class TimedShape:
-    """A shape with its duration. The shape, duration and owner determine the nodes on which a run may start."""
+    """A shape with its duration. Shape, duration and owner determine the nodes on which a run may start."""
 
     __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")
 

@@ -1,6 +1,6 @@
 """Explanations of waits, start estimates and queue order, computed on demand from the last pass.
 
-This module makes no scheduling decisions. The time of a query may grow with the length of the queue, so callers query
+The module makes no scheduling decisions. The time of a query may grow with the length of the queue, so callers query
 one run at a time.
 """
 

@@ -5,7 +5,7 @@
 
 "until 14:20 at the latest" is declared (`timeout`), and "until about 14:20" is learned from earlier runs. The message
 omits an unknown time. The message rounds a latest time up to the minute, so that the displayed time is never too early.
-Each list in a message has at most three names. This module also contains the messages about principals that share one
+Each list in a message has at most three names. The module also contains the messages about principals that share one
 operating-system user.
 """
 

@@ -45,8 +45,7 @@ from serverless_gpu.units import format_bytes
 
 LINKED = "linked"
 """Name of a marker file in the cache. The file exists if trees link to files of units. The cache then checks linked
-files
-before each use.
+files before each use.
 """
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -156,7 +155,7 @@ def write_document(path: Path, value: object) -> None:
 
 
 def make_public(directory: Path) -> None:
-    """Make a directory that other users can read, whatever the umask is."""
+    """Make a directory that other users can read, with any umask."""
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     if directory.stat().st_mode & 0o555 != 0o555:
         directory.chmod(0o755)

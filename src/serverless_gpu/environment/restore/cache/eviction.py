@@ -99,7 +99,7 @@ def units(places: CachePaths) -> list[CachedUnit]:
 
 
 def environments(places: CachePaths) -> list[CachedEnvironment]:
-    """Return all environments that this node has restored, and for each environment if it is in use."""
+    """Return all environments that this node has restored, with their last use and current use."""
     found = []
     for directory in _directories(places.trees):
         members = read_document(directory / "members", list[str]) if _ADDRESS.fullmatch(directory.name) else None
@@ -136,7 +136,7 @@ class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit to remove, after the environments that contain it."""
+    """A unit to remove, after the environments that contain the unit."""
 
     unit: str
     environments: tuple[str, ...]
@@ -191,7 +191,7 @@ def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
 
 
 def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | None:
-    """Move an environment aside and remove its locks; return None if a process has begun to use it."""
+    """Move an environment aside and remove its locks, or return None if a process uses it again."""
     moved: list[Path] = []
     lock = try_lock(places.use_lock(address))
     if lock is None:

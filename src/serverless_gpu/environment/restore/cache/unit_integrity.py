@@ -122,7 +122,7 @@ def known_bytecode(unit: Path) -> dict[str, Identity]:
 def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
     try:
         return msgspec.msgpack.encode((here, seen))
-    except UnicodeEncodeError:  # No file of a valid unit has such a name, so the digest equals no recorded seal.
+    except UnicodeEncodeError:  # No valid unit contains this name, so the digest equals no recorded seal.
         return ascii((here, seen)).encode()
 
 

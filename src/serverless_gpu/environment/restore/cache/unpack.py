@@ -9,10 +9,10 @@ The extractor never opens a path through a link. The extractor opens a directory
 files are written. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories of the
 current path open. Rows are ordered by path, so the next file is nearly always close to the current file.
 
-Each file gets mode 0444 or 0555 when it is created; no other mode is possible. All files have the same modification
-time, so that their bytecode is valid wherever they are linked. The directory has mode 0700 until all of its content is
-complete and verified. The extractor removes the directory on any failure. The extractor does not sync files;
-`UnitCache.settle` syncs the file system later.
+The extractor creates each file with mode 0444 or 0555. No other mode is possible. All files have the same modification
+time, so that their bytecode is valid in every tree. The directory has mode 0700 until all of its content is complete
+and verified. The extractor removes the directory on any failure. The extractor does not sync files. `UnitCache.settle`
+syncs the file system later.
 
 Failure cases: If bytes do not match their address, the extractor raises `EnvironmentCorrupt`, which names the pack,
 block or file. If the disk is full or read-only, the extractor raises `StorageError`. Errors of the store reach the
@@ -74,9 +74,9 @@ def unpack_each(
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is faster than one unit after another.
 
-    The stream starts the next job when it has capacity. The stream yields each directory as soon as it is complete. On
-    an error, the stream deletes the directories that it has not yielded. Without `totals` of all jobs, the progress
-    totals grow with each job that begins.
+    The stream starts the next job when it has capacity. The stream yields each directory as soon as the directory is
+    complete. On an error, the stream deletes all directories that were not yielded. Without `totals` of all jobs, the
+    progress totals grow with each job that begins.
     """
     unpacker = _Unpacker(blobs, _Meter(report, totals))
     yield from unpacker.run(jobs)
@@ -323,7 +323,7 @@ class WrittenTree:
 
 
 class DirectoryWalk:
-    """One thread's position in a tree, with open descriptors of the directories above the position."""
+    """A thread's position in a tree, with open descriptors of the directories above the position."""
 
     def __init__(self, tree: WrittenTree) -> None:
         self._tree = tree
@@ -339,7 +339,7 @@ class DirectoryWalk:
             os.close(self._fds.pop())
 
     def go(self, directory: str) -> int:
-        """Return a descriptor of a directory of the tree; the descriptor stays open until the next call."""
+        """Return a descriptor of a directory of the tree, which stays open until the next call."""
         if directory == self._at:
             return self._fds[-1] if self._fds else self._tree.fd
         names = directory.split("/")
