@@ -85,4 +85,4 @@ def test_whoever_changes_the_database_is_found_out(own_server: ServerProcess, ho
     database.close()
     assert sgpu("audit", "verify").exit_code == 0  # the chain alone does not show its end
     refused("which the server does not have", "verify", str(copy))
-    refused("but the server's entry of that number", "export", str(copy))
+    refused("but the server has another entry of that number", "export", str(copy))
