@@ -40,6 +40,6 @@ def test_22B3_who_waits_for_a_run_that_was_lost_gets_a_sentence(machine: Machine
         run.results(WAIT_S)
     error = caught.value
     assert golden("remote.rollback.database-restored-rolled") in error.message
-    assert "submit it again" in error.hint
+    assert "submit the run again" in error.hint
     ours = str(Path(serverless_gpu.__file__).parent)
     assert len([frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(ours)]) == 1
