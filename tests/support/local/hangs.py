@@ -22,7 +22,9 @@ def hung(run: Run[Any]) -> CollectiveHang:
     receipt = run.receipt(timeout=50)
     assert (error.reason, error.run_id, error.rank) == ("collective_hang", run.id, None)
     assert (run.status(), receipt.state, receipt.reason) == ("FAILED", "FAILED", "collective_hang")
-    assert error.hint == golden("local.hangs.python-stacks-all", directory=run.directory)
+    # A rank that moved once more on a busy machine leaves an earlier report.
+    newest = max(run.directory.glob("hang-*.txt"))
+    assert error.hint == golden("local.hangs.python-stacks-all", file=newest)
     assert golden("local.hangs.hang-txt-stacks-2", message=error.message) in receipt.notes
     stacks = run.directory.glob("failures/*.stack")
     assert not any(path.stat().st_size for path in stacks), "a stack that was asked for is no crash"
