@@ -24,6 +24,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from serverless_gpu import errors
 from serverless_gpu.cli import program
+from serverless_gpu.cli.command_group import leaf_commands
 
 DOCS = Path(__file__).parents[1]
 _TOP_PAGES = {
@@ -63,20 +64,14 @@ class Commands(Generated):
     def lines(self) -> Iterator[str]:
         """Yield a section for each command that is no group."""
         root = click.Context(program.sgpu, info_name="sgpu")
-        short = {name for name, entry in program.COMMANDS.items() if entry in program.RUN_COMMANDS.values()}
         for name in program.SECTIONS[self.arguments[0]]:
             command = program.sgpu.get_command(root, name)
-            if command is not None and name not in short:
-                yield from _command_lines(command, click.Context(command, info_name=name, parent=root))
+            if command is not None and name not in program.SHORT_NAMES:
+                for leaf, context in leaf_commands(command, click.Context(command, info_name=name, parent=root)):
+                    yield from _command_lines(leaf, context)
 
 
 def _command_lines(command: click.Command, context: click.Context) -> Iterator[str]:
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            if found is not None:
-                yield from _command_lines(found, click.Context(found, info_name=name, parent=context))
-        return
     yield f"### {context.command_path}"
     yield ""
     yield from inspect.cleandoc(command.help or "").replace("\b\n", "").splitlines()
@@ -116,21 +111,9 @@ class ErrorCatalogue(Generated):
     def lines(self) -> Iterator[str]:
         """Yield a section for each exception, in the order of the module."""
         for name, error in vars(errors).items():
-            if not (
-                inspect.isclass(error) and issubclass(error, BaseException) and error.__module__ == errors.__name__
-            ):
-                continue
-            if name.startswith("_"):
-                continue
-            code = getattr(error, "code", "")
-            yield f"## {name}"
-            yield ""
-            parts = [f"Code: `{code}`."] if code else []
-            parts.append(f"Base: `{error.__bases__[0].__name__}`.")
-            yield " ".join(parts)
-            yield ""
-            yield from inspect.cleandoc(error.__doc__ or "").splitlines()
-            yield ""
+            if inspect.isclass(error) and issubclass(error, errors.ServerlessGpuError):
+                yield from (f"## {name}", "", f"Code: `{error.code}`. Base: `{error.__bases__[0].__name__}`.", "")
+                yield from (*inspect.cleandoc(error.__doc__ or "").splitlines(), "")
 
 
 class HttpApi(Generated):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.lints.source import Finding, Source, parse
+from scripts.lints.source import Finding, Source
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -110,14 +110,6 @@ def page_findings(root: Path) -> Iterator[Finding]:
     """Yield what the pages of the repository break."""
     for page in pages(root):
         yield from check_page(page.relative_to(root).as_posix(), page.read_text(encoding="utf-8"))
-
-
-def check_path(path: Path) -> list[Finding]:
-    """Return the findings of one file, Python or Markdown."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
-        return list(check_page(path.as_posix(), text))
-    return list(check(parse(path.as_posix(), text)))
 
 
 def split_sentences(text: str) -> list[str]:

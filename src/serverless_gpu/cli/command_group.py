@@ -11,7 +11,7 @@ docstrings of the commands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -90,3 +90,14 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 # Padding aligns the summaries of all sections.
                 formatter.write_dl([(name.ljust(width), summaries[name]) for name in members])
+
+
+def leaf_commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
+    """Yield each command below a group that is not a group, with its context. Yield a command that is not a group."""
+    if not isinstance(command, click.Group):
+        yield command, context
+        return
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        if found is not None:
+            yield from leaf_commands(found, click.Context(found, info_name=name, parent=context))

@@ -47,20 +47,12 @@ Commands accept the last characters of an identifier as RUN.
 _RUN_ID = re.compile(r"[0-9a-z]{26}\b")
 _MOMENT = re.compile(r"\b\d{4}-(\d\d-\d\d \d\d:\d\d):\d\d\b")
 _STATE_COLOURS = {
-    "SUCCEEDED": "green",
-    "RUNNING": "cyan",
-    "UP": "green",
-    "active": "green",
-    "FAILED": "red",
-    "TIMED_OUT": "red",
-    "BUDGET_STOPPED": "red",
-    "LOST": "red",
-    "DOWN": "red",
-    "UNREACHABLE": "yellow",
-    "QUEUED": "yellow",
-    "PREEMPTED": "yellow",
-    "DRAINING": "yellow",
+    "green": ("SUCCEEDED", "UP", "active"),
+    "cyan": ("STARTING", "RUNNING"),
+    "yellow": ("QUEUED", "STOPPING", "UNREACHABLE", "PENDING", "DRAINING", "DEGRADED"),
+    "red": ("FAILED", "TIMED_OUT", "BUDGET_STOPPED", "LOST", "SILENT", "GONE", "disabled", "revoked"),
 }
+_COLOUR_OF = {state: colour for colour, states in _STATE_COLOURS.items() for state in states}
 
 
 def print_json(value: object) -> None:
@@ -113,15 +105,11 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: boo
         return
     clean = [[safe(cell, tty=True) for cell in row] for row in rows]
     shown = clean if wide else fit_table(head, clean, shutil.get_terminal_size().columns)
-    state = list(head).index("STATE") if "STATE" in head and "NO_COLOR" not in os.environ else None
-    widths = _widths([head, *shown])
-    click.echo(click.style("  ".join(map(str.ljust, head, widths)).rstrip(), bold=state is not None))
-    for row in shown:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[-1] = cells[-1].rstrip()
-        if state is not None:
-            cells[state] = click.style(cells[state], fg=_STATE_COLOURS.get(row[state].partition(" ")[0]))
-        click.echo("  ".join(cells))
+    lines = columns([head, *shown])
+    if "NO_COLOR" not in os.environ:
+        lines = _coloured(lines, head, shown)
+    for line in lines:
+        click.echo(line)
     if not wide and any("…" in cell and cell not in row for row, cut in zip(clean, shown, strict=True) for cell in cut):
         click.echo("sgpu: some cells are cut to the terminal's width; --wide shows them", err=True)
 
@@ -129,14 +117,18 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: boo
 def fit_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Return the cells of a table, cut so that its lines fit a width.
 
-    The function first cuts run identifiers, then times, then the widest columns.
+    The function first cuts the identifiers of the column RUN, then times, then the widest columns.
 
     Args:
         head: The titles of the columns, which are never cut.
         rows: The cells, without control characters.
         width: Number of columns of the terminal.
     """
-    cut = [[_RUN_ID.sub(lambda found: found[0][-SHORT_ID_CHARACTERS:], cell) for cell in row] for row in rows]
+    # Only commands about runs accept a part of an identifier.
+    cut = [
+        [_RUN_ID.sub(_short_id, cell) if title == "RUN" else cell for title, cell in zip(head, row, strict=True)]
+        for row in rows
+    ]
     if _excess(head, cut, width) > 0:
         cut = [[_MOMENT.sub(r"\1", cell) for cell in row] for row in cut]
     widths = _widths([head, *cut])
@@ -152,6 +144,23 @@ def fit_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
         [cell if len(cell) <= limit else f"{cell[: limit - 1]}…" for cell, limit in zip(row, widths, strict=True)]
         for row in cut
     ]
+
+
+def _short_id(found: re.Match[str]) -> str:
+    return found[0][-SHORT_ID_CHARACTERS:]
+
+
+def _coloured(lines: Sequence[str], head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with a bold head and coloured states."""
+    start = sum(width + 2 for width in _widths([head, *rows])[: list(head).index("STATE")]) if "STATE" in head else None
+    coloured = [click.style(lines[0], bold=True)]
+    for line in lines[1:]:
+        state = "" if start is None else line[start:].partition(" ")[0]
+        if colour := _COLOUR_OF.get(state):
+            assert start is not None  # the state is in the line
+            line = f"{line[:start]}{click.style(state, fg=colour)}{line[start + len(state) :]}"
+        coloured.append(line)
+    return coloured
 
 
 def _excess(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:

@@ -84,6 +84,9 @@ COMMANDS = {
     "whoami": CommandEntry("access.principals:whoami", "Show your name, role and teams."),
 }
 
+SHORT_NAMES = frozenset(name for name, entry in COMMANDS.items() if entry in RUN_COMMANDS.values())
+"""Commands that are also commands of `sgpu run`."""
+
 SECTIONS = {
     "Runs": ("submit", "run", "runs", "queue", "show", "logs", "attach", "cancel", "result", "metrics"),
     "This machine": ("status", "gpus", "top", "doctor", "clean", "mlflow", "stop"),

@@ -80,7 +80,9 @@ class PoolService:
     def delete(self, who: Caller, name: str) -> PoolView:
         """Delete a pool without references, and return the deleted pool."""
         at_ns = self._clock.wall_ns()
-        before = next((pool for pool in self._nodes.view_pools() if pool.name == name), None)
+        views = {pool.name: pool for pool in self._nodes.view_pools()}
+        if name not in views:
+            raise unknown_name("pool", name, list(views))
 
         def work(connection: sa.Connection) -> None:
             find_pool(connection, name)
@@ -94,8 +96,7 @@ class PoolService:
 
         self._database.write(work)
         self._hub.touch(SCHEDULER)
-        assert before is not None  # The transaction has found the pool.
-        return before
+        return views[name]
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
         """Set the share of a team, or of a user within a team."""

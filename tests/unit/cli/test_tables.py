@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,25 @@ cells = st.text(st.characters(categories=("L", "N", "Zs")), max_size=40)
 
 def test_identifiers_are_short_even_where_everything_fits() -> None:
     assert fit_table(HEAD, [ROW], 200) == [[RUN[-8:], *ROW[1:]]]
+
+
+def test_identifiers_of_other_things_stay_whole() -> None:
+    assert fit_table(["ID", "STATE"], [[RUN, "good"]], 80) == [[RUN, "good"]]
+
+
+def test_a_terminal_gets_colours_unless_the_user_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = columns([["STATE", "NAME"], ["FAILED", "train"]])
+    printed: list[str] = []
+    monkeypatch.setattr("click.echo", printed.append)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_table(["STATE", "NAME"], [["FAILED", "train"]])
+    assert [click.unstyle(line) for line in printed] == plain
+    assert "\x1b[31mFAILED\x1b[0m" in printed[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    printed.clear()
+    print_table(["STATE", "NAME"], [["FAILED", "train"]])
+    assert printed == plain
 
 
 def test_moments_lose_year_and_seconds_before_text_is_cut() -> None:
