@@ -93,7 +93,7 @@ class LazyGroup(click.Group):
 
 
 def leaf_commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
-    """Yield each command below a group that is not a group, with its context. Yield a command that is not a group."""
+    """Yield each plain command of a tree of groups, with its context."""
     if not isinstance(command, click.Group):
         yield command, context
         return
