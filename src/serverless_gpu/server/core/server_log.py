@@ -211,7 +211,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
             if self._is_closed and self._queue.empty():
                 break
         if self.stream:
-            self.stream.close()
+            with contextlib.suppress(OSError):  # A full disk fails the last flush.
+                self.stream.close()
 
 
 def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:

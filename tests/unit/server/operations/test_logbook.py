@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -142,6 +144,21 @@ def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monk
     handler.go.set()
     handler._thread.join(30)
     assert len((tmp_path / "server.log").read_bytes().splitlines()) == 3  # all that there was room for
+
+
+def test_the_end_of_a_log_on_a_full_disk_is_no_traceback(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    handler = LogFile(tmp_path / "server.log")
+    handler.stream.close()
+    handler.stream = cast("io.TextIOWrapper", Full())
+    handler._queue.put(None)
+    handler._thread.join(30)  # pytest fails a test whose thread ends with an exception
+    handler.stream = cast("io.TextIOWrapper", io.StringIO())
+    handler.close()
 
 
 def test_what_is_logged_is_what_was_known_then(path: Path) -> None:
