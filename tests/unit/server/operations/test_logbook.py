@@ -153,8 +153,9 @@ def test_the_end_of_a_log_on_a_full_disk_is_no_traceback(tmp_path: Path) -> None
             raise OSError(errno.ENOSPC, "No space left on device")
 
     handler = LogFile(tmp_path / "server.log")
-    handler.stream.close()
-    handler.stream = cast("Any", Full())
+    opened, handler.stream = handler.stream, cast("Any", Full())
+    assert opened is not None
+    opened.close()
     handler._queue.put(None)
     handler._thread.join(30)  # pytest fails a test whose thread ends with an exception
     handler.stream = cast("Any", io.StringIO())
