@@ -2,5 +2,5 @@
 
 `scan/` finds installed files, `capture/` sends the files to a store, `restore/` makes a tree of them on a node, and
 `stores/` contains the stores. `service.py` captures an environment for a calling process. `documents.py` defines the
-values, and `snapshot_rules.py` checks values from other machines. Start with `documents.py`.
+values, and `snapshot_validation.py` checks values from other machines. Start with `documents.py`.
 """

@@ -19,7 +19,7 @@ effect on a restore (`UNADDRESSED_FACTS`). `snapshot_address_1` returns addresse
 which may differ, and distributions that add no module. An editable install of the project adds no module, and its
 metadata names the project's version. Captures and restores report a `ProgressPoint`.
 
-Readers of a store use `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
+Readers of a store use `stores/blobs.py`, which checks each document (`snapshot_validation.py`).
 """
 
 from __future__ import annotations

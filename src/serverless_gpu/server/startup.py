@@ -85,7 +85,7 @@ from serverless_gpu.server.records import audit, runs, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.scheduling.reconciler import Reconciler
-from serverless_gpu.server.storage.storage import LOOK_MAX, DiskLimits, open_storage, orphan_runs, orphan_sentence
+from serverless_gpu.server.storage.server_stores import LOOK_MAX, DiskLimits, open_storage, orphan_runs, orphan_sentence
 
 START_S = 60.0
 _PAUSE_S = 0.2

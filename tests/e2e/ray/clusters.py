@@ -19,7 +19,7 @@ from pathlib import Path
 
 from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.driver_client import RayAccess
-from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
+from serverless_gpu.engines.ray.uplink_launcher import NodeFile, write_node_file
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import start_stop

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines.ray import driver_process, node_launcher
+from serverless_gpu.engines.ray import driver_process, uplink_launcher
 from serverless_gpu.engines.ray.driver_process import NodeActor
-from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
+from serverless_gpu.engines.ray.uplink_launcher import NodeFile, write_node_file
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
@@ -46,7 +46,7 @@ def file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def actor() -> NodeActor:
     """Return what Ray would run."""
-    return NodeActor(NODE_FILE, node_launcher.LAUNCHER, node_launcher.MODULE)
+    return NodeActor(NODE_FILE, uplink_launcher.LAUNCHER, uplink_launcher.MODULE)
 
 
 def changed(path: Path, **fields: object) -> None:

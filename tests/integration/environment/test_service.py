@@ -27,7 +27,7 @@ from serverless_gpu.environment.service_messages import (
     UnknownEnvironment,
 )
 from serverless_gpu.errors import StoreUnavailable
-from serverless_gpu.server.storage.storage import DiskLimits, open_storage
+from serverless_gpu.server.storage.server_stores import DiskLimits, open_storage
 from tests.support.environment.scans import write
 from tests.support.golden import golden
 from tests.support.server.listening import app_of, listening

@@ -11,7 +11,7 @@ from pathlib import Path
 from serverless_gpu.environment.documents import FileRow, Snapshot, ignore_progress
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
-from serverless_gpu.environment.snapshot_rules import check_rows, check_snapshot
+from serverless_gpu.environment.snapshot_validation import check_rows, check_snapshot
 from tests.support.environment.wheels import Venv
 
 

@@ -22,7 +22,7 @@ from serverless_gpu.server.composition import guarded
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http.auth_middleware import LOOPBACK
 from serverless_gpu.server.http.routing import Need
-from serverless_gpu.server.storage.storage import Storage
+from serverless_gpu.server.storage.server_stores import Storage
 from tests.support.server.made import made_services, recomposed
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.storage.storage import open_storage
+from serverless_gpu.server.storage.server_stores import open_storage
 
 KEY = b"k" * 32
 

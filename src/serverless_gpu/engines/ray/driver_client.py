@@ -30,7 +30,7 @@ from typing import IO
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.ray import driver_process, node_launcher
+from serverless_gpu.engines.ray import driver_process, uplink_launcher
 from serverless_gpu.engines.ray.ray_tables import namespace, plain
 from serverless_gpu.node.processes.spawn import clean_variables, open_log
 
@@ -144,7 +144,7 @@ class DriverClient:
 
 
 PROGRAM_DIGEST = hashlib.sha256(
-    Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()
+    Path(driver_process.__file__).read_bytes() + uplink_launcher.LAUNCHER.encode()
 ).hexdigest()[:8]
 """Suffix of actor names. An actor with another suffix runs an older server's program, so `connect` kills the actor."""
 _PORT_S = 2.0

@@ -13,7 +13,7 @@ Ray without a head can block for minutes. The process exits at the end of its in
 `-I`, in an interpreter that has Ray. The program imports no module of this package. Ray pickles the actor by value, so
 workers need no module of this package either.
 
-The actor only runs `node_launcher.py` with the node's own interpreter in a clean environment. The launched process is
+The actor only runs `uplink_launcher.py` with the node's own interpreter in a clean environment. The launched process is
 not a descendant of Ray. Therefore the launched process survives `ray.kill` and the end of the raylet or worker. In a
 memory shortage, the kernel kills Ray's workers before the launched process.
 """

@@ -51,7 +51,7 @@ from serverless_gpu.engines.base import (
     Request,
     Waiting,
 )
-from serverless_gpu.engines.ray import node_launcher, ray_tables
+from serverless_gpu.engines.ray import ray_tables, uplink_launcher
 from serverless_gpu.engines.ray.driver_client import PROGRAM_DIGEST, DriverLink, RayAccess, RayProblem, Unanswered
 from serverless_gpu.engines.ray.ray_tables import GroupState, KnownNode, NodeRow, PlacementGroup, plain
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
@@ -491,7 +491,7 @@ class RayAgents:
                 _ANSWER_S,
                 node=row.id,
                 actor=f"agent:{row.id}:{PROGRAM_DIGEST}",
-                program=(NODE_FILE, node_launcher.LAUNCHER, node_launcher.MODULE),
+                program=(NODE_FILE, uplink_launcher.LAUNCHER, uplink_launcher.MODULE),
             )
             problem = plain(said.get("problem"))
         except (Unanswered, RayProblem) as error:

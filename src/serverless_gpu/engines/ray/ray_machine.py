@@ -23,7 +23,6 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.engines.ray.node_launcher import NodeFile, write_node_file
 from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, clean, log_path
 from serverless_gpu.engines.ray.start_arguments import (
     OLDEST,
@@ -34,6 +33,7 @@ from serverless_gpu.engines.ray.start_arguments import (
     join_command,
     ports,
 )
+from serverless_gpu.engines.ray.uplink_launcher import NodeFile, write_node_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.home import Home

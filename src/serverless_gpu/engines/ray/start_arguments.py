@@ -37,7 +37,7 @@ RESOURCE = "sgpu_node:"
 DEVICES = "sgpu_gpus:"
 """Prefix of the resources that count a machine's devices of a type."""
 NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
-"""Variable of each raylet and its workers: the path of the machine's node file (`node_launcher.py`)."""
+"""Variable of each raylet and its workers: the path of the machine's node file (`uplink_launcher.py`)."""
 STORE_BYTES = 80_000_000
 """Ray's minimum size of its object store. serverless-gpu stores nothing in the object store."""
 START_S = 120

@@ -51,7 +51,7 @@ from serverless_gpu.environment.capture.unit_blocks import (
 from serverless_gpu.environment.compression import LEVEL_LOCAL, Compressor
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, FileRow, PackBlock, Unit, unit_address
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
-from serverless_gpu.environment.snapshot_rules import check_unit
+from serverless_gpu.environment.snapshot_validation import check_unit
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
 

@@ -44,7 +44,7 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project_files import same_matter
 from serverless_gpu.environment.scan.scan import Recogniser, Scan, garbage_kept
 from serverless_gpu.environment.scan.snapshot_composition import LocalUnit
-from serverless_gpu.environment.snapshot_rules import CONTENT_BYTES_MAX, check_rows
+from serverless_gpu.environment.snapshot_validation import CONTENT_BYTES_MAX, check_rows
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import (
     EnvironmentProblem,

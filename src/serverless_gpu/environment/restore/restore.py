@@ -54,7 +54,7 @@ from serverless_gpu.environment.restore.trees import (
     repair_sentence,
     tree_change,
 )
-from serverless_gpu.environment.snapshot_rules import check_snapshot
+from serverless_gpu.environment.snapshot_validation import check_snapshot
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import error_after_repair, read_snapshot
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError

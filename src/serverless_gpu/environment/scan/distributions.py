@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.environment.scan.directory_listing import ListedFile, Listing
-from serverless_gpu.environment.snapshot_rules import NOTE_BYTES_MAX, NOTE_NAMES
+from serverless_gpu.environment.snapshot_validation import NOTE_BYTES_MAX, NOTE_NAMES
 from serverless_gpu.errors import EnvironmentUnsupported
 
 DROPPED_NAMES = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s"})

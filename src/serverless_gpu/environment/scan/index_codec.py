@@ -29,7 +29,7 @@ from serverless_gpu.environment.scan.index import (
     pack_stats,
 )
 from serverless_gpu.environment.scan.roots import ImportRoot, Survey
-from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_inodes, reusable
+from serverless_gpu.environment.scan.standard_library_rescan import IndexParts, directory_inodes, reusable
 from serverless_gpu.errors import EnvironmentUnsupported
 
 Place = tuple[str, str, str]

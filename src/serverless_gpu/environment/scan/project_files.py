@@ -55,7 +55,7 @@ from serverless_gpu.environment.scan.gitignore import (
     outer_ignoring,
     tracked_files,
 )
-from serverless_gpu.environment.snapshot_rules import DEPTH_MAX, PATH_BYTES_MAX, fold_name
+from serverless_gpu.environment.snapshot_validation import DEPTH_MAX, PATH_BYTES_MAX, fold_name
 from serverless_gpu.errors import EnvironmentTooLarge
 
 MARK = " that git ignores ("

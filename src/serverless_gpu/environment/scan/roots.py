@@ -56,7 +56,7 @@ from serverless_gpu.environment.scan.distributions import (
     row_path,
 )
 from serverless_gpu.environment.scan.project_files import CodeDirectory, list_code, wanted_files
-from serverless_gpu.environment.snapshot_rules import ROOTS_MAX
+from serverless_gpu.environment.snapshot_validation import ROOTS_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
 ImportRootKind = Literal["own", "library", "archive", "code"]

@@ -32,7 +32,7 @@ from serverless_gpu.environment.scan.index_codec import known_of, make_parts, re
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
 from serverless_gpu.environment.scan.roots import Survey, survey
 from serverless_gpu.environment.scan.snapshot_composition import Composition, LocalUnit, compose
-from serverless_gpu.environment.scan.stdlib_rescan import look_again
+from serverless_gpu.environment.scan.standard_library_rescan import look_again
 from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 
 

@@ -31,7 +31,7 @@ from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be
 from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
 from serverless_gpu.environment.scan.index_codec import IndexedUnit, KnownFiles
 from serverless_gpu.environment.scan.roots import ReusedUnits, Survey, SurveyedRoot
-from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
+from serverless_gpu.environment.scan.standard_library_rescan import own_row_path
 from serverless_gpu.environment.scan.units import (
     DirectoryPlaceholders,
     RootDrafts,

@@ -33,7 +33,7 @@ from serverless_gpu.environment.scan.distributions import (
     row_path,
 )
 from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRoot
-from serverless_gpu.environment.snapshot_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
+from serverless_gpu.environment.snapshot_validation import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
 # venv, virtualenv and uv make these files for the environment itself. Python 3.14 also makes `𝜋thon`.

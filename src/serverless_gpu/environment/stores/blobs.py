@@ -30,7 +30,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit
-from serverless_gpu.environment.snapshot_rules import check_snapshot, check_unit
+from serverless_gpu.environment.snapshot_validation import check_snapshot, check_unit
 from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.codec import AlteredObject, encode, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.condemned_objects import (

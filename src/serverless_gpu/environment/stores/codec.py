@@ -31,7 +31,7 @@ from serverless_gpu.environment.documents import (
     snapshot_address,
     unit_address,
 )
-from serverless_gpu.environment.snapshot_rules import check_snapshot, check_unit
+from serverless_gpu.environment.snapshot_validation import check_snapshot, check_unit
 from serverless_gpu.errors import EnvironmentRejected
 from serverless_gpu.json_codec import from_msgpack
 

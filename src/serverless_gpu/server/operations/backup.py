@@ -86,7 +86,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, TransitionResult
 from serverless_gpu.server.records import audit, orders, runs
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.storage import storage
+from serverless_gpu.server.storage import server_stores
 from serverless_gpu.version import __version__
 
 MANIFEST = "manifest.json"
@@ -513,10 +513,10 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
 def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
     """Return messages about the evidence that a database lost data."""
     why = rollback_sentence(settings, read)
-    unknown = storage.orphan_runs(settings.directory, read)
+    unknown = server_stores.orphan_runs(settings.directory, read)
     return (
         *([f"the database was rolled back: {why}"] if why else []),
-        *([storage.orphan_sentence(unknown, settings.directory)] if unknown else []),
+        *([server_stores.orphan_sentence(unknown, settings.directory)] if unknown else []),
     )
 
 

@@ -3,7 +3,7 @@
     one hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output uses more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
-        output of runs that were removed   ─▶ removed, but kept if the database lost the run (`storage.py`)
+        output of runs that were removed   ─▶ removed, but kept if the database lost the run (`server_stores.py`)
         replaced secrets without an attempt  ─▶ removed
 
 The loop removes only complete runs, after all of their attempts are settled and charged. The loop first makes

@@ -18,8 +18,8 @@ from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server.storage import storage as storage_module
-from serverless_gpu.server.storage.storage import Storage, open_storage
+from serverless_gpu.server.storage import server_stores
+from serverless_gpu.server.storage.server_stores import Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.server_status import Health
@@ -83,7 +83,7 @@ def test_F43_what_was_just_put_and_is_said_to_be_absent_is_asked_for_again(tmp_p
 def test_F43_a_bucket_that_does_not_answer_is_a_503_while_everything_else_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_module, "STORE_S", 4.0)
+    monkeypatch.setattr(server_stores, "STORE_S", 4.0)
     with Scripted(Reply(hold=True)) as bucket, listening(app_of(storage_at(bucket.url, "p", tmp_path))) as url:
         failed: list[BaseException] = []
 

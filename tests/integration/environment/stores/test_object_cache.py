@@ -16,7 +16,7 @@ from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable
 from serverless_gpu.server.storage import object_cache
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
-from serverless_gpu.server.storage.storage import DiskLimits, open_storage
+from serverless_gpu.server.storage.server_stores import DiskLimits, open_storage
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.environments_in_stores import make_pack, make_unit

@@ -21,7 +21,7 @@ from serverless_gpu.environment.documents import (
 )
 from serverless_gpu.environment.restore.cache.unit_cache import UnitCache
 from serverless_gpu.environment.restore.restore import RestoreMethod, restore
-from serverless_gpu.environment.snapshot_rules import check_snapshot
+from serverless_gpu.environment.snapshot_validation import check_snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
@@ -31,7 +31,7 @@ from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, EnvironmentRejected
 from serverless_gpu.server.storage.environment_store import ContentChecks
-from serverless_gpu.server.storage.storage import open_storage
+from serverless_gpu.server.storage.server_stores import open_storage
 from serverless_gpu.testing import FakeClock
 from tests.integration.environment.stores.conftest import BUCKET
 from tests.support.environment.environments_in_stores import PYTHON, digest_of, make_pack, make_unit, snapshot_of

@@ -33,7 +33,7 @@ from serverless_gpu.errors import (
     StoreUnavailable,
 )
 from serverless_gpu.server.storage import environment_store as environment_store_module
-from serverless_gpu.server.storage.storage import DiskLimits, Storage, open_storage
+from serverless_gpu.server.storage.server_stores import DiskLimits, Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection

@@ -17,7 +17,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.loops import Loop
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.storage.storage import MeteredStore
+from serverless_gpu.server.storage.server_stores import MeteredStore
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.measures import value

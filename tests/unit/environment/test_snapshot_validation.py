@@ -19,7 +19,7 @@ from serverless_gpu.environment.documents import (
     SnapshotOrigin,
     Unit,
 )
-from serverless_gpu.environment.snapshot_rules import check_path, check_snapshot, check_together, check_unit
+from serverless_gpu.environment.snapshot_validation import check_path, check_snapshot, check_together, check_unit
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.hostile import file, hostile_snapshots, hostile_units, link, member_of, snapshot, unit
 from tests.support.golden import golden

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines.ray.node_launcher import NodeFile, read_node_file, write_node_file
+from serverless_gpu.engines.ray.uplink_launcher import NodeFile, read_node_file, write_node_file
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.base.private_files import readers
 from tests.support.golden import golden
