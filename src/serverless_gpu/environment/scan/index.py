@@ -128,7 +128,7 @@ class FilesPart(msgspec.Struct, array_like=True):
 
 
 class KeptPart(msgspec.Struct, array_like=True):
-    """Other facts for `standard_library_rescan.py`. Empty if the library has no separate virtual environment."""
+    """Other facts for the rescan. Empty if the standard library has no separate virtual environment."""
 
     generation: bytes
     spot: ImportRoot | None = None  # root of the library; None if nothing is known about the library
