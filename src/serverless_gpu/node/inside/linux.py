@@ -27,6 +27,7 @@ import signal
 from collections.abc import Callable, Iterable
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_KEEPCAPS = 8
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE = 1
@@ -128,6 +129,11 @@ def limit_harm() -> None:
     _change_oom_score(lambda score: min(1000, max(0, score) + _OOM_SCORE))
 
 
+def keep_capabilities() -> None:
+    """Keep the permitted capabilities over the next change of the uid. Raises OSError."""
+    _prctl(_PR_SET_KEEPCAPS, 1)
+
+
 def outlive_ranks() -> None:
     """Make this process the last OOM victim where permitted. Children inherit the score."""
     _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
@@ -183,7 +189,7 @@ def children(pid: int) -> list[int]:
 SIGNALS_SINCE_ABI = 6
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # System call numbers, the same on every architecture.
 _LANDLOCK_VERSION = 1
-_SCOPE_SIGNAL = 2
+SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1, 2
 _PR_SET_NO_NEW_PRIVS = 38
 _WHOLE_ID_MAP = ["0", "0", "4294967295"]
 
@@ -197,22 +203,38 @@ def keep_signals_in() -> str:
     why = landlock_refusal()
     if why:
         return why
-    ruleset = _Ruleset(0, 0, _SCOPE_SIGNAL)
-    fd = _libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
-    if fd < 0:
-        return os.strerror(ctypes.get_errno())
+    if os.geteuid() != 0 or _in_user_namespace():
+        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     try:
-        if os.geteuid() != 0 or _in_user_namespace():
-            _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        return os.strerror(ctypes.get_errno()) if _libc.syscall(_RESTRICT_SELF, fd, 0) else ""
-    finally:
+        enter_scopes(SCOPE_SIGNAL)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def enter_scopes(scopes: int) -> None:
+    """Enter a Landlock domain that refuses signals or abstract sockets to processes outside. Raises OSError."""
+    ruleset = _Ruleset(0, 0, scopes)
+    fd = _libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
+    if fd >= 0:
+        entered = _libc.syscall(_RESTRICT_SELF, fd, 0)
+        code = ctypes.get_errno()
         os.close(fd)
+        if entered == 0:
+            return
+    else:
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
+
+
+def landlock_abi() -> int:
+    """Return the version of Landlock that this kernel supports, or a negative number without Landlock."""
+    return int(_libc.syscall(_CREATE_RULESET, None, 0, _LANDLOCK_VERSION))
 
 
 def landlock_refusal() -> str:
     """Return "", or the reason why this process cannot enter a Landlock signal domain."""
-    abi = _libc.syscall(_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
-    if abi < SIGNALS_SINCE_ABI:
+    if landlock_abi() < SIGNALS_SINCE_ABI:
         return "Linux 6.12 or newer is needed, with Landlock"
     if os.geteuid() != 0 and not _in_user_namespace():
         return "a user other than root would lose setuid programs"

@@ -1,0 +1,268 @@
+"""The sandbox of a principal, and the sandbox of each attempt inside it.
+
+    launcher (root) ── private root: programs and the environment read-only, the principal's home, nothing else
+      └─ member: user, mount, IPC, host name and pid namespaces ── becomes the principal's uid
+           └─ holder, pid 1: reaps processes, ends with the last of them
+                └─ zygote: CAP_SYS_ADMIN and CAP_SETPCAP in this user namespace only
+                     └─ stem, pid 1 of an attempt: own mounts, IPC, /proc, /tmp, /dev/shm ── seal ─▶ ranks
+
+The launcher is a clean interpreter. It holds no rights of the principal, and no code of the principal runs in it. The
+launcher stays the parent of the holder until the last process of the sandbox has ended. The zygote runs the principal's
+code with capabilities of the principal's own user namespace. With these capabilities, the code can change its own view
+of files, but cannot reach anything outside of its private root.
+
+A stem that is pid 1 of a pid namespace ends all processes of its attempt when it ends. The holder exists because a
+zygote that is pid 1 would end the attempts that were forked from it.
+
+Failure cases: Each function raises OSError with the failed step. The launcher then ends with a traceback in the agent's
+log, and the run fails with this text. If the kernel refuses nested namespaces to the zygote, the zygote reports a
+`cold` problem.
+
+The steps and their costs come from a prototype on Linux 6.18: about 1.5 ms per attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn
+
+from . import linux, mounts, seal
+from .namespaces import Mount, enter_mounts
+
+ATTEMPT = "/run/sgpu"
+"""Directory in the sandbox where the node mounts the files of the running attempt."""
+CALL, RESULTS, FAILURES, STOP, WORK = (f"{ATTEMPT}/{name}" for name in ("call.pkl", "results", "failures", "stop", "work"))
+CHECKPOINTS, SECRETS, CLUSTER = (f"{ATTEMPT}/{name}" for name in ("checkpoints", "secrets", "cluster"))
+HOME = "/home/user"
+USER = "user"
+KEPT = (seal.CAPABILITIES["SYS_ADMIN"], seal.CAPABILITIES["SETPCAP"])
+
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+_CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
+_NO_SUID_DEV = 0x2 | 0x4
+_NO_SUID_DEV_EXEC = _NO_SUID_DEV | 0x8
+_READ_ONLY = mounts.READ_ONLY | mounts.NO_SETUID | mounts.NO_DEVICES
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_LINKS_MAX = 40
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store")
+SETTINGS = (
+    *("alternatives", "ca-certificates", "ca-certificates.conf", "crypto-policies", "fonts", "gai.conf", "glvnd"),
+    *("host.conf", "hosts", "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "libibverbs.d", "locale.alias"),
+    *("locale.conf", "localtime", "login.defs", "magic", "mime.types", "nsswitch.conf", "nvidia", "OpenCL"),
+    *("os-release", "pki", "profile", "protocols", "rdma", "resolv.conf", "services", "ssl", "timezone", "vulkan"),
+)
+"""Entries of /etc that programs need. No other entry of /etc exists in a sandbox."""
+
+
+class View(NamedTuple):
+    """The files of a principal's sandbox. Paths are paths of the node."""
+
+    uid: int
+    at: str  # Empty directory on which the launcher builds the private root.
+    home: str  # Directory of the principal that stays between attempts; at `HOME` in the sandbox.
+    shown: Sequence[str]  # Further files and directories, read-only at the same paths: interpreter, environment.
+    devices: Sequence[str]  # Device nodes that an attempt may get later; empty files until then.
+
+
+def enter(view: View, environment: Sequence[Mount]) -> None:
+    """Move this process (root, one thread) into a new sandbox of a principal. Return in the zygote only.
+
+    The process that called becomes the keeper of the sandbox. It ends with the sandbox. `environment` are overlays, as
+    in `namespaces.enter_mounts`. Raises OSError.
+    """
+    os.setgroups([])
+    if environment:
+        enter_mounts(environment)
+    mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)
+    mounts.keep_mounts_in(private=True)
+    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # The private root has no /proc yet.
+    _make_root(view)
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        _keep(ours, processes, pid, view.uid)
+    ours.close()
+    os.close(processes)
+    _become(view.uid, theirs)
+    holder = os.fork()
+    if holder:
+        _exit_like(holder)
+    _hold()
+
+
+def fork_init() -> int:
+    """Fork a child that is pid 1 of a new pid namespace. Return as `os.fork`. Raises OSError.
+
+    Later children of the caller belong to the caller's pid namespace again.
+    """
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        mounts.unshare(_CLONE_NEWPID)
+        pid = os.fork()
+        if pid:
+            mounts.set_namespace(own, _CLONE_NEWPID)
+    finally:
+        os.close(own)
+    return pid
+
+
+def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable[tuple[int, str]]) -> None:
+    """Give this process, pid 1 of its namespace, private mounts, and seal it. Raises OSError.
+
+    `trees` are descriptors of detached environments with their mount points. The function closes the descriptors.
+    """
+    mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS)
+    mounts.keep_mounts_in(private=False)
+    mounts.mount("tmpfs", "/tmp", _NO_SUID_DEV, f"size={scratch_bytes_max},mode=1777")
+    mounts.mount("tmpfs", "/dev/shm", _NO_SUID_DEV_EXEC, f"size={shared_bytes_max},mode=1777")
+    mounts.mount("devpts", "/dev/pts", 0x2 | 0x8, "newinstance,ptmxmode=0666,mode=0620")
+    mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
+    for fd, at in trees:
+        try:
+            mounts.attach(fd, at)
+        finally:
+            os.close(fd)
+    seal.seal()
+
+
+def _make_root(view: View) -> None:
+    mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
+    root = _Root(view.at)
+    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *view.shown):
+        root.show(path)
+    root.write("/etc/passwd", f"root:x:0:0:root:/root:/sbin/nologin\n{USER}:x:{view.uid}:{view.uid}::{HOME}:/bin/sh\n")
+    root.write("/etc/group", f"root:x:0:\n{USER}:x:{view.uid}:\n")
+    for place in ("/tmp", "/dev/shm", "/dev/pts", "/proc", "/sys", "/var", "/run", HOME, ATTEMPT):
+        root.directory(place)
+    for place in (RESULTS, FAILURES, STOP, WORK, CHECKPOINTS, SECRETS, CLUSTER):
+        root.directory(place)
+    root.write(CALL, "")
+    root.link("/var/tmp", "/tmp")
+    root.mount("/sys", "/sys", mounts.READ_ONLY | mounts.NO_SETUID | mounts.NO_DEVICES, recursive=False)
+    root.mount(view.home, HOME, mounts.NO_SETUID | mounts.NO_DEVICES)
+    for name in _DEVICES:
+        root.write(f"/dev/{name}", "")
+        root.mount(f"/dev/{name}", f"/dev/{name}", mounts.NO_SETUID)
+    for path in view.devices:
+        root.write(path, "")
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        root.link(f"/dev/{name}", target)
+    root.link("/dev/ptmx", "pts/ptmx")
+    mounts.pivot_root(view.at)
+
+
+class _Root:
+    """A directory that becomes the root of a sandbox. Paths are paths in the sandbox."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+        self._shown: list[str] = []
+
+    def show(self, path: str, links: int = 0) -> None:
+        """Show a path of the node read-only at the same path, with the symbolic links on the way."""
+        if any(path == each or path.startswith(f"{each}/") for each in self._shown) or links > _LINKS_MAX:
+            return
+        place = "/"
+        parts = [part for part in path.split("/") if part]
+        for number, part in enumerate(parts):
+            place = os.path.join(place, part)
+            try:
+                status = os.lstat(place)
+            except OSError:
+                return  # The node does not have this file.
+            if stat.S_ISLNK(status.st_mode):
+                target = os.path.normpath(os.path.join(os.path.dirname(place), os.readlink(place)))
+                self.link(place, os.readlink(place))
+                return self.show(os.path.join(target, *parts[number + 1 :]), links + 1)
+        if stat.S_ISDIR(status.st_mode):
+            self.directory(path)
+        else:
+            self.write(path, "")
+        self.mount(path, path, _READ_ONLY)
+        self._shown.append(path)
+
+    def mount(self, source: str, at: str, attributes: int, *, recursive: bool = True) -> None:
+        fd = mounts.clone_tree(source, attributes, recursive=recursive)
+        try:
+            mounts.attach(fd, self._at + at)
+        finally:
+            os.close(fd)
+
+    def directory(self, path: str) -> None:
+        os.makedirs(self._at + path, mode=0o755, exist_ok=True)
+
+    def link(self, path: str, target: str) -> None:
+        self.directory(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.symlink(target, self._at + path)
+
+    def write(self, path: str, text: str) -> None:
+        self.directory(os.path.dirname(path))
+        with open(self._at + path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _keep(member: socket.socket, processes: int, pid: int, uid: int) -> NoReturn:
+    """Map the principal's ids into the member's user namespace, then wait for the end of the sandbox."""
+    member.recv(1)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{uid} {uid} 1")):
+        fd = os.open(f"{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=processes)
+        os.write(fd, text.encode())  # The kernel accepts an id map only as a single write.
+        os.close(fd)
+    member.sendall(b"m")
+    linux.set_name("sgpu-keeper")
+    _exit_like(pid)
+
+
+def _become(uid: int, keeper: socket.socket) -> None:
+    """Enter the namespaces of the principal and become its uid, with all capabilities in the user namespace."""
+    # The kernel lets a user namespace mount /proc only over a visible /proc. This one shows the sandbox alone.
+    mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
+    mounts.unshare(_CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)
+    keeper.sendall(b"n")
+    if keeper.recv(1) != b"m":
+        raise OSError("the keeper of the sandbox ended before it mapped the ids")
+    keeper.close()
+    os.umask(0o077)
+    linux.keep_capabilities()
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    seal.set_capabilities(tuple(range(seal.CAPABILITIES_MAX)))
+
+
+def _hold() -> None:
+    """Be pid 1 of the sandbox: start the zygote, reap orphans. Return in the zygote only."""
+    mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
+    with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
+        file.write("0")
+    seal.drop_bounding_set(KEPT)
+    seal.forbid_new_privileges()
+    zygote = os.fork()
+    if zygote == 0:
+        seal.set_capabilities(KEPT)
+        seal.keep_over_exec(KEPT)
+        return
+    linux.set_name("sgpu-holder")
+    linux.leave_descriptors()
+    seal.set_capabilities(())
+    code = 0
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.wait()
+            if pid == zygote:
+                code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _exit_like(pid: int) -> NoReturn:
+    """Close all descriptors, wait for a child, and exit with its code."""
+    linux.leave_descriptors()
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,182 @@
+"""Gives up every right that a process does not need, before user code of a run starts.
+
+    drop capabilities ─▶ no_new_privs ─▶ Landlock scopes ─▶ seccomp filter ─▶ not traceable by its children
+
+The stem seals itself and then forks the ranks, so all ranks of an attempt share one Landlock domain. Within the domain,
+ranks may signal each other, use `pidfd_getfd` and read each other's memory, which CUDA IPC and NCCL need. The Landlock
+domain refuses abstract sockets and signals outside of the attempt.
+
+The seccomp filter refuses system calls that only administer a machine, and calls with a history of kernel bugs. The
+filter does not refuse `ptrace`, because debuggers and profilers of the attempt's own processes need it. `clone3` takes
+its flags from memory, which a filter cannot read. The filter therefore reports `clone3` as missing, and libc uses
+`clone`.
+
+Failure cases: `seal` raises OSError if the kernel refuses a step. The stem then ends without a rank. `problem` tells in
+advance whether this kernel and this processor support each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+from . import linux
+
+CAPABILITIES = {"SETPCAP": 8, "SYS_ADMIN": 21}
+_CAPABILITY_VERSION_3 = 0x20080522
+CAPABILITIES_MAX = 64
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 22, 24, 38, 47
+_AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
+_SECCOMP_MODE_FILTER = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def seal() -> None:
+    """Give up all capabilities and refuse dangerous system calls, for this process and its descendants.
+
+    Raises OSError if the kernel refuses a step.
+    """
+    drop_bounding_set(())
+    _prctl(_PR_CAP_AMBIENT, _AMBIENT_CLEAR)
+    set_capabilities(())
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    linux.enter_scopes(linux.SCOPE_SIGNAL | linux.SCOPE_ABSTRACT_SOCKET)
+    _filter_calls()
+    set_dumpable(value=False)
+
+
+def problem() -> str:
+    """Return "", or the reason why this machine cannot seal a process."""
+    if platform.machine() not in _MACHINES:
+        return f"no list of system calls for the processor {platform.machine()}"
+    if linux.landlock_abi() < linux.SIGNALS_SINCE_ABI:
+        return "Landlock with scopes is missing (Linux 6.12 or newer is needed)"
+    return ""
+
+
+def set_capabilities(wanted: tuple[int, ...]) -> None:
+    """Set the permitted, effective and inheritable capabilities of this process to `wanted`. Raises OSError."""
+    mask = sum(1 << number for number in wanted)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)(low, low, low, high, high, high)
+    _check(_libc.capset(header, data), "cannot set capabilities")
+
+
+def drop_bounding_set(kept: tuple[int, ...]) -> None:
+    """Remove all capabilities but `kept` from the bounding set. Raises OSError."""
+    for number in range(CAPABILITIES_MAX):
+        if number not in kept and _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0) != 0:
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:  # The kernel has no capability with this number, nor with a higher number.
+                return
+            raise OSError(code, f"cannot drop a capability: {os.strerror(code)}")
+
+
+def keep_over_exec(wanted: tuple[int, ...]) -> None:
+    """Let the next program keep capabilities, without regard to its file. Raises OSError."""
+    for number in wanted:
+        _check(_libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, ctypes.c_ulong(number), 0, 0), "cannot keep a capability")
+
+
+def forbid_new_privileges() -> None:
+    """Make setuid programs and file capabilities ineffective for this process and its descendants."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_dumpable(*, value: bool) -> None:
+    """Allow or refuse other processes of this uid to trace this process. Forked children inherit the setting."""
+    _prctl(_PR_SET_DUMPABLE, int(value))
+
+
+def _prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+class _Machine:
+    """Numbers of the refused system calls on one processor architecture."""
+
+    def __init__(self, audit: int, calls: tuple[int, ...], clone: int) -> None:
+        self.audit = audit  # Architecture in the data of a filter (linux/audit.h).
+        self.calls = calls
+        self.clone = clone
+
+
+# Calls that are new since 2019 have the same number everywhere.
+_EVERYWHERE = (
+    *(425, 426, 427),  # io_uring
+    *(428, 429, 430, 431, 432, 433, 442, 443, 467),  # open_tree, move_mount, the fs… calls, mount_setattr, quotactl_fd
+)
+# acct add_key bpf delete_module finit_module init_module kexec_file_load kexec_load keyctl mount open_by_handle_at
+# perf_event_open pivot_root quotactl reboot request_key setns swapoff swapon umount2 unshare userfaultfd; on x86 also
+# ioperm and iopl.
+_MACHINES = {
+    "x86_64": _Machine(
+        0xC000003E,
+        (163, 248, 321, 176, 313, 175, 320, 246, 250, 165, 304, 298, 155, 179, 169, 249, 308, 168, 167, 166, 272, 323)
+        + (172, 173),
+        56,
+    ),
+    "aarch64": _Machine(
+        0xC00000B7,
+        (89, 217, 280, 106, 273, 105, 294, 104, 219, 40, 265, 241, 41, 60, 142, 218, 268, 225, 224, 39, 97, 282),
+        220,
+    ),
+}
+_CLONE3 = 435
+_CLONE_NEWUSER = 0x10000000
+_X32_BIT = 0x40000000
+_LOAD_WORD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_AT_NUMBER, _AT_AUDIT, _AT_FIRST_ARGUMENT = 0, 4, 16
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def call_filter(machine: str) -> bytes:
+    """Return the classic BPF program for seccomp(2) on a processor architecture."""
+    there = _MACHINES[machine]
+    refused = _ERRNO | errno.EPERM
+    steps: list[tuple[int, int, int, int]] = [
+        (_LOAD_WORD, 0, 0, _AT_AUDIT),
+        (_JUMP_EQUAL, 1, 0, there.audit),  # Calls of another architecture have other numbers.
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD_WORD, 0, 0, _AT_NUMBER),
+        (_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        (_JUMP_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for number in (*there.calls, *_EVERYWHERE):
+        steps += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
+    steps += [
+        (_JUMP_EQUAL, 0, 3, there.clone),
+        (_LOAD_WORD, 0, 0, _AT_FIRST_ARGUMENT),
+        (_JUMP_ANY_BIT, 0, 1, _CLONE_NEWUSER),
+        (_RETURN, 0, 0, refused),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+_FILTERS = {machine: call_filter(machine) for machine in _MACHINES}
+
+
+def _filter_calls() -> None:
+    text = _FILTERS[platform.machine()]
+    buffer = ctypes.create_string_buffer(text, len(text))
+    program = _Program(len(text) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    made = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(program), 0, 0)
+    _check(made, "cannot install the filter of system calls")
