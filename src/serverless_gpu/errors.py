@@ -23,6 +23,7 @@
     │   ├── EnvironmentCorrupt       stored bytes do not match their address, twice
     │   └── StoreUnavailable         the store does not answer, or refuses the request
     ├── AgentUnavailable           the node's agent does not answer
+    ├── IsolationUnavailable       this node cannot isolate the principal of a run
     ├── ServerProblem              a server refused a request, or failed
     │   ├── ServerNotConfigured      remote=True without a server
     │   ├── ServerUnavailable        the server does not answer, or cannot serve the request now
@@ -204,6 +205,10 @@ class StoreUnavailable(EnvironmentProblem, code="store_unavailable", status=503,
 
 class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503, retryable=True):
     """The agent of this node does not answer."""
+
+
+class IsolationUnavailable(ServerlessGpuError, code="isolation_unavailable", status=503):
+    """This node cannot isolate the principal of a run from other principals."""
 
 
 class ServerProblem(ServerlessGpuError, code="server"):

@@ -16,6 +16,7 @@ from serverless_gpu.cli.output import json_option, print_json, print_table, say,
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import time_unit
+from serverless_gpu.model.isolation import LEVELS, SANDBOX
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.wait_messages import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
@@ -119,8 +120,9 @@ def list_pools(wide: bool, as_json: bool) -> None:
 )
 @click.option(
     "--isolation",
-    type=click.Choice(["none", "unset"]),
-    help="Accept that runs of several principals share one operating-system user (none), or undo that (unset).",
+    type=click.Choice([*LEVELS, "unset"]),
+    help="Run every principal in a sandbox, accept that all share one operating-system user (none), or serve only the "
+    "first administrator (unset).",
 )
 def set_pool(
     name: str,
@@ -134,8 +136,9 @@ def set_pool(
 
     Without NAME, the command changes the pool `default`. Omitted options keep their value. A new pool is on-demand:
     every run that names no pool may use it. The nodes of a new pool run only code of the server's first administrator.
-    Runs of other principals wait with the reason `isolation`. With --isolation none, you accept that runs of several
-    principals share one operating-system user.
+    Runs of other principals wait with the reason `isolation`. With --isolation sandbox, each principal has its own
+    operating-system user, and each attempt has private files, processes and devices. The nodes of the pool must run as
+    root. With --isolation none, you accept that runs of several principals share one operating-system user.
     """
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
@@ -153,6 +156,8 @@ def set_pool(
             f"users; undo that with `{REVOKE.format(pool=view.name)}`",
             err=True,
         )
+    elif isolation == SANDBOX:
+        say("new runs of every principal now start in a sandbox; running ones continue without one")
     elif isolation == "unset":
         say("runs of principals other than the first administrator now wait; running ones continue")
 

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model.isolation import LEVELS
 from serverless_gpu.server.core.caller import Caller, check_name
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
@@ -18,7 +19,6 @@ from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import audit, pools, principals, references
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import (
-    NO_ISOLATION,
     ON_DEMAND,
     RESERVED,
     SHARE_KINDS,
@@ -32,7 +32,7 @@ from serverless_gpu.wire.queue import ShareKind, ShareView
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e6
 RETURN_MAX_S = 7 * 86_400.0
 _POOL_KINDS = (ON_DEMAND, RESERVED)
-_ISOLATIONS = (NO_ISOLATION, UNSET)
+_ISOLATIONS = (*LEVELS, UNSET)
 _NAMED_MAX = 20
 
 

@@ -35,6 +35,7 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.isolation import NONE, Level
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
@@ -75,6 +76,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
             devices), "max_run" in a spec, and "crews" (gangs on several nodes).
         protocol: protocol version from `wire.base`. The server refuses an unsupported version with an error that names
             the version.
+        isolation: strongest isolation level that the node offers (`model.isolation`), as the node measured it.
+        isolation_problem: reason why the node offers no stronger level, or "".
         process: random identifier of the uplink process. If a home has two uplink processes, the server admits only
             one.
     """
@@ -99,6 +102,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
     degraded: str = ""
     findings: tuple[str, ...] = ()
     process: str = ""
+    isolation: str = NONE
+    isolation_problem: str = ""
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
@@ -198,6 +203,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         tariff: price of the attempt. None from an old server, in which case the node uses its local prices.
         crews: parts of a gang on several nodes, in node order. Empty for a gang on one node.
         crew: number of the part that this node must start.
+        isolation: isolation level of the attempt's ranks, which the pool requires.
         nonce: random text by which the nodes of a gang recognize each other. "" for a gang on one node.
     """
 
@@ -220,6 +226,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     crews: tuple[CrewPlace, ...] = ()
     crew: int = 0
     nonce: str = ""
+    isolation: Level = NONE
 
     @property
     def gpus(self) -> int:

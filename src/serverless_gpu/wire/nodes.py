@@ -26,6 +26,7 @@ Ray's token, which the join file does not contain.
 from __future__ import annotations
 
 from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.base import Answer, Request
 
@@ -92,6 +93,8 @@ class NodeView(Answer, frozen=True, kw_only=True):
         shared: True if the calendar currently lets users other than the owner use the node.
         turns_ns: time of the next change of `shared`, in nanoseconds since 1970, or None for never.
         findings: further remarks about the devices for operators, one sentence each.
+        isolation: strongest isolation level that the node offers, as the node measured it.
+        isolation_problem: reason why the node offers no stronger level, or "".
     """
 
     id: str
@@ -110,6 +113,8 @@ class NodeView(Answer, frozen=True, kw_only=True):
     shared: bool = True
     turns_ns: int | None = None
     findings: tuple[str, ...] = ()
+    isolation: str = NONE
+    isolation_problem: str = ""
 
 
 class NodeList(Answer, frozen=True, kw_only=True):
@@ -171,7 +176,8 @@ class PoolView(Answer, frozen=True, kw_only=True):
     Attributes:
         lends: True if the pool is reserved and lends idle devices to `BEST_EFFORT` runs that name no pool.
         return_s: maximum seconds until borrowing runs release lent devices.
-        isolation: "none" if an administrator accepts that runs of several principals share a uid, else "unset".
+        isolation: isolation level of the pool's runs, and the minimum for its nodes. "none": an administrator accepts
+            that runs of several principals share a uid. "unset": the pool serves only the first administrator.
     """
 
     name: str
@@ -201,7 +207,7 @@ class PoolRequest(Request, frozen=True, kw_only=True):
         nodes: nodes to move into the pool.
         lends: True if a reserved pool lends idle devices, as in `PoolView`.
         return_s: maximum seconds until borrowing runs release lent devices, as in `PoolView`.
-        isolation: "none" or "unset", as in `PoolView`.
+        isolation: a level of `model.isolation` or "unset", as in `PoolView`.
     """
 
     kind: str | None = None

@@ -29,7 +29,7 @@ from serverless_gpu.server.invariants.run_invariants import History, Stretch
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.pools import NO_ISOLATION
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.server.runs import retention
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.wire.agents import Start
@@ -356,7 +356,7 @@ _DUE = sa.select(tables.crews.c.run_id).where(tables.crews.c.uncharged)
 def _add_people(connection: sa.Connection) -> None:
     rows = [{"name": name, "kind": "user", "role": role, "created_ns": 0} for name, role in _PEOPLE]
     connection.execute(tables.principals.insert(), rows)
-    pool = {"name": "default", "kind": "on-demand", "created_ns": 0, "isolation": NO_ISOLATION}
+    pool = {"name": "default", "kind": "on-demand", "created_ns": 0, "isolation": NONE}
     connection.execute(tables.pools.insert(), pool)  # its runs are alice's, who is not the first administrator
 
 

@@ -12,13 +12,13 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.server.db.tables import pools
-from serverless_gpu.server.records.pools import NO_ISOLATION
+from serverless_gpu.model.isolation import NONE
 
 
 @pytest.fixture(autouse=True)
 def shared_pools() -> Iterator[None]:
     """Have every pool made in this process as if `sgpu pool set --isolation none` had been said of it."""
     column = pools.c.isolation
-    sa.ColumnDefault(NO_ISOLATION)._set_parent(column)
+    sa.ColumnDefault(NONE)._set_parent(column)
     yield
     column.default = None

@@ -235,7 +235,7 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
         say_secret(made)
     if reach(role, "runs", write=True) is AccessReach.NONE:
         return
-    closed = [pool.name for pool in pools if pool.isolation != "none"]
+    closed = [pool.name for pool in pools if pool.isolation == "unset"]
     shared = [pool.name for pool in pools if pool.isolation == "none"]
     for warning in sharing_warnings(principals=[name], closed=closed, shared=shared):
         say(f"sgpu: warning: {warning}", err=True)

@@ -24,7 +24,7 @@ import msgspec
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, FactKind, Reason, State
 from serverless_gpu.node.attempt.history import first_facts, read_ending
-from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
+from serverless_gpu.node.supervisor.attempt_files import STOP_FILE
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Sample times in seconds since 1970, and the sample values at these times."""

@@ -114,7 +114,7 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
         with contextlib.suppress(NotAllowed):
             pools = connection.ask("GET", "/pools", answer=fleet.PoolList).pools
             shared = tuple(pool.name for pool in pools if pool.isolation == "none")
-            closed = tuple(pool.name for pool in pools if pool.isolation != "none")
+            closed = tuple(pool.name for pool in pools if pool.isolation == "unset")
             facts = replace(facts, shared_pools=shared, closed_pools=closed)
             users = connection.ask("GET", "/users", answer=access.PrincipalList).principals
             starting = [each for each in users if not each.disabled and reach(each.role, "runs", write=True) != "none"]

@@ -32,6 +32,8 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.isolation import SANDBOX
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
 from serverless_gpu.node.agent.attempts import Attempts, StemOwners, SupervisorLink, combined
 from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
@@ -45,6 +47,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation.principals import Principal, Principals
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
@@ -117,6 +120,7 @@ class Agent:
         self._secrets = secret_files.SecretSweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
+        self._principals = Principals(environ)
         self._clients: dict[int, Channel] = {}
         self._inside: dict[int, str] = {}  # client descriptor → owner of the attempt in which the client runs
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
@@ -294,10 +298,16 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
+            principal = self._principals.of(launch.owner) if launch.isolation == SANDBOX else None
+        except IsolationUnavailable as error:
+            self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
+            return
+        try:
             # The supervisor starts first: it reserves devices while the agent checks the zygote's files.
             checkpoints = str(self._inventory.checkpoints)
+            uid = 0 if principal is None else principal.uid
             supervisor = self._attempts.assign(
-                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints), client
+                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints, uid=uid), client
             )
         except OSError as error:
             message = f"could not start the run on this node: {error}"
@@ -306,13 +316,15 @@ class Agent:
         client.close()
         self._monitoring.want(preparation(launch.spec.tracker, launch.context))
         if launch.idle_timeout_s is not None:
-            request = ZygoteRequest(launch.context, owner=launch.owner)
+            request = ZygoteRequest(launch.context, owner=launch.owner, principal=principal)
             self._prewarm(request, launch.world_size, launch.environment, supervisor)
         elif launch.environment is None:
-            self._give_stem(launch, supervisor)
+            self._give_stem(launch, supervisor, principal)
         else:
             waiter = EnvironmentWaiter(
-                ready=lambda environment, fetched: self._give_stem(launch, supervisor, environment, fetched=fetched),
+                ready=lambda environment, fetched: self._give_stem(
+                    launch, supervisor, principal, environment, fetched=fetched
+                ),
                 failed=lambda reason, message: supervisor.give_problem(message, reason),
                 told=supervisor.tell,
             )
@@ -323,6 +335,7 @@ class Agent:
         self,
         launch: protocol.Launch,
         supervisor: SupervisorLink,
+        principal: Principal | None,
         environment: RestoredEnvironment | None = None,
         *,
         fetched: bool = False,
@@ -338,7 +351,7 @@ class Agent:
             supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
 
         try:
-            request = ZygoteRequest(context, environment, launch.owner)
+            request = ZygoteRequest(context, environment, launch.owner, principal)
             ranks = launch.spec.processes(launch.world_size)
             self._zygotes.give_stem(request, ranks, give, supervisor.give_problem)
         except OSError as error:
@@ -355,7 +368,7 @@ class Agent:
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)
-            request = ZygoteRequest(own, environment, asked.owner)
+            request = ZygoteRequest(own, environment, asked.owner, asked.principal)
             if keeper is not None:
                 keeper.key = request.key
             with contextlib.suppress(OSError):

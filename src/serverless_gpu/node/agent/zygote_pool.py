@@ -260,7 +260,7 @@ class ZygotePool:
         self._close(zygote)
         for taker in waiting:
             try:
-                request = ZygoteRequest(zygote.context, taker.environment, zygote.key.owner)
+                request = ZygoteRequest(zygote.context, taker.environment, zygote.key.owner, zygote.principal)
                 self._one_shot(request).take_stem(taker.take, taker.fail)
             except OSError as error:
                 taker.fail(f"could not start {zygote.context.python}: {error}")

@@ -50,8 +50,12 @@ from serverless_gpu.environment.restore.interpreters import LoadedModules
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.inside.channel import close_all, pair
 from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.isolation.grafts import detached_environment
+from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.isolation.views import MEMORY_BYTES_MAX, view_of
 from serverless_gpu.node.processes.process_tree import (
     ZYGOTE,
     CgroupRoot,
@@ -59,6 +63,7 @@ from serverless_gpu.node.processes.process_tree import (
     cgroup_pids,
     kill_cgroup,
     look_at,
+    pids_in_namespace,
     remove_cgroup,
 )
 from serverless_gpu.node.processes.spawn import CallerInterpreter, one_name, separating_variables, zygote_process
@@ -81,6 +86,7 @@ class Key(msgspec.Struct, frozen=True):
     variables: tuple[tuple[str, str], ...]
     environment: str = ""  # Snapshot address of the stems; "" for the caller's files.
     owner: str = ""  # Owner as in `protocol.Launch`; "" for the user of this node.
+    uid: int = 0  # Uid of the zygote's sandbox; 0 without a sandbox.
 
     def elsewhere(self) -> Key:
         """Return the key without its snapshot. A zygote may serve all keys with the same result."""
@@ -88,18 +94,23 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class ZygoteRequest(NamedTuple):
-    """The zygote that a run needs: caller, restored environment (or None) and owner (as in `Key`)."""
+    """The zygote that a run needs: caller, restored environment (or None) and owner (as in `Key`).
+
+    The zygote runs in the sandbox of `principal`, or without a sandbox if `principal` is None.
+    """
 
     context: Context
     environment: RestoredEnvironment | None = None
     owner: str = ""
+    principal: Principal | None = None
 
     @property
     def key(self) -> Key:
         """Return the key that a zygote must have."""
         variables = tuple(separating_variables(self.context.environ).items())
         address = "" if self.environment is None else self.environment.address
-        return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner)
+        uid = 0 if self.principal is None else self.principal.uid
+        return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner, uid)
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
@@ -136,7 +147,7 @@ class Zygote:
         log: tuple[Path, int],
         cgroups: CgroupRoot,
     ) -> None:
-        context, environment, owner = request
+        context, environment, owner, principal = request
         ours, theirs = pair()
         log_path, log_fd = log
         self.channel = ours
@@ -149,6 +160,7 @@ class Zygote:
         self.cold = ""  # Reason why the zygote cannot be forked.
         self.dead = False
         self.context = context
+        self.principal = principal
         self.used_ns = 0
         self.started_ns = 0
         self.ranks = 1  # Number of ranks in the last run; the zygote keeps this number of processes on standby.
@@ -157,7 +169,7 @@ class Zygote:
         self._cgroups = cgroups
         self.containment = Containment(cgroups.make(ZYGOTE))
         # Stems get separate user namespaces if several runs will fork from this zygote.
-        self._apart = bool(owner and preload)
+        self._apart = bool(owner and preload and principal is None)
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # (pid, channel, pidfd) of each standby stem.
@@ -169,11 +181,17 @@ class Zygote:
             mounts = environment.mounts if environment is not None else ()
             places = [str(path) for path in self.containment.paths]
             namespace: Literal["", "wanted", "required"] = ("required" if preload else "wanted") if owner else ""
-            interpreter = CallerInterpreter(context.python, context.flags, variables, mounts, places, namespace)
+            view = (
+                None
+                if principal is None
+                else view_of(principal, context.python, [] if environment is None else [environment.tree])
+            )
+            interpreter = CallerInterpreter(context.python, context.flags, variables, mounts, places, namespace, view)
             self.process: subprocess.Popen[bytes] = zygote_process(
                 interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
             )
-            self.containment.hold(self.process.pid)
+            if principal is None:  # The processes of a sandbox end with its pid namespace.
+                self.containment.hold(self.process.pid)
             if environment is not None:
                 ours.send(inside.encode({"op": "hold"}), environment.fds)
         except OSError:
@@ -224,14 +242,37 @@ class Zygote:
             "ranks": min(self.ranks, RANKS_STANDBY_MAX),
             "apart": self._apart,
         }
-        fds: tuple[int, ...] = ()
-        if self.environment is not None and self.environment is not self._born_in:
-            request["mounts"], fds = list(self.environment.mounts), self.environment.fds
+        moved = self.environment if self.environment is not self._born_in else None
+        fds: tuple[int, ...] = () if moved is None else moved.fds
+        opened: list[int] = []
+        if self.principal is None and moved is not None:
+            request["mounts"] = list(moved.mounts)
+        elif self.principal is not None:
+            try:
+                opened = self._sandbox_request(request, moved)
+            except OSError as error:
+                self._fail_takers(f"the sandbox of the attempt cannot be prepared: {error}")
+                return
         try:
-            self.channel.send(inside.encode(request), fds)
+            self.channel.send(inside.encode(request), (*opened, *fds))
         except OSError:
             return  # The zygote has ended; `hear` still reads its last messages.
+        finally:
+            close_all(opened)
         self._asked.append(self.environment)
+
+    def _sandbox_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
+        """Add the sandbox of an attempt to the request for a stem. Return the descriptors, which the caller closes.
+
+        A sandbox shows neither the cgroups nor other environments, so the stem receives both as descriptors.
+        """
+        opened = [os.open(f"{path}/cgroup.procs", os.O_WRONLY) for path in inside.strings(request, "cgroups")]
+        trees: list[str] = []
+        if moved is not None:
+            trees = [str(moved.mounts[0]["at"])]
+            opened.append(detached_environment(moved.mounts))
+        request["sandbox"] = {"trees": trees, "memory": MEMORY_BYTES_MAX}
+        return opened
 
     def hear(self) -> bool:
         """Read one message. Return False once the zygote has ended."""
@@ -267,11 +308,20 @@ class Zygote:
                 self.cold = inside.text(message, "reason")
             case "stem":
                 (fd,) = fds
-                pid = inside.integer(message, "pid")
+                pid = self._host_pid(inside.integer(message, "pid"))
                 self.containment.note_stem(pid)
                 self._offer(self._asked.popleft(), pid, fd)
                 return True
         return False
+
+    def _host_pid(self, pid: int) -> int:
+        """Return the pid of a stem on this node. Raises ValueError if the stem has already ended."""
+        if self.principal is None:
+            return pid
+        found = pids_in_namespace(self.process.pid, sandbox.PRINCIPAL_DEPTH).get(pid)
+        if found is None:
+            raise ValueError("the stem ended before the agent received it")
+        return found
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
         """Return True if the zygote's stems use the same directories as `environment`."""
@@ -322,7 +372,9 @@ class Zygote:
     def fail(self) -> None:
         """Report to all waiting runs that they get no stem."""
         self.dead = True
-        problem = self._problem()
+        self._fail_takers(self._problem())
+
+    def _fail_takers(self, problem: str) -> None:
         while self._takers:
             self._takers.popleft().fail(problem)
 

@@ -25,6 +25,7 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.isolation import NONE, Level
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.attempt import Stopped as Stopped
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
@@ -129,6 +130,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     crew: int = 0  # Number of this node in the gang.
     nonce: str = ""  # Secret by which the nodes of the gang authenticate each other.
     owner: str = ""  # Owner of the run, as principal and server; "" for the user of this node.
+    isolation: Level = NONE
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
@@ -211,6 +213,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     launch: Launch
     asked_ns: int  # Boottime at which the launch arrived.
     checkpoints: str = ""  # Directory of all runs' checkpoints on this node.
+    uid: int = 0  # Uid of the ranks in their sandbox; 0 without a sandbox.
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):

@@ -20,7 +20,7 @@ import contextlib
 import json
 import os
 
-from . import linux, namespaces, protocol
+from . import linux, namespaces, protocol, sandbox
 from .channel import Channel
 
 
@@ -28,11 +28,18 @@ def main(plan_fd: int, channel_fd: int) -> None:
     """Enter the containment of a zygote and execute the zygote. Return only if it must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
-    ``argv`` (the program first) and ``environ``. Raises OSError when a mount or the program fails.
+    ``sandbox`` (the fields of `sandbox.View`, or None), ``argv`` (the program first) and ``environ``. Raises OSError when a mount or the program fails.
     """
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
-    linux.become_subreaper()  # execve keeps the subreaper setting.
+    if plan["sandbox"] is not None:
+        # Opened before the sandbox, which hides the cgroups. The keeper of the sandbox stays outside of them.
+        cgroups = open_cgroups(plan["cgroups"])
+        sandbox.enter(sandbox.View(**plan["sandbox"]), plan["mounts"])
+        linux.become_subreaper()  # execve keeps the subreaper setting.
+        join_cgroups(cgroups)
+        os.execve(plan["argv"][0], plan["argv"], plan["environ"])
+    linux.become_subreaper()
     enter_cgroups(plan["cgroups"])
     if plan["namespace"]:
         problem = namespaces.probe_user_namespace()
@@ -56,3 +63,20 @@ def enter_cgroups(cgroups: list[str]) -> list[str]:
             file.flush()
             entered.append(path)
     return entered
+
+
+def open_cgroups(cgroups: list[str]) -> list[int]:
+    """Return descriptors through which a process without rights can enter cgroups."""
+    found: list[int] = []
+    for path in cgroups:
+        with contextlib.suppress(OSError):
+            found.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+    return found
+
+
+def join_cgroups(fds: list[int]) -> None:
+    """Move this process into the cgroups of `open_cgroups`, and close the descriptors."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.write(fd, b"0")
+        os.close(fd)

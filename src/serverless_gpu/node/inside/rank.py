@@ -418,7 +418,13 @@ def _take_context(message: protocol.Message) -> None:
     _reseed()
     if message.get("ray") is None:
         _set_threads(protocol.integer(message, "threads"))
-    os.chdir(protocol.text(message, "cwd"))
+    try:
+        os.chdir(protocol.text(message, "cwd"))
+    except OSError:
+        work = protocol.text(message, "work")
+        if not work:
+            raise
+        os.chdir(work)  # A sandbox does not show the caller's directory.
 
 
 def _forget(callers: object) -> None:

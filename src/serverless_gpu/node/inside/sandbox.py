@@ -35,10 +35,14 @@ from .namespaces import Mount, enter_mounts
 
 ATTEMPT = "/run/sgpu"
 """Directory in the sandbox where the node mounts the files of the running attempt."""
-CALL, RESULTS, FAILURES, STOP, WORK = (f"{ATTEMPT}/{name}" for name in ("call.pkl", "results", "failures", "stop", "work"))
+CALL, RESULTS, FAILURES, STOP, WORK = (
+    f"{ATTEMPT}/{name}" for name in ("call.pkl", "results", "failures", "stop", "work")
+)
 CHECKPOINTS, SECRETS, CLUSTER = (f"{ATTEMPT}/{name}" for name in ("checkpoints", "secrets", "cluster"))
 HOME = "/home/user"
 USER = "user"
+PRINCIPAL_DEPTH, ATTEMPT_DEPTH = 2, 3
+"""Number of pid namespaces between the node and the processes of a principal, and between the node and a rank."""
 KEPT = (seal.CAPABILITIES["SYS_ADMIN"], seal.CAPABILITIES["SETPCAP"])
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -48,6 +52,7 @@ _NO_SUID_DEV_EXEC = _NO_SUID_DEV | 0x8
 _READ_ONLY = mounts.READ_ONLY | mounts.NO_SETUID | mounts.NO_DEVICES
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS_MAX = 40
+_PARTS = ("pyvenv.cfg", "bin", "lib", "lib64", "libexec", "include", "share", "etc", "ssl")
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store")
 SETTINGS = (
@@ -65,7 +70,8 @@ class View(NamedTuple):
     uid: int
     at: str  # Empty directory on which the launcher builds the private root.
     home: str  # Directory of the principal that stays between attempts; at `HOME` in the sandbox.
-    shown: Sequence[str]  # Further files and directories, read-only at the same paths: interpreter, environment.
+    python: str  # Interpreter of the zygote.
+    shown: Sequence[str]  # Further files and directories, read-only at the same paths.
     devices: Sequence[str]  # Device nodes that an attempt may get later; empty files until then.
 
 
@@ -94,6 +100,28 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
     if holder:
         _exit_like(holder)
     _hold()
+
+
+def rehearse(view: View) -> NoReturn:
+    """Make a sandbox and an attempt in it, then exit with 0 if each step succeeded."""
+    enter(view, ())
+    pid = fork_init()
+    if pid == 0:
+        enter_attempt(1 << 20, 1 << 20, ())
+        os._exit(0)
+    _exit_like(pid)
+
+
+def interpreter_parts(python: str) -> list[str]:
+    """Return the files of an interpreter's installation, and of its virtual environment if it has one.
+
+    The parts are named one by one, because the directory of an installation can also be a home directory.
+    """
+    found = [python]
+    for program in dict.fromkeys((python, os.path.realpath(python))):
+        prefix = os.path.dirname(os.path.dirname(program))
+        found += [os.path.join(prefix, part) for part in _PARTS]
+    return found
 
 
 def fork_init() -> int:
@@ -134,7 +162,7 @@ def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable
 def _make_root(view: View) -> None:
     mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
     root = _Root(view.at)
-    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *view.shown):
+    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *view.shown, *interpreter_parts(view.python)):
         root.show(path)
     root.write("/etc/passwd", f"root:x:0:0:root:/root:/sbin/nologin\n{USER}:x:{view.uid}:{view.uid}::{HOME}:/bin/sh\n")
     root.write("/etc/group", f"root:x:0:\n{USER}:x:{view.uid}:\n")

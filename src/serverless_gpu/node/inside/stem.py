@@ -31,9 +31,9 @@ import socket
 import sys
 from typing import NamedTuple, NoReturn
 
-from . import linux, namespaces, protocol, rank
+from . import linux, namespaces, protocol, rank, sandbox, seal
 from .channel import Channel, pair
-from .launcher import enter_cgroups
+from .launcher import enter_cgroups, join_cgroups
 from .raycluster.share import remove_directory
 
 _EMPTYING_TRIES_MAX = 500
@@ -54,12 +54,15 @@ class _Work(NamedTuple):
     fds: tuple[int, ...]
 
 
-def main(channel: Channel, request: protocol.Message, zygote: socket.socket | None = None) -> NoReturn:
+def main(
+    channel: Channel, request: protocol.Message, zygote: socket.socket | None = None, fds: tuple[int, ...] = ()
+) -> NoReturn:
     """Stand by, run one attempt and end. Never return into the zygote's code.
 
     `channel` leads first to the agent and then to a supervisor. `request` names the cgroups to enter, the number of
     ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the stem's own
-    user namespace. A `zygote` of None means that the stem gets no user namespace.
+    user namespace. A `zygote` of None means that the stem gets no user namespace. With ``sandbox`` in the request, `fds`
+    lead to the cgroups, then to environments, then to locks that the stem holds.
     """
     code = 1
     try:
@@ -67,8 +70,15 @@ def main(channel: Channel, request: protocol.Message, zygote: socket.socket | No
         if zygote is not None:
             with zygote:
                 namespaces.become_member(zygote)
-        own = _Stem(channel, enter_cgroups(protocol.strings(request, "cgroups")))
-        if own.mount(request.get("mounts")):
+        linux.limit_harm()  # A sealed process cannot change its own settings.
+        private = request.get("sandbox")
+        own = _Stem(channel, isolated=isinstance(private, dict))
+        cgroups = protocol.strings(request, "cgroups")
+        if isinstance(private, dict):
+            own.cgroups, ready = cgroups, own.enter_sandbox(private, list(fds), len(cgroups))
+        else:
+            own.cgroups, ready = enter_cgroups(cgroups), own.mount(request.get("mounts"))
+        if ready:
             own.serve(protocol.integer(request, "ranks"))
         code = 0
     finally:
@@ -78,9 +88,10 @@ def main(channel: Channel, request: protocol.Message, zygote: socket.socket | No
 
 
 class _Stem:
-    def __init__(self, channel: Channel, cgroups: list[str]) -> None:
+    def __init__(self, channel: Channel, *, isolated: bool) -> None:
         self.channel = channel
-        self.cgroups = cgroups
+        self.isolated = isolated
+        self.cgroups: list[str] = []
         self.ranks: dict[int, int] = {}  # Rank numbers by pid.
         self.children: list[_Child] = []
         self.work: list[_Work] = []
@@ -102,10 +113,22 @@ class _Stem:
         importlib.invalidate_caches()
         return True
 
+    def enter_sandbox(self, wanted: protocol.Message, fds: list[int], cgroups: int) -> bool:
+        """Enter the cgroups and the namespaces of the attempt, and give up all rights. Report a failure."""
+        join_cgroups(fds[:cgroups])
+        trees = protocol.strings(wanted, "trees")
+        size = protocol.integer(wanted, "memory")
+        try:
+            sandbox.enter_attempt(size, size, zip(fds[cgroups:], trees, strict=False))
+        except OSError as error:
+            self._say({"event": "problem", "detail": f"the sandbox of the attempt cannot be made: {error}"})
+            return False
+        importlib.invalidate_caches()
+        return True
+
     def serve(self, standby: int) -> None:
         linux.set_name("sgpu-stem")
         linux.become_subreaper()
-        linux.limit_harm()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -193,6 +216,8 @@ class _Stem:
     def _become_rank(self, channel: Channel, parent: int) -> NoReturn:
         code = 1
         try:
+            if self.isolated:
+                seal.set_dumpable(value=True)  # Debuggers in the attempt may trace a rank, but not the stem.
             linux.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
             # A lock descriptor that leaked into a rank would hold a GPU until the rank's last child ends.

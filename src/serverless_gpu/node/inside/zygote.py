@@ -47,7 +47,7 @@ import socket
 import sys
 import weakref
 
-from . import blas, linux, namespaces, protocol, stem
+from . import blas, linux, namespaces, protocol, sandbox, stem
 from .channel import Channel, pair
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -158,16 +158,24 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         # descriptor.
         return True
     if request.get("op") == "stem":
-        _fork_stem(channel, request, own_fds)
+        _fork_stem(channel, request, own_fds, received[1])
     for fd in received[1]:
         os.close(fd)  # The stem holds its own copy of the descriptors.
     return True
 
 
-def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, ...]) -> None:
+def _fork_stem(
+    channel: Channel, request: protocol.Message, own_fds: tuple[int, ...], received: tuple[int, ...]
+) -> None:
     ours, theirs = pair()
     admission = socket.socketpair() if request.get("apart") is True else None
-    pid = os.fork()
+    try:
+        pid = os.fork() if request.get("sandbox") is None else sandbox.fork_init()
+    except OSError as error:
+        ours.close()
+        theirs.close()
+        channel.send(protocol.encode({"event": "cold", "reason": f"{protocol.UNSHARED} ({error})"}))
+        return
     if pid == 0:
         signal.set_wakeup_fd(-1)
         for fd in own_fds:
@@ -176,7 +184,7 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
         ours.close()
         if admission is not None:
             admission[0].close()
-        stem.main(theirs, request, None if admission is None else admission[1])
+        stem.main(theirs, request, None if admission is None else admission[1], received)
     theirs.close()
     if admission is not None:
         admission[1].close()

@@ -242,6 +242,21 @@ def look_at(pid: int) -> ProcessIdentity | None:
     return None if fields[0] in "ZX" else ProcessIdentity(pid, int(fields[19]), name)
 
 
+def namespace_pids(pid: int) -> list[int]:
+    """Return the pids of a process in each pid namespace, the namespace of this process first; [] if it is missing."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return [int(word) for word in line.split()[1:]]
+    return []
+
+
+def pids_in_namespace(root: int, depth: int) -> dict[int, int]:
+    """Return the pids of the descendants of a process, by their pid in the namespace `depth` levels below this one."""
+    known = ((pid, namespace_pids(pid)) for pid in (root, *descendants(root)))
+    return {seen[depth]: pid for pid, seen in known if len(seen) > depth}
+
+
 def remove_cgroup(path: Path) -> bool:
     """Remove an empty cgroup and all cgroups below. Return True if the cgroup no longer exists."""
     with contextlib.suppress(OSError):

@@ -22,9 +22,11 @@ from typing import Literal, NamedTuple
 from serverless_gpu import faults
 from serverless_gpu.ambient import CLOCK_FAULT
 from serverless_gpu.node.inside import protocol
+from serverless_gpu.node.inside.sandbox import View
 
-_PACKAGE = Path(__file__).resolve().parents[2]
-INSIDE = _PACKAGE / "node" / "inside"
+PACKAGE = Path(__file__).resolve().parents[2]
+"""Directory of this package."""
+INSIDE = PACKAGE / "node" / "inside"
 """Directory of the ranks' runtime, which programs in the user's interpreter load as `_sgpu_inside`."""
 
 _LOAD = """\
@@ -129,7 +131,7 @@ def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def search_path() -> list[str]:
     """Return the directories of this package and of its few dependencies."""
-    found = [str(_PACKAGE.parent)]
+    found = [str(PACKAGE.parent)]
     for name in _DEPENDENCIES:
         spec = importlib.util.find_spec(name)
         places = (spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else ()
@@ -189,6 +191,7 @@ class CallerInterpreter(NamedTuple):
     mounts: Sequence[Mapping[str, object]] = ()  # Mounts of the interpreter's environment, for `inside/namespaces.py`.
     cgroups: Sequence[str] = ()  # Directories of the cgroups in which the interpreter starts.
     namespace: Literal["", "wanted", "required"] = ""  # User namespace: not used, used if possible, or required.
+    sandbox: View | None = None  # Files of the principal's sandbox, in place of the user namespace.
 
 
 def zygote_process(
@@ -214,6 +217,7 @@ def zygote_process(
             {
                 "cgroups": list(interpreter.cgroups),
                 "namespace": interpreter.namespace,
+                "sandbox": None if interpreter.sandbox is None else interpreter.sandbox._asdict(),
                 "mounts": list(interpreter.mounts),
                 "argv": arguments,
                 "environ": environ,

@@ -10,7 +10,7 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,7 @@ from serverless_gpu.node.attempt.usage_account import AttemptAccount, write_byte
 from serverless_gpu.node.base.home import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
 from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.inside.process_group import ALONE_NOTE_SWITCH
@@ -44,9 +45,11 @@ from serverless_gpu.node.processes.process_tree import (
     cgroup_pids,
     kill_cgroup,
     left_in,
+    pids_in_namespace,
     remove_cgroup,
 )
-from serverless_gpu.node.supervisor.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
+from serverless_gpu.node.supervisor.attempt_files import AttemptFiles, attempt_files
+from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment, place_of
 from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
 from serverless_gpu.units import format_bytes
 
@@ -74,7 +77,8 @@ _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 class LocalGang:
     """All ranks of one attempt on this node.
 
-    `context` replaces the caller's context if the restored environment has different paths.
+    `context` replaces the caller's context if the restored environment has different paths. `stem_pid` is the pid of
+    the stem on this node. In a sandbox, the stem itself has another pid.
     """
 
     def __init__(
@@ -84,7 +88,8 @@ class LocalGang:
         account: AttemptAccount,
         context: Context | None = None,
         *,
-        checkpoints: str = "",
+        stem_pid: int = 0,
+        files: AttemptFiles | None = None,
     ) -> None:
         self.launch = launch
         self.context = context or launch.context
@@ -92,8 +97,8 @@ class LocalGang:
         self.account = account
         self.numbers = launch.numbers
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
-        self.environment = RankEnvironment(launch, self.context, checkpoints)
-        self._stop_file = Path(launch.directory) / STOP_FILE
+        self._files = files or attempt_files(launch)
+        self.environment = RankEnvironment(launch, self.context, self._files)
         self._failed: set[int] = set()
         self._alone: set[int] = set()  # Ranks that trained without communicating with another rank.
         self.logs: dict[int, RankLog] = {}
@@ -103,7 +108,7 @@ class LocalGang:
         self.on_said: Callable[[str], None] = lambda sentence: None  # Called with messages of ranks.
         self._sentences_left = _SENTENCES_MAX
         self._cluster: AttemptCluster | None = None  # The Ray cluster of the run on this node.
-        self.stem_pid = 0
+        self.stem_pid = stem_pid
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
@@ -141,7 +146,7 @@ class LocalGang:
             case "forked":
                 pids = message.get("pids")
                 if isinstance(pids, dict):
-                    self.pids = {int(rank): int(pid) for rank, pid in pids.items()}
+                    self.pids = self._host_pids({int(rank): int(pid) for rank, pid in pids.items()})
             case "problem":
                 yield StemLost(detail=inside.text(message, "detail")[:_DETAIL_CHARACTERS_MAX])
             case "exec":
@@ -175,6 +180,7 @@ class LocalGang:
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
+        self._files.show(self.stem_pidfd)
         self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
         if self.memory.note:
             self.account.notes.append(self.memory.note)
@@ -206,7 +212,7 @@ class LocalGang:
         variable.
         """
         try:
-            write_text(self._stop_file, f"{why}\n")
+            write_text(self._files.stop_file, f"{why}\n")
         except OSError as error:
             self.account.notes.append(f"could not write the stop reason for the ranks: {error.strerror}")
         self.release()
@@ -297,11 +303,19 @@ class LocalGang:
             raise ValueError(
                 f"the stem uses protocol version {message.get('version')}, this supervisor uses {inside.VERSION}"
             )
-        self.stem_pid = inside.integer(message, "pid")
+        if not self._files.uid:
+            self.stem_pid = inside.integer(message, "pid")
         self.stem_pidfd = os.pidfd_open(self.stem_pid)
         self._cgroups = tuple(Path(path) for path in inside.strings(message, "cgroups"))
         self._cgroup = next((path for path in self._cgroups if (path / "cgroup.kill").exists()), None)
         self.account.mark("stem")
+
+    def _host_pids(self, pids: Mapping[int, int]) -> dict[int, int]:
+        """Return the pids of ranks on this node. In a sandbox, the stem reports the pids of its own namespace."""
+        if not self._files.uid:
+            return dict(pids)
+        known = pids_in_namespace(self.stem_pid, sandbox.ATTEMPT_DEPTH)
+        return {rank: known[pid] for rank, pid in pids.items() if pid in known}
 
     def _pass_on(self, text: str, *, note: bool) -> None:
         """Send a rank's message to attached clients. With `note`, also add the message to the receipt."""
@@ -325,7 +339,8 @@ class LocalGang:
         threads = threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
         return {
             "op": "go",
-            "directory": launch.directory,
+            "directory": self._files.ranks_directory,
+            "work": self._files.ranks_work,
             "world_size": place_of(launch, 0).world_size,
             "local_world_size": len(self.numbers),
             "command": argv,

@@ -26,8 +26,7 @@ from serverless_gpu.model.secrets import DIRECTORY
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.base.protocol import Context, Launch, original
 from serverless_gpu.node.inside.process_group import PROCESS_GROUP_VARIABLE
-
-STOP_FILE = "stop_reason"
+from serverless_gpu.node.supervisor.attempt_files import AttemptFiles
 
 
 class Network(NamedTuple):
@@ -52,11 +51,11 @@ def place_of(launch: Launch, local: int) -> RankPlace:
 class RankEnvironment:
     """The environment variables of one attempt's ranks on this node."""
 
-    def __init__(self, launch: Launch, context: Context, checkpoints: str = "") -> None:
+    def __init__(self, launch: Launch, context: Context, files: AttemptFiles) -> None:
         self.tracked: Mapping[str, str] = {}  # Variables with which MLflow in a rank finds its run.
         self._launch = launch
         self._context = context
-        self._checkpoints = checkpoints
+        self._files = files
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
 
     def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
@@ -86,15 +85,13 @@ class RankEnvironment:
     def _places(self) -> dict[str, str]:
         """Return the paths of an attempt's files for a rank: stop reason, checkpoints, process group, secrets."""
         launch = self._launch
-        places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
-        if self._checkpoints:
-            places["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{launch.run_id}/{launch.fence}"
+        places = dict(self._files.variables)
         if self._command is not None:
             places["CODE_SOURCE_PATH"] = original(self._context.cwd)
         if launch.spec.init is not None:
             places[PROCESS_GROUP_VARIABLE] = launch.spec.init
         if launch.secrets is not None:
-            places[DIRECTORY] = launch.secrets.directory
+            places[DIRECTORY] = self._files.ranks_secrets
         return places
 
     def _callers(self) -> dict[str, str]:

@@ -87,6 +87,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
+from serverless_gpu.node.supervisor.attempt_files import attempt_files
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.hang_watchdog import Watchdogs
 from serverless_gpu.node.supervisor.monitor_link import MonitorLink
@@ -112,7 +113,7 @@ class Supervisor:
         self._home = home
         self._sockets = sockets
         self._machine = machine
-        self._checkpoints = assign.checkpoints
+        self._files = attempt_files(launch, assign.checkpoints, assign.uid)
         self._clock: Clock = SystemClock()
         self._attempt = first_of(launch)
         self._account = AttemptAccount(launch, self._clock)
@@ -202,7 +203,12 @@ class Supervisor:
         self._account.warm = (message.warm, message.warm_reason)
         self._account.environment = message.environment
         self._gang = LocalGang(
-            self._launch, Channel.adopt(fds[0]), self._account, message.context, checkpoints=self._checkpoints
+            self._launch,
+            Channel.adopt(fds[0]),
+            self._account,
+            message.context,
+            stem_pid=message.pid,
+            files=self._files,
         )
         self._gang.on_said = lambda said: self._audience.tell(protocol.WaitingNote(sentence=said, lasting=True))
         self._watch(fds[0], self._hear_gang)

@@ -120,6 +120,7 @@ def make_launch(
         crew=order.crew,
         nonce=order.nonce,
         owner=f"{order.owner} of {store.url}" if order.owner else protocol.UNKNOWN_OWNER,
+        isolation=order.isolation,
     )
 
 

@@ -34,6 +34,7 @@ from serverless_gpu.node.devices.inventory import Inventory, NvmlProvider, offer
 from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
+from serverless_gpu.node.isolation.levels import measure
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.version import __version__
@@ -73,6 +74,7 @@ class NodePresence:
         self._faults = NodeFaults(home, self._clock)
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
+        self._level = measure(os.environ)
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
         """Return the node's introduction, with the name and pool of its profile."""
@@ -98,6 +100,8 @@ class NodePresence:
             problem=offer.problem,
             takes=TAKES,
             process=self.process,
+            isolation=self._level.level,
+            isolation_problem=self._level.problem,
         )
 
     def heartbeat(

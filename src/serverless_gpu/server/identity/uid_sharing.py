@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import pools as pools_table
@@ -25,7 +26,7 @@ from serverless_gpu.server.db.tables import principals, runs
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.records import audit, pools
 from serverless_gpu.server.records.audit import SERVER, Action
-from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
+from serverless_gpu.server.records.pools import UNSET, StoredPool
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,7 @@ def exposure(connection: sa.Connection) -> Exposure:
         had_runs=tuple(row.name for row in rows if row.has_runs),
         undecided=tuple(pool.name for pool in there if pool.isolation is None),
         closed=tuple(pool.name for pool in there if not pool.is_shared),
-        shared=tuple(pool.name for pool in there if pool.is_shared),
+        shared=tuple(pool.name for pool in there if pool.shares_uid),
     )
 
 
@@ -107,7 +108,7 @@ def settle(database: Transactions, ask: Callable[[Exposure], bool | None], *, no
 
 
 def _decide(connection: sa.Connection, names: tuple[str, ...], *, is_shared: bool, now_ns: int) -> None:
-    level = NO_ISOLATION if is_shared else UNSET
+    level = NONE if is_shared else UNSET
     for name in names:
         undecided = sa.and_(pools_table.c.name == name, pools_table.c.isolation.is_(None))
         if connection.execute(pools_table.update().where(undecided).values(isolation=level)).rowcount:

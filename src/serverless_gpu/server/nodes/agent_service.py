@@ -339,6 +339,7 @@ class AgentService:
             crews=tuple(one.place for one in run.attempt.crews) if run.attempt.num_nodes > 1 else (),
             crew=crew.number,
             nonce=run.attempt.nonce,
+            isolation=pools.level(connection, node.pool),
         )
 
     async def stream(

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
+from serverless_gpu.model.isolation import NONE, Level, reaches
 from serverless_gpu.model.scheduling.values import Node
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
@@ -20,7 +21,7 @@ from serverless_gpu.server.records import active_runs, nodes, pools
 from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.records.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool
+from serverless_gpu.server.records.pools import RESERVED, UNSET, StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeView, PoolView
 
@@ -39,6 +40,10 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
         """Return the parts of a run's attempt that use devices, one per node."""
         return tuple(crew for crew in run.crews if crew.id not in self.freed)
+
+    def minimums(self) -> dict[str, Level]:
+        """Return the isolation levels that pools require, by the pool's name."""
+        return {pool.name: pool.level for pool in self.pools}
 
     def by_node(self) -> dict[str, list[Holder]]:
         """Return the runs that use devices, by the identifier of the node."""
@@ -96,8 +101,9 @@ class PlannerNodes:
     def of(self, snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
         """Return the nodes of a snapshot in the data structures of the planner."""
         known, self._known = self._known, {}
+        minimums = snapshot.minimums()
         for node in snapshot.nodes:
-            why, sharing = away(node, presence, times), node_rules.sharing(node.rules, times.wall_ns)
+            why, sharing = away(node, presence, times, minimums), node_rules.sharing(node.rules, times.wall_ns)
             key = (node.hello, node.rules, node.name, node.pool, node.machine, why, sharing)
             before = known.get(node.id)
             if before is None or before[0] != key:
@@ -113,8 +119,8 @@ def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list
 
 def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:
     """Return the views of nodes for users."""
-    held = snapshot.by_node()
-    return [_view(node, held.get(node.id, ()), presence, times) for node in snapshot.nodes]
+    held, minimums = snapshot.by_node(), snapshot.minimums()
+    return [_view(node, held.get(node.id, ()), presence, times, minimums) for node in snapshot.nodes]
 
 
 def view_pools(
@@ -138,8 +144,11 @@ def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 
 
-def away(node: StoredNode, presence: Presence, times: Times) -> str:
-    """Return why a node is unavailable now, as text that follows the node's name, or ""."""
+def away(node: StoredNode, presence: Presence, times: Times, minimums: Mapping[str, Level]) -> str:
+    """Return why a node is unavailable now, as text that follows the node's name, or "".
+
+    `minimums` are the isolation levels that pools require, by the pool's name.
+    """
     lost = presence.why_lost(node.id)
     if lost:
         return f"is not available: {lost}"
@@ -150,7 +159,13 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
     if node.hello.degraded:
         return f"is degraded, because the state of its devices is unknown: {node.hello.degraded}"
     why = node.hello.draining or node_rules.drained(node.rules)
-    return f"starts no new runs: {why}" if why else ""
+    if why:
+        return f"starts no new runs: {why}"
+    minimum = minimums.get(node.pool, NONE)
+    if not reaches(node.hello.isolation, minimum):
+        cause = node.hello.isolation_problem or "the node has an older version"
+        return f"offers no isolation {minimum}, which its pool {node.pool} requires: {cause}"
+    return ""
 
 
 def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
@@ -186,10 +201,12 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
     )
 
 
-def _view(node: StoredNode, holders: Sequence[Holder], presence: Presence, times: Times) -> NodeView:
+def _view(
+    node: StoredNode, holders: Sequence[Holder], presence: Presence, times: Times, minimums: Mapping[str, Level]
+) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     found = node_rules.sharing(node.rules, times.wall_ns)
-    sentence = away(node, presence, times) or found.problem
+    sentence = away(node, presence, times, minimums) or found.problem
     return NodeView(
         id=node.id,
         name=node.name,
@@ -207,6 +224,8 @@ def _view(node: StoredNode, holders: Sequence[Holder], presence: Presence, times
         shared=found.shared,
         turns_ns=found.turns_ns,
         findings=node.hello.findings,
+        isolation=node.hello.isolation,
+        isolation_problem=node.hello.isolation_problem,
     )
 
 
@@ -233,5 +252,5 @@ def _view_pool(
         queued=queued,
         lends=pool.planned.lends,
         return_s=pool.return_s,
-        isolation=NO_ISOLATION if pool.is_shared else UNSET,
+        isolation=pool.isolation or UNSET,
     )

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
+from serverless_gpu.model.isolation import Level
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.server.core.health import RETRY_AFTER_S, Probe, ServerHealth
@@ -39,7 +40,7 @@ from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
-from serverless_gpu.server.records import audit, charges, nodes
+from serverless_gpu.server.records import audit, charges, nodes, pools
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.version import __version__
@@ -75,6 +76,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, int]
     queued_ns: int | None
     nodes: list[StoredNode]
+    minimums: dict[str, Level]  # Isolation levels that pools require.
     held: list[tuple[str, CrewId, str, int]]  # keys: node, supervisor, type, devices
     orders: tuple[int, int | None]
     drained: bool
@@ -141,7 +143,7 @@ class StateMetrics(MetricsSource):
             runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
             oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
             nodes=Counter(capacity.state_of(node, self._presence, times) for node in rows.nodes),
-            devices=self._devices(rows.nodes, held, times),
+            devices=self._devices(rows, held, times),
             lease_age_s=max(ages, default=0) / 1e9,
             orders=(count, _age_s(oldest_ns, times.wall_ns)),
             free=free_bytes(self._settings.directory),
@@ -152,15 +154,15 @@ class StateMetrics(MetricsSource):
         )
 
     def _devices(
-        self, found: list[StoredNode], held: list[tuple[str, str, int]], times: capacity.Times
+        self, rows: _Rows, held: list[tuple[str, str, int]], times: capacity.Times
     ) -> dict[tuple[str, str], int]:
         leased: dict[str, Counter[str]] = {}
         for node_id, gpu_type, count in held:
             leased.setdefault(node_id, Counter())[gpu_type] += count
         counted: Counter[tuple[str, str]] = Counter()
-        for node in found:
+        for node in rows.nodes:
             total, outside = census(node.hello.devices, node.unavailable)
-            is_away = bool(capacity.away(node, self._presence, times))
+            is_away = bool(capacity.away(node, self._presence, times, rows.minimums))
             for name, number in total.items():
                 used = min(number, leased.get(node.id, Counter())[name])
                 shut = min(number - used, outside.get(name, 0))
@@ -189,6 +191,7 @@ def _load(connection: sa.Connection) -> _Rows:
         runs={state: number for state, number in connection.execute(by_state)},
         queued_ns=connection.scalar(oldest),
         nodes=nodes.every(connection),
+        minimums={pool.name: pool.level for pool in pools.every(connection)},
         held=[(row[0], (row[1], row[2], row[3]), row[4], row[5]) for row in connection.execute(held)],
         orders=(count, oldest_order),
         drained=drain.find(connection) is not None,

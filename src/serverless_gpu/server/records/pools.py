@@ -12,6 +12,7 @@ from typing import get_args
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.isolation import NONE, SANDBOX, Level
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server.db.tables import RETURN_S, nodes, pools, shares
 from serverless_gpu.wire.queue import ShareKind
@@ -19,8 +20,8 @@ from serverless_gpu.wire.queue import ShareKind
 DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
 SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
-NO_ISOLATION, UNSET = "none", "unset"
-"""Isolation of a pool: several principals may share a uid, or only one principal may use the pool."""
+UNSET = "unset"
+"""Isolation of a pool that only one principal may use. All other values are levels of `model.isolation`."""
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lends: True if the pool is reserved and lends idle devices.
         return_s: seconds within which borrowing runs release the devices.
-        isolation: `NO_ISOLATION`, `UNSET`, or None if undecided, which counts as `UNSET`.
+        isolation: minimum level of the pool's runs, `UNSET`, or None if undecided, which counts as `UNSET`.
     """
 
     name: str
@@ -41,8 +42,18 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_shared(self) -> bool:
+        """Return True if several principals may use the pool: in sandboxes, or with a uid that they share."""
+        return self.isolation not in (None, UNSET)
+
+    @property
+    def shares_uid(self) -> bool:
         """Return True if an administrator has permitted several principals to share a uid on the pool's nodes."""
-        return self.isolation == NO_ISOLATION
+        return self.isolation == NONE
+
+    @property
+    def level(self) -> Level:
+        """Return the isolation level of the pool's runs, which is also the minimum for its nodes."""
+        return SANDBOX if self.isolation == SANDBOX else NONE
 
     @property
     def planned(self) -> Pool:
@@ -67,6 +78,12 @@ def find(connection: sa.Connection, name: str) -> StoredPool | None:
     """Return a pool by name, or None."""
     row = connection.execute(sa.select(pools).where(pools.c.name == name)).first()
     return None if row is None else StoredPool(**row._mapping)
+
+
+def level(connection: sa.Connection, name: str) -> Level:
+    """Return the isolation level of a pool's runs. Without the pool, return `NONE`."""
+    found = find(connection, name)
+    return NONE if found is None else found.level
 
 
 def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:

@@ -1,0 +1,22 @@
+"""Isolation levels: how far a node separates the runs of different principals."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Level = Literal["none", "sandbox"]
+NONE: Level = "none"
+"""All runs of a node share the uid of its agent."""
+SANDBOX: Level = "sandbox"
+"""Each principal has its own uid. Each attempt has private files, processes, devices and interprocess communication."""
+LEVELS: tuple[Level, ...] = (NONE, SANDBOX)
+"""All levels, the weakest first."""
+
+
+def reaches(offered: str, minimum: str) -> bool:
+    """Return True if a node's level satisfies the minimum of a pool. An unknown level counts as `NONE`."""
+    return _rank(offered) >= _rank(minimum)
+
+
+def _rank(level: str) -> int:
+    return next((number for number, known in enumerate(LEVELS) if known == level), 0)

@@ -1,0 +1,86 @@
+"""Mounts files of an attempt into the sandbox of its stem.
+
+    supervisor ── fork ──▶ copies the trees ── setns(mount namespace of the stem) ── attaches them ──▶ exit
+
+A stem stands by before its attempt is known, sealed and without rights. The attempt's files and devices therefore come
+from outside. The child exists because a process that enters a mount namespace loses its own root directory.
+
+Failure cases: The function raises OSError with the failed step. The ranks have not started then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from serverless_gpu.node.inside import mounts, namespaces
+
+_CLONE_NEWNS = 0x20000
+_PROBLEM_BYTES_MAX = 4_096
+
+
+class Graft(NamedTuple):
+    """A file or directory of the node and its place in the sandbox."""
+
+    source: str
+    at: str
+    writable: bool = False
+    device: bool = False
+
+
+def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
+    """Mount files of the node into the mount namespace of a stem. Raises OSError."""
+
+    def attach(_: socket.socket) -> None:
+        trees = [(mounts.clone_tree(each.source, _attributes(each), recursive=False), each.at) for each in grafts]
+        mounts.set_namespace(stem_pidfd, _CLONE_NEWNS)
+        for fd, at in trees:
+            mounts.attach(fd, at)
+
+    _in_child(attach, "the attempt's files cannot be mounted into its sandbox")
+
+
+def detached_environment(overlays: Sequence[Mapping[str, object]]) -> int:
+    """Mount an environment in a namespace of its own. Return a descriptor of its detached tree. Raises OSError.
+
+    `overlays` are mounts as in `namespaces.enter_mounts`, the outermost first. The caller closes the descriptor.
+    """
+
+    def copy(answer: socket.socket) -> None:
+        namespaces.enter_mounts(overlays)
+        tree = mounts.clone_tree(str(overlays[0]["at"]), mounts.READ_ONLY)
+        socket.send_fds(answer, [b"\0"], [tree])
+
+    (tree,) = _in_child(copy, "the environment cannot be mounted")
+    return tree
+
+
+def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
+    """Run `work` in a child that may change its namespaces. Return the descriptors that it sends. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        try:
+            work(theirs)
+        except OSError as error:
+            theirs.sendall(str(error).encode()[:_PROBLEM_BYTES_MAX])
+        finally:
+            os._exit(0)
+    theirs.close()
+    with ours:
+        text, fds, _, _ = socket.recv_fds(ours, _PROBLEM_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+    os.waitpid(pid, 0)
+    problem = text.strip(b"\0").decode("utf-8", "replace")
+    if problem:
+        raise OSError(f"{what}: {problem}")
+    return fds
+
+
+def _attributes(each: Graft) -> int:
+    flags = mounts.NO_SETUID
+    if not each.device:
+        flags |= mounts.NO_DEVICES
+    return flags if each.writable or each.device else flags | mounts.READ_ONLY

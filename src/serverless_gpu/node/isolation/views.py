@@ -1,0 +1,40 @@
+"""The files of the node that a principal's sandbox shows.
+
+The launcher adds the interpreter's own directories (`inside/sandbox.py`), because a restored environment has its
+interpreter only after its mounts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from serverless_gpu.node.inside.sandbox import View
+from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.processes.spawn import PACKAGE
+
+MEMORY_BYTES_MAX = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+"""Limit of /tmp and of /dev/shm of an attempt: half of the memory, as for /dev/shm of a machine."""
+_DEVICES = Path("/dev")
+_DEVICE_NAMES = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/*", "infiniband/*")
+
+
+def view_of(principal: Principal, python: str, trees: Sequence[str]) -> View:
+    """Return the files for the sandbox of a principal's zygote. `trees` are environments. Raises OSError."""
+    at = Path(principal.home).parent / "root"
+    at.mkdir(mode=0o700, exist_ok=True)
+    return View(
+        uid=principal.uid,
+        at=str(at),
+        home=principal.home,
+        python=python,
+        shown=[str(PACKAGE), *trees],
+        devices=device_nodes(),
+    )
+
+
+def device_nodes() -> list[str]:
+    """Return the paths of this node's GPU and fabric devices."""
+    found = (path for name in _DEVICE_NAMES for path in _DEVICES.glob(name))
+    return sorted(str(path) for path in found if path.is_char_device())
