@@ -1,4 +1,4 @@
-"""Checks the operating system, the limit of threads and the limit of inodes.
+"""Checks the operating system, the limit of threads, the limit of inodes and the kind of files.
 
 Linux supports all features. macOS supports only the client of a server. Windows is not supported. Code that needs Linux
 calls `require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client
@@ -10,11 +10,14 @@ free bytes but no free inodes (`lacks_inodes`). Freeing bytes then does not help
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from serverless_gpu.errors import HardwareError
 
@@ -37,6 +40,18 @@ def require_linux(what: str, why: str = "") -> None:
         raise HardwareError(
             f"{what} need Linux, but this machine runs {name}{f': {why}' if why else ''}", hint=_ON_MACOS
         )
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading that code of a run may have written. Raises OSError for a link, a device or a pipe.
+
+    Without this check, a link in place of a result would make the node send one of its own files.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(fd, "rb")
 
 
 def windows_refusal() -> HardwareError:

@@ -60,6 +60,7 @@ from serverless_gpu.model.tracking_rules import (
     status_of,
     valid_key,
 )
+from serverless_gpu.operating_system import open_regular
 from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoints, SampleCursor, telemetry_path
 
@@ -624,13 +625,13 @@ def _failure_text(directory: Path, rank: int) -> str:
 
 def _head(path: Path) -> bytes:
     """Return the first `FILE_BYTES_MAX` bytes of a file, or b"" for an unreadable file."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(path) as file:
         return file.read(FILE_BYTES_MAX)
     return b""
 
 
 def _tail(path: Path, limit: int) -> bytes:
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - limit))
         data = file.read(limit)

@@ -20,6 +20,7 @@ from serverless_gpu import ambient, faults
 from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import Device, parse_fake
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server import audit
 from serverless_gpu.server.core.caller import Caller
@@ -29,7 +30,6 @@ from serverless_gpu.server.invariants.run_invariants import History, Stretch
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import rendezvous
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.model.isolation import NONE
 from serverless_gpu.server.runs import retention
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.wire.agents import Start

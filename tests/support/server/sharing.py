@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.server.db.tables import pools
 from serverless_gpu.model.isolation import NONE
+from serverless_gpu.server.db.tables import pools
 
 
 @pytest.fixture(autouse=True)

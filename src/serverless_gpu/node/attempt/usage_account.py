@@ -287,7 +287,10 @@ def write_bytes(path: Path, data: bytes, directory: Path) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(data)
+        # Ranks may have made the directory's entries, so this process follows no link.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
+            file.write(data)
         temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

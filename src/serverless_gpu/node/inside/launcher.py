@@ -28,7 +28,8 @@ def main(plan_fd: int, channel_fd: int) -> None:
     """Enter the containment of a zygote and execute the zygote. Return only if it must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
-    ``sandbox`` (the fields of `sandbox.View`, or None), ``argv`` (the program first) and ``environ``. Raises OSError when a mount or the program fails.
+    ``sandbox`` (the fields of `sandbox.View`, or None), ``argv`` (the program first) and ``environ``. Raises OSError
+    when a mount or the program fails.
     """
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)

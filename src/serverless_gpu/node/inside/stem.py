@@ -61,8 +61,8 @@ def main(
 
     `channel` leads first to the agent and then to a supervisor. `request` names the cgroups to enter, the number of
     ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the stem's own
-    user namespace. A `zygote` of None means that the stem gets no user namespace. With ``sandbox`` in the request, `fds`
-    lead to the cgroups, then to environments, then to locks that the stem holds.
+    user namespace. A `zygote` of None means that the stem gets no user namespace. If the request contains ``sandbox``,
+    `fds` lead to the cgroups, then to environments, then to locks that the stem holds.
     """
     code = 1
     try:

@@ -42,6 +42,7 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Failure, Reas
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
+from serverless_gpu.operating_system import open_regular
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.agents import NOT_SENT, File, LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
@@ -236,7 +237,7 @@ class Upload:
             missing.update(self._line.get().ask("POST", "/blobs/missing", asked, answer=DigestList).digests)
         before = self._sent_bytes
         try:
-            with output.path.open("rb") as file:
+            with open_regular(output.path) as file:
                 for number, digest in enumerate(parts):
                     if digest in missing:
                         file.seek(number * BLOB_PART_BYTES)
@@ -254,7 +255,7 @@ class Upload:
 def _digests(path: Path, size: int) -> tuple[str, ...]:
     """Return the digest of each part. Raises OSError if the file is unreadable or has changed."""
     parts, read = [], 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while data := file.read(BLOB_PART_BYTES):
             parts.append(blake3(data).hexdigest())
             read += len(data)
@@ -451,7 +452,8 @@ class Outputs:
             if not output.is_small or output.size > left or len(files) >= FILES_MAX:
                 continue
             try:
-                data = output.path.read_bytes()
+                with open_regular(output.path) as file:
+                    data = file.read()
             except OSError:
                 self._sent.add(output.name)
                 continue

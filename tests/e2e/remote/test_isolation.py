@@ -1,0 +1,234 @@
+"""Runs of several principals on one node, in sandboxes and without: what the code of one reaches of the others."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import glob
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from serverless_gpu import distributed
+from serverless_gpu import runtime as rt
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.nodes import PoolRequest, PoolView
+from tests.support.local.observe import supervisor, wait_for
+from tests.support.remote.server_process import ServerProcess
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sandboxes")
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def by_value(function: F) -> F:
+    """Have a function travel with its code: a sandbox shows no directory of these tests."""
+    function.__module__ = "__main__"
+    return function
+
+
+@pytest.fixture
+def principals(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a directory for the principals of this test, where other uids may pass."""
+    with tempfile.TemporaryDirectory(prefix="sg-principals-", dir="/var/tmp") as place:
+        os.chmod(place, 0o711)
+        monkeypatch.setenv(PLACE, place)
+        yield Path(place)
+
+
+@pytest.fixture
+def admin(principals: Path, own_server: ServerProcess, home: Path) -> Iterator[Connection]:
+    """Yield a connection of the first administrator of a server with one node."""
+    profile = find_profile(home, {})
+    with contextlib.closing(Connection(profile.url, profile.token)) as connection:
+        yield connection
+
+
+def isolate(admin: Connection, level: str) -> None:
+    admin.ask("PUT", "/pools/default", PoolRequest(isolation=level), answer=PoolView)
+
+
+@contextlib.contextmanager
+def acting_as(admin: Connection, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make a user, and submit runs as this user."""
+    made = admin.ask("POST", "/users", PrincipalRequest(name=name), answer=TokenMade)
+    with monkeypatch.context() as patched:
+        patched.setenv("SERVERLESS_GPU_SERVER", admin.url)
+        patched.setenv("SERVERLESS_GPU_TOKEN", made.secret)
+        yield
+
+
+def hold(path: str) -> str:
+    """Print a line, then wait for a file."""
+
+    print("a line of the victim", flush=True)
+    until = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < until:
+        time.sleep(0.02)
+    return "done"
+
+
+def attacks(home: str, run: str, supervisor_pid: int, zygote_pid: int) -> dict[str, str]:
+    """Try what a run must not be able to do. Return the outcome by attack: "possible", or the refusal."""
+
+    def read(pattern: str) -> None:
+        found = glob.glob(pattern) or [pattern]
+        for path in found:
+            with open(path, "rb") as file:
+                file.read(1)
+
+    def patch(pid: int) -> None:
+        with open(f"/proc/{pid}/maps") as maps:
+            place = next(line for line in maps if " rw-p " in line and "[heap]" in line)
+        with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
+            memory.seek(int(place.split("-")[0], 16))
+            byte = memory.read(1)
+            memory.seek(-1, 1)
+            memory.write(byte)
+
+    tried = {
+        "administrator's token": lambda: read(f"{home}/server.json"),
+        "key of the server": lambda: read(f"{home}/server/key"),
+        "logs of another run": lambda: read(f"{home}/runs/{run}/1/logs/*"),
+        "attempt token": lambda: read(f"{home}/runs/{run}/1/remote.json"),
+        "secret in memory": lambda: read("/dev/shm/sgpu-secrets-*/*"),
+        "end another supervisor": lambda: os.kill(supervisor_pid, 0),
+        "patch a zygote": lambda: patch(zygote_pid),
+    }
+    outcome = {}
+    for name, attack in tried.items():
+        try:
+            attack()
+            outcome[name] = "possible"
+        except (OSError, StopIteration) as error:
+            outcome[name] = repr(error)
+    return outcome
+
+
+def identity(name: str) -> dict[str, object]:
+    """Return what a rank is and sees, and leave a file in the home directory."""
+    with open(os.path.expanduser(f"~/{name}"), "w", encoding="utf-8") as file:
+        file.write(name)
+    with open("/proc/self/status", encoding="utf-8") as status:
+        fields = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+    return {
+        "uid": os.getuid(),
+        "capabilities": {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")},
+        "no_new_privs": fields["NoNewPrivs"],
+        "seccomp": fields["Seccomp"],
+        "processes": sum(entry.isdigit() for entry in os.listdir("/proc")),
+        "home": sorted(os.listdir(os.path.expanduser("~"))),
+    }
+
+
+hold_remote = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", secrets=["TOKEN"])(
+    by_value(hold)
+)
+attack = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(attacks))
+identify = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(identity))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["none", "sandbox"])
+def test_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_a_sandbox(
+    admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    isolate(admin, level)
+    admin.ask("PUT", "/secrets/TOKEN", SecretRequest(value=b"hunter2-hunter2"), answer=SecretView)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        victim = hold_remote.submit(f"{place}/go")
+        wait_for(lambda: Home(home).attempt(victim.id, 1).joinpath("logs").exists(), "the victim has logs")
+        wait_for(lambda: list(Path("/dev/shm").glob("sgpu-secrets-*/TOKEN")), "the victim has its secret")
+        watched = supervisor(home, victim.id)
+        with acting_as(admin, "mallory", monkeypatch):
+            outcome = attack.distributed(str(home), victim.id, watched.pid, watched.pid)[0]
+        victim.cancel()
+    assert isinstance(outcome, dict)
+    refused = {name: text for name, text in outcome.items() if text != "possible"}
+    if level == "none":
+        # Each attack but the last succeeds where runs share a uid, so it can show what a sandbox refuses. Zygotes of
+        # principals have user namespaces at every level.
+        assert refused.keys() <= {"patch a zygote"}
+    else:
+        assert refused.keys() == outcome.keys(), outcome
+
+
+@pytest.mark.slow
+def test_each_principal_has_a_uid_a_home_and_processes_of_its_own_in_a_sandbox(
+    admin: Connection, principals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(admin, "sandbox")
+    mine = identify.distributed("mine")
+    with acting_as(admin, "bob", monkeypatch):
+        his = identify.distributed("his")
+    again = identify.distributed("again")
+    assert [one["uid"] for one in (*mine, *again)] == [mine[0]["uid"]] * 4
+    assert his[0]["uid"] != mine[0]["uid"]
+    for one in (*mine, *his, *again):
+        assert (one["capabilities"], one["no_new_privs"], one["seccomp"]) == ({"0" * 16}, "1", "2")
+        assert one["processes"] == 3, "the stem and two ranks"
+    assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
+    assert [path.stat().st_mode & 0o777 for path in principals.glob("1*")] == [0o700, 0o700]
+
+
+def misuse_results(target: str) -> str:
+    """Replace the file of the result by a link to a file of the node, after the rank has returned."""
+
+    def link() -> None:
+        os.unlink("/run/sgpu/results/0.pkl")
+        os.symlink(target, "/run/sgpu/results/0.pkl")
+
+    atexit.register(link)
+    return "returned"
+
+
+misuse = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(misuse_results))
+
+
+@pytest.mark.slow
+def test_a_link_in_place_of_a_result_sends_no_file_of_the_node(admin: Connection, tmp_path: Path) -> None:
+    isolate(admin, "sandbox")
+    (tmp_path / "secret").write_text("a file of the node")
+    run = misuse.submit(str(tmp_path / "secret"))
+    with pytest.raises(ServerlessGpuError):
+        run.results()
+    assert b"results" not in admin.get(f"/runs/{run.id}/files")
+
+
+def save_and_stop() -> str:
+    """Save a checkpoint when the run must stop; a later attempt returns what it finds."""
+    earlier = rt.resume_dir()
+    if earlier is not None:
+        return (earlier / "state").read_text()
+    own = rt.checkpoint_dir()
+    print("ready", flush=True)
+    until = time.monotonic() + 60
+    while not rt.should_stop() and time.monotonic() < until:
+        time.sleep(0.02)
+    (own / "state").write_text(f"stopped: {rt.stop_reason()}")
+    raise SystemExit(3)
+
+
+stopping = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", resume=True)(by_value(save_and_stop))
+
+
+@pytest.mark.slow
+def test_a_run_in_a_sandbox_reads_its_stop_reason_and_resumes_from_its_checkpoint(
+    admin: Connection, home: Path
+) -> None:
+    isolate(admin, "sandbox")
+    run = stopping.submit()
+    log = Home(home).attempt(run.id, 1) / "logs" / "0.stdout"
+    wait_for(lambda: log.exists() and b"ready" in log.read_bytes(), "the first attempt runs")
+    run.preempt()
+    assert run.results() == ["stopped: preempt"]
