@@ -145,6 +145,16 @@ def make_tensor(directory: str, size: int) -> torch.Tensor:
     return tensor
 
 
+def entered() -> int:
+    """Return the time at which the function began."""
+    return now_ns()
+
+
+def make_and_tell(size: int) -> tuple[torch.Tensor, int]:
+    """Return a tensor of that many bytes, and the time when it was there."""
+    return torch.ones(size // 4, dtype=torch.float32), now_ns()
+
+
 def pickle_tensor(directory: str) -> None:
     """Make a tensor of 1 GB and pickle it to a file."""
     pickle_to(os.path.join(directory, "value.pkl"), make_tensor(directory, GIGABYTE))

@@ -52,7 +52,7 @@ _tensor_there = _remote(ranks.make_tensor)
 
 def warm(directory: str) -> dict[str, object]:
     """Call through the server with everything standing by; until the caller has its results."""
-    _serving()
+    serving()
     called_ns = now_ns()
     _stamp_there.distributed(directory)
     return _times(called_ns, directory, now_ns())
@@ -67,8 +67,8 @@ def warm_local(directory: str) -> dict[str, object]:
 
 def cold(directory: str) -> dict[str, object]:
     """Call through the server when the node has no agent; until the first line of the function."""
-    _serving()
-    stop_agent(_home())
+    serving()
+    stop_agent(own_home())
     called_ns = now_ns()
     _stamp_there.distributed(directory)
     return _times(called_ns, directory, now_ns())
@@ -76,7 +76,7 @@ def cold(directory: str) -> dict[str, object]:
 
 def cold_local(directory: str) -> dict[str, object]:
     """The same without a server."""
-    stop_agent(_home())
+    stop_agent(own_home())
     called_ns = now_ns()
     _stamp_here.distributed(directory)
     return _times(called_ns, directory, now_ns())
@@ -84,23 +84,28 @@ def cold_local(directory: str) -> dict[str, object]:
 
 def tensor(directory: str) -> dict[str, object]:
     """Return a tensor of 1 GB through the server; from when the rank has it until the caller has read it once."""
-    _serving()
+    serving()
     (value,) = _tensor_there.distributed(directory, GIGABYTE)
     got_ns = now_ns()
     ranks.read(value)
     read_ns = now_ns()
     (made_ns,) = stamps(directory, "made", 1)
     del value
-    for place in ("runs", "remote"):
-        shutil.rmtree(_home() / place)
-        (_home() / place).mkdir(mode=0o700)
-    os.sync()
+    forget_runs()
     return {"ms": (got_ns - made_ns) / 1e6, "read_ms": (read_ns - made_ns) / 1e6}
+
+
+def forget_runs() -> None:
+    """Remove the files of all runs, so that a disk holds more rounds."""
+    for place in ("runs", "remote"):
+        shutil.rmtree(own_home() / place)
+        (own_home() / place).mkdir(mode=0o700)
+    os.sync()
 
 
 def up(directory: str) -> dict[str, object]:
     """Start `sgpu up` in a home that has been used, without a node; until it answers, and what it holds then."""
-    home = _home() / "up"
+    home = own_home() / "up"
     home.mkdir(exist_ok=True)
     with _server(home, "--no-node") as server:
         return {"ms": server.ready_ms, "mb": _resident_mb(server.pid)}
@@ -109,7 +114,7 @@ def up(directory: str) -> dict[str, object]:
 def libraries(directory: str) -> dict[str, object]:
     """Import the libraries that a server is made of, and do nothing."""
     began_ns = now_ns()
-    with _process([sys.executable, "-c", _IMPORTS], _home()) as (process, _line):
+    with _process([sys.executable, "-c", _IMPORTS], own_home()) as (process, _line):
         ready_ms = (now_ns() - began_ns) / 1e6
         return {"ms": ready_ms, "mb": _resident_mb(process.pid)}
 
@@ -157,10 +162,10 @@ def _server(home: Path, *options: str) -> Iterator[_Server]:
 
 
 @functools.cache
-def _serving() -> _Server:
+def serving() -> _Server:
     """Start the server of this home with this machine as its node; all of it ends with the contestant."""
-    held.callback(stop_all, Home(_home()))
-    return held.enter_context(_server(_home()))
+    held.callback(stop_all, Home(own_home()))
+    return held.enter_context(_server(own_home()))
 
 
 # --- a long queue -----------------------------------------------------------------------------------------------------
@@ -197,7 +202,7 @@ def _hello() -> AgentHello:
 @functools.cache
 def _queue(count: int) -> Path:
     """Return a home whose server has so many runs that wait."""
-    home = _home() / f"queue-{count}"
+    home = own_home() / f"queue-{count}"
     home.mkdir()
     with _server(home, "--no-node"):
         pass
@@ -235,5 +240,6 @@ def _resident_mb(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024 / 1e6
 
 
-def _home() -> Path:
+def own_home() -> Path:
+    """Return the home of this contestant."""
     return Path(os.environ["SERVERLESS_GPU_HOME"])

@@ -137,6 +137,10 @@ class RemoteServer:
             self._version = connection.ask("GET", "/version", answer=Version)
         return self._version
 
+    def has_sandboxes(self) -> bool:
+        """Return True if runs of a pool start in sandboxes. The answer is fresh, because administrators change pools."""
+        return self._patient.ask("GET", "/version", answer=Version).sandboxes
+
     def principal(self) -> str:
         """Return the cached principal of the caller."""
         if not self._principal:

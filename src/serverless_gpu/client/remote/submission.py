@@ -153,11 +153,14 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
 def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
     """Return "live" for a server of `sgpu up` that other machines cannot join, else "snapshot".
 
-    If other machines can join the server, a live environment would exclude the run from most nodes.
+    If other machines can join the server, a live environment would exclude the run from most nodes. A sandbox does not
+    show the caller's files.
     """
     if spec.environment != "auto":
         return spec.environment
-    return "live" if _is_beside(server) and not server.version().joinable else "snapshot"
+    if not _is_beside(server):
+        return "snapshot"
+    return "snapshot" if server.version().joinable or server.has_sandboxes() else "live"
 
 
 def _is_beside(server: RemoteServer) -> bool:
