@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterable, Sequence
@@ -147,11 +148,15 @@ def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable
     """
     mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS)
     mounts.keep_mounts_in(private=False)
+    below = [path for path in _mounted_below("/tmp", "/dev/shm") if os.path.isdir(path)]
+    hidden = [(mounts.clone_tree(path), path) for path in below]
     mounts.mount("tmpfs", "/tmp", _NO_SUID_DEV, f"size={scratch_bytes_max},mode=1777")
     mounts.mount("tmpfs", "/dev/shm", _NO_SUID_DEV_EXEC, f"size={shared_bytes_max},mode=1777")
+    for _, path in hidden:
+        os.makedirs(path, exist_ok=True)
     mounts.mount("devpts", "/dev/pts", 0x2 | 0x8, "newinstance,ptmxmode=0666,mode=0620")
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
-    for fd, at in trees:
+    for fd, at in (*hidden, *trees):
         try:
             mounts.attach(fd, at)
         finally:
@@ -183,6 +188,23 @@ def _make_root(view: View) -> None:
         root.link(f"/dev/{name}", target)
     root.link("/dev/ptmx", "pts/ptmx")
     mounts.pivot_root(view.at)
+
+
+def _mounted_below(*places: str) -> list[str]:
+    """Return the outermost mount points below directories that an attempt replaces by its own."""
+    found: list[str] = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        points = sorted({re.sub(r"\\([0-7]{3})", _octal, line.split()[4]) for line in file})
+    for point in points:
+        if point.startswith(tuple(f"{place}/" for place in places)) and not point.startswith(
+            tuple(f"{place}/" for place in found)
+        ):
+            found.append(point)
+    return found
+
+
+def _octal(match: re.Match[str]) -> str:
+    return chr(int(match[1], 8))  # The kernel writes blanks in paths as octal numbers.
 
 
 class _Root:
