@@ -89,6 +89,7 @@ def show_node(name: str, as_json: bool) -> None:
         ["version", view.version],
         ["last seen", _seen_text(view)],
         ["users", owner_text(view)],
+        ["isolation", f"{view.isolation}: {view.isolation_problem}" if view.isolation_problem else view.isolation],
         *(["remark", remark] for remark in _remarks(view)),
         *(["run", run] for run in view.runs),
     ]

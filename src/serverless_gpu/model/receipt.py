@@ -15,6 +15,7 @@ import msgspec
 from serverless_gpu import units
 from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
+from serverless_gpu.model.isolation import NONE, Level
 
 # Maximum characters of a receipt line, about two terminal lines, so that users need not scroll.
 _TEXT_LINE_MAX = 200
@@ -176,6 +177,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         bill: parts of the cost, or None if the node did not report the parts.
         nodes: names of the nodes by NODE_RANK, for a run on several nodes. Segment times are then the times of the
             slowest node, and amounts are sums. `Run.receipts` has one receipt per node.
+        isolation: isolation level of the ranks.
     """
 
     run_id: str
@@ -206,6 +208,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     bill: Bill | None = None
     nodes: tuple[str, ...] = ()
+    isolation: Level = NONE
 
     def rows(self) -> dict[str, str]:
         """Return the receipt's rows by label, without unknown or empty rows."""
@@ -222,6 +225,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "time": _segments_text(self.segments),
             "start": start if is_run else "",
             "environment": self.environment if is_run else "",
+            "isolation": "" if self.isolation == NONE else self.isolation,
             "secrets": ", ".join(self.secrets),
             _PEAK: peak if is_run else "",
             "gate": self.gate,
@@ -272,6 +276,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             _joined(
                 rows.get("start", ""),
                 f"environment: {rows['environment']}" if copied and "environment" in rows else "",
+                f"isolation: {rows['isolation']}" if "isolation" in rows else "",
                 f"{_PEAK} {peak}" if peak else "",
             ),
             _joined(*(f"{label}: {rows[label]}" for label in ("not billed", "gate") if label in rows)),

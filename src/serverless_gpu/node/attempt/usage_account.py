@@ -196,6 +196,7 @@ class AttemptAccount:
             secrets=secrets.texts if secrets is not None else (),
             policy=self._launch.spec.policy or "",
             bill=bill,
+            isolation=self._launch.isolation,
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)

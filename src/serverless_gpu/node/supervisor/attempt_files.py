@@ -35,6 +35,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         ranks_directory: directory of `call.pkl`, `results` and `failures`, for the ranks.
         ranks_work: working directory of ranks that cannot use the caller's working directory, or "".
         ranks_secrets: directory of the secrets, for the ranks.
+        ranks_cluster: directory of a Ray cluster, for the ranks, or "" for the path of the node.
         variables: environment variables with paths, for the ranks.
         made: directories that the supervisor makes and gives to the principal.
         grafts: files that the supervisor mounts into the sandbox.
@@ -45,19 +46,24 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     ranks_directory: str
     ranks_work: str
     ranks_secrets: str
+    ranks_cluster: str
     variables: Mapping[str, str]
     made: Sequence[Path] = ()
     grafts: Sequence[Graft] = ()
 
-    def show(self, stem_pidfd: int) -> None:
-        """Mount the files into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError."""
+    def show(self, stem_pidfd: int, cluster: str = "") -> None:
+        """Mount the files into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
+
+        `cluster` is the directory of the attempt's Ray cluster, or "".
+        """
         if not self.uid:
             return
-        for path in self.made:
+        more = [Graft(cluster, sandbox.CLUSTER, writable=True)] if cluster else []
+        for path in (*self.made, *(Path(each.source) for each in more)):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chown(path, self.uid, self.uid)
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)
-        there = [each for each in self.grafts if os.path.exists(each.source)]
+        there = [each for each in (*self.grafts, *more) if os.path.exists(each.source)]
         for each in there:
             if each.at in (sandbox.CALL, sandbox.SECRETS):
                 self._make_readable(each.source)
@@ -87,6 +93,7 @@ def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> Attemp
             ranks_directory=launch.directory,
             ranks_work="",
             ranks_secrets=secrets,
+            ranks_cluster="",
             variables=variables,
         )
     variables = {
@@ -110,6 +117,7 @@ def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> Attemp
         ranks_directory=sandbox.ATTEMPT,
         ranks_work=sandbox.WORK,
         ranks_secrets=sandbox.SECRETS,
+        ranks_cluster=sandbox.CLUSTER,
         variables=variables,
         made=tuple(map(Path, writable)),
         grafts=(

@@ -180,13 +180,13 @@ class LocalGang:
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
-        self._files.show(self.stem_pidfd)
         self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
         if self.memory.note:
             self.account.notes.append(self.memory.note)
         if spec.ray is not None:
-            self._cluster = AttemptCluster(self.launch, devices, network)
+            self._cluster = AttemptCluster(self.launch, devices, network, ranks_path=self._files.ranks_cluster)
             holds = (*holds, self._cluster.fd)
+        self._files.show(self.stem_pidfd, "" if self._cluster is None else self._cluster.own)
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for local, rank in enumerate(self.numbers):

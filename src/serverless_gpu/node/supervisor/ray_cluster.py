@@ -75,11 +75,18 @@ class NoDirectory(OSError):
 class AttemptCluster:
     """One attempt's Ray cluster on this node: the resources that outlive its processes.
 
-    Raises NoDirectory if its directory cannot be created, and OSError if the attempt's directory has no free space.
+    `ranks_path` is the path of the directory for the ranks, if their sandbox shows another path. Raises NoDirectory if
+    the directory cannot be created, and OSError if the attempt's directory has no free space.
     """
 
     def __init__(
-        self, launch: Launch, devices: Sequence[Device], network: Network = _ALONE, clock: Clock | None = None
+        self,
+        launch: Launch,
+        devices: Sequence[Device],
+        network: Network = _ALONE,
+        clock: Clock | None = None,
+        *,
+        ranks_path: str = "",
     ) -> None:
         self._clock = clock or SystemClock()
         self._network = network
@@ -89,7 +96,13 @@ class AttemptCluster:
         files.mkdir(mode=0o700, exist_ok=True)
         self.note = ""  # Note for the caller about the node's share, or ""; `share` sets it.
         self.path, self.fd = _make()
-        _make_spill(self.path, files)
+        # A principal gets a directory inside, because the outer directory must stay this process's own.
+        self.own = os.path.join(self.path, "ranks") if ranks_path else self.path
+        self._ranks_path = ranks_path or self.path
+        if ranks_path:
+            os.mkdir(self.own, 0o700)
+        else:
+            _make_spill(self.path, files)
         with contextlib.suppress(OSError):  # The file is only for users who look for Ray's directory.
             write_text(files / "directory", f"{self.path}\n")
 
@@ -107,7 +120,7 @@ class AttemptCluster:
         self.note = store_note(store, shared, asked.object_store_bytes)
         nonce = self._launch.nonce  # All nodes derive the same secret from the nonce.
         return ClusterShare(
-            directory=self.path,
+            directory=self._ranks_path,
             devices=0 if kind == CPU else count,
             accelerator="" if kind == CPU else kind,
             cpus=cluster_cpus(cores, count),
@@ -126,7 +139,7 @@ class AttemptCluster:
 
         Return a note for the receipt, or "".
         """
-        note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
+        note = save_logs(self.own, logs_of(self._launch.directory, self._launch.crew), self._clock)
         share.remove_directory(self.path)
         os.close(self.fd)
         return note
