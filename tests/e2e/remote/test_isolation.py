@@ -24,6 +24,8 @@ from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretVi
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
 from tests.support.local.observe import supervisor, wait_for
+from tests.support.remote.gang_work import add_up_by_sockets
+from tests.support.remote.machines import Machines
 from tests.support.remote.server_process import ServerProcess
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sandboxes")
@@ -219,7 +221,9 @@ def save_and_stop() -> str:
     raise SystemExit(3)
 
 
-stopping = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", resume=True)(by_value(save_and_stop))
+stopping = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", resume=True)(
+    by_value(save_and_stop)
+)
 
 
 @pytest.mark.slow
@@ -232,3 +236,15 @@ def test_a_run_in_a_sandbox_reads_its_stop_reason_and_resumes_from_its_checkpoin
     wait_for(lambda: log.exists() and b"ready" in log.read_bytes(), "the first attempt runs")
     run.preempt()
     assert run.results() == ["stopped: preempt"]
+
+
+@pytest.mark.slow
+def test_the_ranks_of_two_nodes_meet_from_their_sandboxes(home: Path, principals: Path) -> None:
+    with Machines(home) as pool:
+        pool.join("n1")
+        pool.join("n2")
+        isolate(pool.administrator(), "sandbox")
+        run = pool.submit(add_up_by_sockets)
+        results = run.results(60)
+        assert results == [(6, uid) for _, uid in results] and {uid for _, uid in results}.isdisjoint({os.getuid()})
+        assert run.receipt().isolation == "sandbox"

@@ -5,8 +5,10 @@ Standard library only; torch is taken from where the test has it: its capture wo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -95,6 +97,28 @@ def add_up(site: str) -> tuple[int, int, str]:
     dist.barrier()
     dist.destroy_process_group()
     return rank_number(), int(number.item()), os.environ["NODE_RANK"]
+
+
+def add_up_by_sockets() -> tuple[int, int]:
+    """Add all ranks' numbers at rank 0's rendezvous address, without torch; return the sum and this rank's uid."""
+    place, others = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), int(os.environ["WORLD_SIZE"]) - 1
+    if rank_number():
+        deadline = time.monotonic() + _STAY_S
+        while True:
+            try:
+                with socket.create_connection(place) as peer:
+                    peer.sendall(bytes([rank_number()]))
+                    return peer.recv(1)[0], os.getuid()
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+    with contextlib.ExitStack() as peers, socket.create_server(place) as listener:
+        found = [peers.enter_context(listener.accept()[0]) for _ in range(others)]
+        total = sum(peer.recv(1)[0] for peer in found)
+        for peer in found:
+            peer.sendall(bytes([total]))
+    return total, os.getuid()
 
 
 def add_up_until_one_dies(site: str) -> None:

@@ -138,7 +138,7 @@ class RemoteServer:
         return self._version
 
     def has_sandboxes(self) -> bool:
-        """Return True if runs of a pool start in sandboxes. The answer is fresh, because administrators change pools."""
+        """Return True if runs of a pool start in sandboxes. The answer is never cached."""
         return self._patient.ask("GET", "/version", answer=Version).sandboxes
 
     def principal(self) -> str:

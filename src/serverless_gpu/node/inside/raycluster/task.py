@@ -306,7 +306,8 @@ class _Task:
                 f"Ray {self.version} has no token authentication, so any process on this machine can use the "
                 "run's cluster. Use Ray 2.52 or later"
             )
-        if self.family.refused:
+        # A parent with pid 1 is the stem of a sandbox, whose pid namespace contains this run only.
+        if self.family.refused and os.getppid() != 1:
             self._say(
                 f"the run's Ray has no separate pid namespace ({self.family.refused}), so a `ray stop` in the "
                 "run would also end your other Ray processes on this machine"
