@@ -32,7 +32,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.identity.uid_sharing import Exposure
-from serverless_gpu.server.records import audit, nodes, principals
+from serverless_gpu.server.records import audit, nodes, pools, principals
 from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.wire.access import (
     PrincipalChange,
@@ -83,6 +83,26 @@ def tick(services: Services, scheduler: Scheduler) -> None:
 
 def state(services: Services, run_id: str) -> State:
     return find(services, run_id).state
+
+
+@pytest.mark.usefixtures("people")
+def test_in_a_pool_with_sandboxes_runs_of_all_principals_start_on_nodes_that_offer_them(services: Services) -> None:
+    view = services.pools.put(ROOT, "default", PoolRequest(isolation="sandbox"))
+    assert view.isolation == "sandbox" and services.nodes.has_sandboxes()
+    theirs = submit(services, "bob")
+    scheduler = make_scheduler(services)
+    tick(services, scheduler)
+    assert state(services, theirs) is State.QUEUED
+    told = services.sentences.told(theirs)
+    assert told.wait is not None and told.wait.reason is WaitReason.AWAY
+    assert golden("server.isolation.no-sandbox") in told.sentence
+
+    services.agents.hello(NODE, hello(isolation="sandbox"))
+    tick(services, scheduler)
+    assert state(services, theirs) is State.STARTING
+    (node,) = services.nodes.view_nodes()
+    assert (node.isolation, node.sentence) == ("sandbox", "")
+    assert services.database.read(lambda connection: pools.level(connection, node.pool)) == "sandbox"
 
 
 @pytest.mark.usefixtures("people")

@@ -1,0 +1,20 @@
+"""Isolation levels: which level of a node satisfies which minimum of a pool."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from serverless_gpu.model.isolation import LEVELS, NONE, SANDBOX, reaches
+
+
+@pytest.mark.parametrize(("offered", "minimum"), [*itertools.product(LEVELS, LEVELS)])
+def test_a_level_satisfies_itself_and_all_weaker_levels(offered: str, minimum: str) -> None:
+    order = list(LEVELS)
+    assert reaches(offered, minimum) is (order.index(offered) >= order.index(minimum))
+
+
+def test_a_level_that_this_version_does_not_know_counts_as_none() -> None:
+    assert not reaches("microvm", SANDBOX)
+    assert reaches("microvm", NONE)
