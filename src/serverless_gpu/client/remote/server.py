@@ -22,8 +22,9 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.remote.profile import TOKEN, ServerProfile, find_profile, patience_s, reread
 from serverless_gpu.environment.service_messages import StoreLocation
-from serverless_gpu.errors import NotAuthenticated
+from serverless_gpu.errors import NotAllowed, NotAuthenticated
 from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.isolation import SANDBOX
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.access import PrincipalView
@@ -139,7 +140,10 @@ class RemoteServer:
 
     def has_sandboxes(self) -> bool:
         """Return True if runs of a pool start in sandboxes. The answer is never cached."""
-        return self._patient.ask("GET", "/version", answer=Version).sandboxes
+        try:
+            return any(pool.isolation == SANDBOX for pool in self.pools())
+        except NotAllowed:  # Only roles that may submit runs may list pools.
+            return False
 
     def principal(self) -> str:
         """Return the cached principal of the caller."""

@@ -32,7 +32,7 @@ from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Transit
 from serverless_gpu.server.nodes import capacity, node_rules
 from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
-from serverless_gpu.server.records import audit, crews, nodes, pools, principals, runs
+from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
@@ -85,10 +85,6 @@ class NodeService:
         """Return the views of all nodes for users."""
         there = self._database.read(lambda connection: capacity.load(connection, self._leases))
         return capacity.view_nodes(there, self._presence, capacity.now(self._settings, self._clock))
-
-    def has_sandboxes(self) -> bool:
-        """Return True if runs of any pool start in sandboxes."""
-        return self._database.read(pools.has_sandboxes)
 
     def view_pools(self) -> list[PoolView]:
         """Return the views of all pools for users."""

@@ -12,7 +12,6 @@ any caller's work.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -23,7 +22,6 @@ from starlette.responses import Response
 
 from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.isolation import Level
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
@@ -42,7 +40,6 @@ from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
-from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import audit, charges, nodes, pools
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.nodes import StoredNode
@@ -278,11 +275,8 @@ async def metrics(call: Call, measures: ServerMetrics, server_health: ServerHeal
 
 
 @routes.get("/version", needs=PUBLIC)
-def version(call: Call, settings: Settings, nodes: NodeService) -> Version:
+def version(call: Call, settings: Settings) -> Version:
     """Return the server's version and the protocols that it supports."""
-    sandboxes = False
-    with contextlib.suppress(ServerUnavailable):  # Without its database, the server can still tell its version.
-        sandboxes = nodes.has_sandboxes()
     return Version(
         version=__version__,
         protocol=PROTOCOL,
@@ -290,5 +284,4 @@ def version(call: Call, settings: Settings, nodes: NodeService) -> Version:
         machine=ambient.machine(),
         mlflow=settings.mlflow_url,
         joinable=settings.ray is not None,
-        sandboxes=sandboxes,
     )

@@ -14,6 +14,7 @@ from serverless_gpu.cli import submit
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.inside.channel import pair
+from serverless_gpu.node.supervisor.attempt_files import attempt_files
 from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_environment import Network
 from serverless_gpu.testing import FakeClock
@@ -37,7 +38,8 @@ def test_the_callers_interpreter_is_that_of_the_restored_environment(program: st
     spec = RunSpec(payload=Command(argv=(program, "train.py"), per="node"), ranks_log=())
     message = msgspec.structs.replace(launch(tmp_path), spec=spec, context=context)
     ours, theirs = pair()
-    gang = LocalGang(message, ours, AttemptAccount(message, FakeClock()), there, checkpoints="/shared")
+    files = attempt_files(message, "/shared")
+    gang = LocalGang(message, ours, AttemptAccount(message, FakeClock()), there, files=files)
     gang.start(DEVICES, Network(("127.0.0.1", 29500)), (), Nobody())  # type: ignore[arg-type]  # nothing is shown
     rank, go = (json.loads(received[0]) for received in (theirs.receive(), theirs.receive()) if received is not None)
     for log in gang.logs.values():

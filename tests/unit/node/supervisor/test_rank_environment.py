@@ -12,6 +12,7 @@ from serverless_gpu.model.placement import laid_out
 from serverless_gpu.model.spec import Command, RayCluster, RunSpec
 from serverless_gpu.node.attempt.claim import first_of
 from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.supervisor.attempt_files import attempt_files
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment
 from tests.support.node.account import CONTEXT, DEVICES, launch
 
@@ -62,7 +63,7 @@ def launches(directory: Path, shape: tuple[int, ...], spec: RunSpec) -> list[Lau
 
 def environments(launched: Launch, network: Network = NETWORK) -> list[dict[str, str]]:
     """Return the environments of a node's ranks."""
-    made = RankEnvironment(launched, launched.context)
+    made = RankEnvironment(launched, launched.context, attempt_files(launched))
     return [made.of(local, DEVICES, network) for local in range(len(launched.numbers))]
 
 
@@ -115,6 +116,6 @@ def test_all_nodes_meet_at_one_place_each_by_its_own_interface(tmp_path: Path) -
 def test_what_the_caller_says_of_interfaces_wins(tmp_path: Path) -> None:
     [launched, _] = launches(tmp_path, (2, 2), RunSpec())
     context = msgspec.structs.replace(CONTEXT, environ={"NCCL_SOCKET_IFNAME": "^docker", "MASTER_PORT": "1"})
-    environ = RankEnvironment(launched, context).of(0, DEVICES, NETWORK)
+    environ = RankEnvironment(launched, context, attempt_files(launched)).of(0, DEVICES, NETWORK)
     assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("^docker", "eth1")
     assert environ["MASTER_PORT"] == "4000"
