@@ -1,11 +1,11 @@
-"""Checks the operating system, the limit of threads and the limit of inodes.
+"""Checks the operating system, the thread limit and the free inodes.
 
 Linux supports all features. macOS supports only the client of a server. Windows is not supported. Code that needs Linux
 calls `require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client
 needs (fcntl, resource, termios).
 
 Failure cases: If a container or user has reached its thread limit, `start_thread` raises HardwareError. A disk can have
-free bytes but no free inodes (`lacks_inodes`). Freeing bytes then does not help.
+free bytes but no free inodes (`lacks_inodes`). More free bytes do not help a disk without free inodes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from serverless_gpu.errors import HardwareError
 
 NAMES = {"darwin": "macOS", "win32": "Windows", "cygwin": "Cygwin"}
 _ON_MACOS = (
-    "run it on a Linux machine, for example over ssh; on macOS, only commands that use a server work: sgpu login, "
-    "sgpu runs"
+    "use a Linux machine, for example over ssh. On macOS, only commands that use a server work: sgpu login, sgpu runs"
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
-_ON_WINDOWS = "install it in WSL 2, which is Linux: run `wsl --install`, then `pip install serverless-gpu` in WSL"
+_ON_WINDOWS = "install serverless-gpu in WSL 2: run `wsl --install`, then `pip install serverless-gpu` in WSL"
 _THREAD_LIMIT = "can't start new thread"  # Python's message for a failed thread start.
 _BYTES_MIN = 1 << 20
 _INODES_MIN = 8
@@ -60,7 +59,7 @@ def is_thread_limit(error: BaseException) -> bool:
 
 
 def thread_limit() -> HardwareError:
-    """Return the error for users whose process cannot start another thread."""
+    """Return the error for a process that cannot start another thread."""
     return HardwareError(
         "no thread can be started: the limit of processes and threads is reached",
         hint="raise the limit: `ulimit -u`, or in a container `docker run --pids-limit=…` (Kubernetes: "
