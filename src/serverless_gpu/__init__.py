@@ -18,10 +18,12 @@ from serverless_gpu.version import __version__ as __version__
 if not os.path.isdir(__path__[0]):
     raise ImportError(
         f"serverless_gpu cannot run from an archive ({__path__[0]}): ranks and the agent are separate "
-        "interpreters that load its files. Install it: pip install serverless-gpu. Unpack a zipapp, shiv or pex"
+        "interpreters that load package files. Install serverless_gpu with `pip install serverless-gpu`, "
+        "or unpack the zipapp, shiv or pex archive"
     )
 
-# Type checkers treat the name `TYPE_CHECKING` as true. Importing it from `typing` would dominate the import time.
+# Type checkers treat the name `TYPE_CHECKING` as true. Importing
+# `TYPE_CHECKING` from `typing` would dominate the package's import time.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

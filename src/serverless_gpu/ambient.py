@@ -1,8 +1,8 @@
-"""The only source of clocks and new identifiers.
+"""Provides the package's only clocks and new identifiers.
 
-Pure functions receive times and identifiers as arguments. Other code gets times and identifiers from this module.
-Durations and deadlines use `boottime_ns`, which counts during suspend and never jumps. `wall_ns` only gives calendar
-dates.
+Pure functions receive times and identifiers as arguments. All other code calls `ambient`.
+Durations and deadlines use `boottime_ns`, which counts during suspend and never jumps. `wall_ns` serves only
+calendar dates.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import os
 import time
 from typing import Protocol
 
-# Crockford's base 32 has no letters that look like digits. In lower case, its text order is its numeric order.
+# Crockford's base 32 has no letters that look like digits. Lower-case identifiers sort in
+# numeric order.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-# English month names, independent of the locale.
+# English month names, which do not depend on the locale.
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock.
 
 CLOCK_FAULT = "SGPU_FAULT_CLOCK"
-"""Environment variable: the number of seconds by which a test moves the wall clock of a node's processes ahead."""
+"""Environment variable with the seconds by which a test moves the wall clock of a node's processes ahead."""
 
 
 class Clock(Protocol):
-    """The interface of clocks, which tests replace."""
+    """The interface of the machine's clocks and of test clocks."""
 
     def boottime_ns(self) -> int:
         """Return nanoseconds since boot, including suspend."""
@@ -34,7 +35,7 @@ class Clock(Protocol):
         ...
 
     def boot_id(self) -> str:
-        """Return the identifier of this boot. Boottimes of different boots are not comparable."""
+        """Return the machine's boot identifier. Boottimes of different boots are not comparable."""
         ...
 
 
@@ -51,7 +52,7 @@ class SystemClock:
         return time.time_ns() + (round(float(ahead_s) * 1e9) if ahead_s else 0)
 
     def boot_id(self) -> str:
-        """Return the kernel's boot identifier, or ``"unknown"`` without one."""
+        """Return the kernel's boot identifier, or ``"unknown"`` if the kernel has none."""
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
                 return file.read().strip()
@@ -60,7 +61,7 @@ class SystemClock:
 
 
 def new_run_id() -> str:
-    """Return a run identifier: 26 characters, sorted by creation time, with 80 random bits (ULID layout)."""
+    """Return a ULID with 80 random bits. Run identifiers have 26 characters and sort by creation time."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
@@ -68,8 +69,8 @@ def new_run_id() -> str:
 def machine() -> str:
     """Return an identifier of this machine, root file system and user.
 
-    Two processes with the same identifier find the same files under the same paths. A container has its own root file
-    system, so its identifier differs from that of the host.
+    Two processes with the same machine identifier find the same files at the same paths. A container has a separate
+    root file system, so its machine identifier differs from the host's.
     """
     identity = "no identity"
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
@@ -86,25 +87,25 @@ def machine() -> str:
 
 
 def created_wall_ns(run_id: str) -> int | None:
-    """Return the creation time of a run identifier, or None for other text.
+    """Return the creation time of a run identifier in nanoseconds since 1970, or None for other text.
 
-    The time is in nanoseconds since 1970. Only identifiers from `new_run_id` contain a creation time.
+    Only identifiers from `new_run_id` contain a creation time.
     """
     if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
         return None
     value = 0
-    for letter in run_id[:10]:  # Ten characters encode 50 bits. The lower 48 bits are the time.
+    for letter in run_id[:10]:  # Ten characters encode 50 bits. The time uses the lower 48.
         value = value << 5 | _ALPHABET.index(letter)
     return value * 1_000_000
 
 
 def format_moment(wall_ns: int) -> str:
-    """Format a timestamp as local date and time, for example ``"2027-01-15 14:03:22"``."""
+    """Format a timestamp as a local date and time, for example ``"2027-01-15 14:03:22"``."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / 1e9))
 
 
 def format_utc(wall_ns: int) -> str:
-    """Format a timestamp in ISO 8601 for machines, for example ``"2027-01-15T14:03:22Z"``."""
+    """Format a timestamp in ISO 8601 as UTC, for example ``"2027-01-15T14:03:22Z"``."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(wall_ns / 1e9))
 
 
@@ -114,7 +115,7 @@ def format_clock(wall_ns: int) -> str:
 
 
 def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
-    """Format a future time as local time, with the date unless the date is today: ``"24 Nov 14:20"``."""
+    """Format a future time as local time, and add the date unless it is today's: ``"24 Nov 14:20"``."""
     now_s = (SystemClock().wall_ns() if now_ns is None else now_ns) / 1e9
     moment, today = time.localtime(wall_ns / 1e9), time.localtime(now_s)
     clock = time.strftime("%H:%M", moment)
@@ -125,6 +126,6 @@ def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
 
 
 def format_soon_zoned(wall_ns: int, now_ns: int | None = None) -> str:
-    """Format a future time with this machine's time zone, for readers in other zones: ``"14:20 CET"``."""
+    """Format a future time with this machine's time zone, for users in other zones: ``"14:20 CET"``."""
     zone = time.strftime("%Z", time.localtime(wall_ns / 1e9))
     return f"{format_soon(wall_ns, now_ns)} {zone}".strip()

@@ -1,4 +1,4 @@
-"""GPU types as an enumeration: `from serverless_gpu.compute import GPUType`."""
+"""Defines GPU types as an enumeration: `from serverless_gpu.compute import GPUType`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["GPUType"]
 
 
 class GPUType(StrEnum):
-    """GPU types of the catalogue. Every API also accepts the name of a type as a string."""
+    """GPU types of the catalogue. Every API also accepts a GPU type's name as a string."""
 
     A10 = "A10"
     A10G = "A10G"

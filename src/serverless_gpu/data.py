@@ -1,4 +1,7 @@
-"""Reserves the name `serverless_gpu.data`. Importing it raises an ImportError with alternatives."""
+"""Reserves the name `serverless_gpu.data`.
+
+Importing `serverless_gpu.data` raises an ImportError that names alternatives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every exception that this package raises, as one tree.
+"""Exception hierarchy of serverless-gpu.
 
     ServerlessGpuError
     ├── UsageError                 the call is not valid; the client refuses it before anything starts
@@ -49,9 +49,10 @@
         ├── ResultUnavailableHere  the result arrived, but this process cannot load it
         └── UntrustedResult        loading would run code of another principal
 
-An `Exception` of user code is *not* in this tree. The caller receives that exception with its original type. An
-exception without a message uses the first line of its class's docstring as its message. The attribute `code` is stable,
-because the server's API sends the code. `status` is the HTTP status code with which the API reports the exception.
+Exceptions of user code are *not* part of the hierarchy. The caller receives a user exception with its original type. An
+exception without a message uses the first line of its class's docstring as its message. The error `code` of a class is
+stable, because the server's API sends the code. `status` is the HTTP status code with which the API reports the
+exception.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ServerlessGpuError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
     ) -> None:
-        """Set the attributes that the class statement names.
+        """Set the class attributes that the class statement passes as keywords.
 
         A class inherits all other attributes from its parent.
         """
@@ -99,7 +100,7 @@ def _rebuild(cls: type[ServerlessGpuError], args: tuple[object, ...]) -> Serverl
 
 
 class UsageError(ServerlessGpuError, code="usage", status=400):
-    """The call is not valid. Nothing was started."""
+    """The call is not valid, so the client started no run."""
 
 
 class InvalidOption(UsageError, TypeError, code="invalid_option"):
@@ -115,7 +116,7 @@ class UnknownGpuType(InvalidValue, code="unknown_gpu_type"):
 
 
 class PolicyViolation(InvalidValue, code="policy_violation"):
-    """The run breaks its usage policy, or does not say which of several policies applies."""
+    """The run breaks its usage policy, or does not select one of several policies."""
 
 
 class ArgumentMismatch(UsageError, TypeError, code="argument_mismatch"):
@@ -151,11 +152,11 @@ class GpuTypeMismatch(HardwareError, code="gpu_type_mismatch"):
 
 
 class NotEnoughGpus(HardwareError, code="not_enough_gpus"):
-    """The run asks for more GPUs than this machine has."""
+    """The run requests more GPUs than this machine has."""
 
 
 class NoSuitableNode(HardwareError, code="no_suitable_node"):
-    """No node of the server could ever serve the run, so the server did not queue it.
+    """No node of the server could ever serve the run, so the server did not queue the run.
 
     Attributes:
         gpus: number of requested devices, or None for all devices of a node.
@@ -196,11 +197,11 @@ class EnvironmentRejected(EnvironmentProblem, code="environment_rejected", statu
 
 
 class EnvironmentCorrupt(EnvironmentProblem, code="env_corrupt"):
-    """Stored bytes do not match their address, even after a second download."""
+    """The stored bytes do not match their digest, even after a second download."""
 
 
 class StoreUnavailable(EnvironmentProblem, code="store_unavailable", status=503, retryable=True):
-    """The environment store does not answer, or refuses the request."""
+    """The environment store does not answer or refuses the request."""
 
 
 class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503, retryable=True):
@@ -250,7 +251,7 @@ class IdempotencyConflict(ServerProblem, code="idempotency_conflict", status=409
 
 
 class StaleAttempt(ServerProblem, code="stale_attempt", status=409):
-    """The report is about an attempt that is not the run's current one."""
+    """The report concerns an outdated attempt of the run."""
 
 
 class AlreadyFinished(ServerProblem, code="already_finished", status=409):
@@ -313,7 +314,7 @@ class OutOfMemory(RunError, code="out_of_memory"):
 
 
 class CollectiveHang(RunError, code="collective_hang"):
-    """The run wrote no output and at least one rank made no progress for the time in hang_timeout.
+    """The run wrote no output and at least one rank made no progress within hang_timeout.
 
     Attributes:
         ranks_waiting: global ranks that seem to wait for other ranks: in a collective, in a backward pass or at a
@@ -342,7 +343,7 @@ class RuntimeLost(RunError, code="runtime_lost"):
 
 
 class BudgetExhausted(RunError, code="budget_exhausted", status=402):
-    """A budget is used up: the server stopped or refused the run."""
+    """The server stopped or refused the run because a budget is used up."""
 
 
 class CommandFailed(RunError, code="command_failed"):
@@ -356,11 +357,11 @@ class CommandFailed(RunError, code="command_failed"):
 
 
 class EngineHeadLost(RunError, code="engine_head_lost"):
-    """The run's Ray cluster lost a process that it needs: its head or the raylet of a node."""
+    """The run's Ray cluster lost its head process or a node's raylet."""
 
 
 class ResultNotSerializable(RunError, code="result_unserialisable"):
-    """The function finished, but its result cannot be sent back."""
+    """The function finished, but its result cannot be serialized."""
 
 
 class ResultTooLarge(RunError, code="result_too_large"):
@@ -372,7 +373,7 @@ class ResultUnavailableHere(RunError, code="result_unavailable_here"):
 
 
 class UntrustedResult(RunError, code="untrusted_result"):
-    """Another principal made the result. Loading the result would run that principal's code here."""
+    """Loading the result would run another principal's code in this process."""
 
 
 def error_class(code: str) -> type[ServerlessGpuError]:

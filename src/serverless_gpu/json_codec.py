@@ -1,10 +1,9 @@
-"""Decodes bytes to values of a type, safely in any thread.
+"""Thread-safe decoding of JSON and MessagePack to typed values.
 
-msgspec inspects a struct type on first use. A thread that decodes the same type during the inspection reads fields that
-do not exist yet. The process then ends with SIGSEGV. The crash happened with msgspec 0.22.0, in a restore whose four
-threads decoded their first environment unit at the same time. Therefore `json_codec` prepares each type in one thread
-at a time before the first decoding. A decoder that a module creates during its import is also safe, unless several
-threads import modules.
+msgspec inspects a struct type on first use. If a second thread decodes the type during the inspection, msgspec 0.22.0
+reads missing fields and the process ends with SIGSEGV. A restore crashed because four threads decoded their first
+environment unit at the same time. Therefore `json_codec` prepares each type under a lock before the first decoding.
+Decoders that a module creates at import are also safe, unless several threads import modules.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ _ready: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """Decode JSON as a type. Raise msgspec.DecodeError, or ValidationError for a value of another type."""
+    """Decode JSON to a value of a type. Raises msgspec.DecodeError, or ValidationError for another type."""
     return decoder(kind).decode(data)
 
 
 def from_msgpack(data: bytes, kind: type[T]) -> T:
-    """Decode MessagePack as a type. Raises the same errors as `from_json`."""
+    """Decode MessagePack to a value of a type. Raises the same errors as `from_json`."""
     decoder(kind)
     return msgspec.msgpack.decode(data, type=kind)
 
 
 def from_builtins(value: object, kind: type[T], *, strict: bool = True, from_attributes: bool = False) -> T:
-    """Convert dictionaries, lists and numbers to a type. Accepts the arguments of `msgspec.convert`."""
+    """Convert built-in values to a value of a type. Accepts the options of `msgspec.convert`."""
     decoder(kind)
     return msgspec.convert(value, kind, strict=strict, from_attributes=from_attributes)
 
 
 def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Return a JSON decoder of a type for use in any thread."""
+    """Return a thread-safe JSON decoder for a type."""
     found = _ready.get(kind)
     if found is None:
         with _making_ready:

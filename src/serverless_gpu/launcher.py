@@ -1,4 +1,4 @@
-"""Supports the import path `from serverless_gpu.launcher import distributed` of existing code."""
+"""Alias module for existing code that imports `distributed` from `serverless_gpu.launcher`."""
 
 from __future__ import annotations
 

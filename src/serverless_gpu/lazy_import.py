@@ -2,13 +2,12 @@
 
     serverless_gpu.distributed  ──▶  __getattr__  ──▶  load("serverless_gpu.client.decorator")
 
-Failure case: A file of the user has the name of a standard library module, so this package imports that file instead.
-The import then often raises an AttributeError. Python's `from … import …` would turn the AttributeError into a "cannot
-import name" error about this package. `lazy_import` imports only modules that Python loads before any program runs, so
-no user file can hide its imports.
+Failure case: A user's file may have the name of a standard library module. Python then imports the user's file, and the
+import often raises an AttributeError. Python's `from … import …` would turn the AttributeError into a "cannot import
+name" error about this package. `lazy_import` imports only modules that Python loads before any program runs, so no user
+file can shadow its imports.
 
-On Windows, `load` refuses every module with the same message. The exceptions, the GPU types and the module that prints
-the message are exempt.
+On Windows, `load` raises the same error for all modules except the exceptions, the GPU types and the CLI output.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ON_WINDOWS = ("serverless_gpu.cli.output", "serverless_gpu.compute", "serverles
 
 
 def load(module: str) -> ModuleType:
-    """Return a module of this package. Raise ImportError with the path of a file that hides a module."""
+    """Import a serverless-gpu module. Raises ImportError with the path of a file that shadows a module."""
     if sys.platform == "win32" and module not in _ON_WINDOWS:
         refusal: Exception = importlib.import_module("serverless_gpu.operating_system").windows_refusal()
         raise refusal
@@ -41,4 +40,4 @@ def _why(error: AttributeError) -> str:
     name, file = getattr(lacking, "__name__", None), getattr(lacking, "__file__", None)
     if name not in sys.stdlib_module_names or not file or file.startswith(os.path.dirname(os.__file__)):
         return str(error)
-    return f"{file} hides Python's own module {name}\nhint: rename {file}"
+    return f"{file} shadows Python's standard module {name}\nhint: rename {file}"

@@ -5,7 +5,7 @@ calls `require_linux` first. `lazy_import.load` refuses Windows, whose standard 
 needs (fcntl, resource, termios).
 
 Failure cases: If a container or user has reached its thread limit, `start_thread` raises HardwareError. A disk can have
-free bytes but no free inodes (`lacks_inodes`). Freeing bytes then does not help.
+free bytes but no free inodes (`lacks_inodes`). More free bytes do not help a disk without free inodes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from serverless_gpu.errors import HardwareError
 
 NAMES = {"darwin": "macOS", "win32": "Windows", "cygwin": "Cygwin"}
 _ON_MACOS = (
-    "run it on a Linux machine, for example over ssh; on macOS, only commands that use a server work: sgpu login, "
-    "sgpu runs"
+    "use a Linux machine, for example over ssh. On macOS, only commands that use a server work: sgpu login, sgpu runs"
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
-_ON_WINDOWS = "install it in WSL 2, which is Linux: run `wsl --install`, then `pip install serverless-gpu` in WSL"
+_ON_WINDOWS = "install serverless-gpu in WSL 2: run `wsl --install`, then `pip install serverless-gpu` in WSL"
 _THREAD_LIMIT = "can't start new thread"  # Python's message for a failed thread start.
 _BYTES_MIN = 1 << 20
 _INODES_MIN = 8
@@ -43,7 +42,7 @@ def require_linux(what: str, why: str = "") -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that code of a run may have written. Raises OSError for a link, a device or a pipe.
+    """Open a file that a run may have written. Raises OSError for a link, a device or a pipe.
 
     Without this check, a link in place of a result would make the node send one of its own files.
     """
@@ -75,7 +74,7 @@ def is_thread_limit(error: BaseException) -> bool:
 
 
 def thread_limit() -> HardwareError:
-    """Return the error for users whose process cannot start another thread."""
+    """Return the error for a process that cannot start another thread."""
     return HardwareError(
         "no thread can be started: the limit of processes and threads is reached",
         hint="raise the limit: `ulimit -u`, or in a container `docker run --pids-limit=…` (Kubernetes: "

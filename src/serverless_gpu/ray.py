@@ -1,4 +1,4 @@
-"""Public API for Ray: `ray_launch` starts a private cluster, `ray_init` connects to it.
+"""Public API for Ray: `ray_launch` starts a private cluster, and `ray_init` connects to the cluster.
 
 `ray_launch` runs a function as the driver of the cluster.
 
@@ -26,7 +26,7 @@ _HINT = "use gpus=, cpus= and object_store_memory= of ray_launch to set the size
 
 
 def ray_init(*args: Any, **kwargs: Any) -> Any:
-    """Connect to the cluster of a `ray_launch` run. Outside of a `ray_launch` run, call `ray.init`.
+    """Connect to the cluster of a `ray_launch` run, or call `ray.init` outside of a run.
 
     A function may call `ray_init` more than once. The dashboard is an option of `ray_launch`.
 

@@ -3,7 +3,7 @@
 The variables of torch and torchrun have priority, so that the functions also return correct values under `torchrun` and
 `accelerate`. Outside of any gang, a process is rank 0 of 1 and receives no stop requests.
 
-The checkpoint contract, for runs that continue after a stop:
+Checkpoint contract for runs that continue after a stop:
 
     supervisor ── stop_reason (a file), SIGTERM ──▶ rank: should_stop(), on_stop ── saves, returns ──▶ next attempt
                                                           └──▶ checkpoint_dir() ─────────────────────▶ resume_dir()
@@ -13,7 +13,7 @@ process has the run's grace period to save its state.
 
 Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal handler.
 The supervisor then kills the process at the end of the grace period (see docs/how-to/checkpoints-and-stopping.md). A
-child that a rank forked receives no stop request and keeps the default SIGTERM handler. The child can still call
+child that a rank forked receives no stop request and keeps the default SIGTERM handler. A forked child can still call
 `stop_reason`.
 """
 
@@ -50,7 +50,7 @@ _STOP_REASON = "SGPU_STOP_REASON"
 _CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
 _SECRETS_DIR = "SGPU_SECRETS_DIR"
 _OUTSIDE = "checkpoints"
-_NAME_IT = 'request the secret in the call: secrets=["HF_TOKEN"]; create it with `sgpu secret set HF_TOKEN`'
+_NAME_IT = 'request the secret in the call: secrets=["HF_TOKEN"], and create the secret with `sgpu secret set HF_TOKEN`'
 _UNEXPLAINED = "cancel"  # Stop reason for a SIGTERM from a process other than the supervisor.
 
 C = TypeVar("C", bound=Callable[[], object])
@@ -95,7 +95,7 @@ def should_stop() -> bool:
 
 
 def stop_reason() -> str | None:
-    """Return the reason if this run must stop, else None.
+    """Return the reason for the stop of this run, or None if the run need not stop.
 
     Returns:
         ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"``, ``"idle"`` or ``"failure"``. After
@@ -109,15 +109,15 @@ def stop_reason() -> str | None:
     if word is None and _stop.signalled:
         word = _UNEXPLAINED
     if word is not None:
-        os.environ[_STOP_REASON] = word  # Programs that this process starts later inherit the reason.
+        os.environ[_STOP_REASON] = word  # Programs that this process starts later inherit the stop reason.
     return word
 
 
 def on_stop(callback: C) -> C:
-    """Register a function to call when this run must stop. Also works as a decorator.
+    """Register a function to call when this run must stop. `on_stop` also works as a decorator.
 
-    The signal handler calls the function once, in the main thread. An exception of the callback propagates from the
-    interrupted code.
+    The signal handler calls a registered function once, in the main thread. An exception of the callback propagates
+    from the interrupted code.
 
     Args:
         callback: takes no arguments.
@@ -139,10 +139,10 @@ def on_stop(callback: C) -> C:
 
 
 def checkpoint_dir() -> Path:
-    """Return this attempt's checkpoint directory, which all ranks share. Create the directory if needed.
+    """Return this attempt's checkpoint directory, which all ranks share. Create a missing directory.
 
-    The directory outlives the attempt and the run. The runtime never deletes its files. Outside of a run, the directory
-    is ``checkpoints`` in the working directory.
+    The checkpoint directory outlives the attempt and the run. The runtime never deletes checkpoint files. Outside of a
+    run, the directory is ``checkpoints`` in the working directory.
 
     Raises:
         StorageError: the directory cannot be created.
@@ -150,7 +150,7 @@ def checkpoint_dir() -> Path:
     given = os.environ.get(_CHECKPOINT_DIR)
     directory = Path(given) if given else Path.cwd() / _OUTSIDE
     try:
-        # The root of all checkpoints must already exist, because it may be a mount.
+        # The root directory of all checkpoints must already exist, because the root may be a mount.
         for path in (directory.parent, directory) if given else (directory,):
             path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -164,10 +164,10 @@ def checkpoint_dir() -> Path:
 def resume_dir() -> Path | None:
     """Return the checkpoint directory of the newest earlier attempt that saved a checkpoint, or None.
 
-    Without an earlier checkpoint, start from scratch. The function ignores files whose names begin with a dot or end in
-    ``.tmp``. Write a checkpoint under a temporary name of this form, then rename the file. If a later attempt finds no
-    checkpoints, it prints one message to stderr. In that case, the later attempt's node may lack access to the
-    directory of the earlier attempts.
+    If no earlier attempt saved a checkpoint, start from scratch. `resume_dir` ignores files whose names begin with a
+    dot or end in ``.tmp``. Write each checkpoint under a ``.tmp`` name first, then rename the file. If a later attempt
+    finds no checkpoints, `resume_dir` prints one message to stderr. The node may lack access to the checkpoint
+    directory of earlier attempts.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
     found = newest_before(given, os.environ.get(AGREED)) if given else None
@@ -176,7 +176,7 @@ def resume_dir() -> Path | None:
     if given and _number("SGPU_FENCE", default=1) > 1 and get_global_rank() == 0 and not _stop.missed:
         _stop.missed = True
         sys.stderr.write(
-            f"serverless-gpu: no earlier attempt left checkpoints in {Path(given).parent}; this attempt starts "
+            f"serverless-gpu: no earlier attempt left checkpoints in {Path(given).parent}, so this attempt starts "
             "from scratch. For several nodes, `[checkpoints]` in config.toml must name a directory that all "
             "nodes can read\n"
         )
@@ -186,7 +186,7 @@ def resume_dir() -> Path | None:
 def secret(name: str) -> str:
     """Return the text of a secret that this run requested, for example with ``secrets=["HF_TOKEN"]``.
 
-    To get a secret that is not text, read the file of its name in the directory ``SGPU_SECRETS_DIR``.
+    To get a binary secret, read the file with the secret's name in the directory ``SGPU_SECRETS_DIR``.
 
     Args:
         name: name of the secret.
@@ -219,7 +219,7 @@ _stop = _Stop()
 
 
 def _listen() -> None:
-    """Install the SIGTERM handler once, in the rank itself.
+    """Install the SIGTERM handler once, in the rank process.
 
     Forked children of the rank only read the stop file.
     """
@@ -231,7 +231,7 @@ def _listen() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "the first call must come from the main thread: only the main thread can receive signals",
-            hint="call serverless_gpu.runtime.should_stop() once in the main thread, before the thread starts",
+            hint="call serverless_gpu.runtime.should_stop() once in the main thread, before any other thread",
         )
     _stop.listening = True
     _stop.handler_before = signal.signal(signal.SIGTERM, _terminated)
@@ -267,7 +267,7 @@ def _call_all(callbacks: list[Callable[[], object]]) -> None:
 
 
 def _word() -> str | None:
-    """Return the supervisor's stop reason, or None if it has written none."""
+    """Return the supervisor's stop reason, or None without a stop request."""
     path = os.environ.get(_STOP_FILE)
     if not path:
         return None

@@ -1,11 +1,11 @@
 """Calculates and formats durations, bytes, GPU time and money with integers.
 
-Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere. A float
-never holds money or metered time. The module does not depend on runs, clocks or current prices.
+Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere. The package
+never stores money or metered time in a float. The functions do not depend on runs, clocks or current prices.
 
-Failure cases: Functions raise `ValueError` for a negative quantity that cannot be valid. The ``format_`` functions
-never fail on an integer. A receipt must be printable even with a wrong number, so the format functions show a negative
-number with its sign.
+Failure cases: The calculations raise `ValueError` for a negative duration, GPU count or price. The ``format_``
+functions accept every integer. The format functions accept negative numbers, because users must be able to print a
+receipt with wrong numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def gpu_milliseconds(gpus: int, ms: int) -> int:
 def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
     """Return the cost of GPU time, rounded up to a whole micro.
 
-    Call this function once per attempt with the attempt's total. The sum of rounded parts would exceed the rounded
-    total.
+    Call `cost_micros` once per attempt with the total GPU time, because the sum of rounded parts would exceed the
+    rounded total.
     """
     if gpu_ms < 0 or micros_per_gpu_hour < 0:
         raise ValueError(f"a cost cannot be negative: {gpu_ms} GPU-ms at {micros_per_gpu_hour} micros per GPU-hour")
@@ -60,7 +60,10 @@ def format_duration_ms(ms: int) -> str:
 
 
 def format_days_ms(ms: int) -> str:
-    """Format a long time for people: ``30 days``. Below two days, use `format_duration_ms`."""
+    """Format a long duration for people:
+
+    ``30 days``. Durations below two days have the format of `format_duration_ms`.
+    """
     days = ms // MS_PER_DAY
     return format_duration_ms(ms) if days < 2 else f"{days} days"
 
@@ -77,7 +80,7 @@ def format_bytes(size: int) -> str:
         if tenths < 10_000:
             return f"{tenths // 10}.{tenths % 10} {unit}"
         scale *= 1000
-    # The last unit has no maximum, because no larger unit exists.
+    # The largest unit has no maximum value.
     tenths = _divide(size, scale // 10)
     return f"{tenths // 10}.{tenths % 10} {_LARGEST_BYTE_UNIT}"
 
@@ -95,7 +98,7 @@ def format_gpu_memory(size: int) -> str:
 def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
     """Format an amount of money: ``1.23 USD``.
 
-    Below one cent, show all digits, so that no cost looks like zero.
+    Amounts below one cent have all digits, so that no cost looks like zero.
     """
     if micros < 0:
         return "-" + format_micros(-micros, currency, exact=exact)
@@ -108,7 +111,7 @@ def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
 
 
 def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
-    """Return True if a nonzero amount in micros is below a cent, so that its column must show all digits."""
+    """Return True if a nonzero amount in micros is below one cent."""
     return any(0 < abs(micros) < MICROS_PER_UNIT // 100 for micros in amounts if micros is not None)
 
 
@@ -128,7 +131,7 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
 def format_joules(joules: float) -> str:
     """Format energy: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``.
 
-    Energy below 0.05 Wh gives ``0.0 Wh``.
+    The format of energy below 0.05 Wh is ``0.0 Wh``.
     """
     watt_hours = joules / 3_600
     if abs(watt_hours) < 99.95:
@@ -140,10 +143,10 @@ def parse_duration_s(text: str) -> int:
     """Parse a duration from a user, such as ``90s``, ``15m``, ``12h``, ``7d`` or ``2w``, to seconds."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
-        raise ValueError(f"{text!r} is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w")
+        raise ValueError(f"{text!r} is not a duration. Write a whole number and a unit: 90s, 15m, 12h, 7d or 2w")
     return int(match[1]) * _SECONDS[match[2]]
 
 
 def _divide(value: int, by: int) -> int:
-    """Return value / by, rounded half up to a whole number."""
+    """Return ``value / by``, rounded half up to an integer."""
     return (2 * value + by) // (2 * by)

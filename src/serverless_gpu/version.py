@@ -1,4 +1,4 @@
-"""The version of this package as a literal, because reading the installed metadata takes 40 ms."""
+"""Contains the package version as a literal, because reading the package metadata takes 40 ms."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def imported_beside(directory: Path, code: str) -> str:
 def test_a_file_that_hides_a_module_of_python_is_named(tmp_path: Path, name: str) -> None:
     file = tmp_path / f"{name}.py"
     file.write_text("def load():\n    return 1\n")
-    said = f"cannot be imported: {file} hides Python's own module {name}\nhint: rename {file}"
+    said = f"cannot be imported: {file} shadows Python's standard module {name}\nhint: rename {file}"
     told = imported_beside(tmp_path, "from serverless_gpu import distributed")
     assert told == f"ImportError: serverless_gpu.client.decorator {said}"
 

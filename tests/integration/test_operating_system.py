@@ -15,11 +15,11 @@ from tests.support.paths import REPOSITORY
 
 WINDOWS_REFUSAL = (
     "serverless-gpu does not run on Windows, neither the client nor the ranks\n"
-    "hint: install it in WSL 2, which is Linux: run `wsl --install`, then `pip install serverless-gpu` in WSL"
+    "hint: install serverless-gpu in WSL 2: run `wsl --install`, then `pip install serverless-gpu` in WSL"
 )
 MACOS_HINT = (
-    "hint: run it on a Linux machine, for example over ssh; "
-    "on macOS, only commands that use a server work: sgpu login, sgpu runs"
+    "hint: use a Linux machine, for example over ssh. "
+    "On macOS, only commands that use a server work: sgpu login, sgpu runs"
 )
 ON_LINUX = ("doctor", "down", "gpus", "join", "mlflow", "server", "top", "up")
 CALL = """

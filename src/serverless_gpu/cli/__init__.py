@@ -1,7 +1,7 @@
-"""The command line program `sgpu`. `program.py` lists its commands.
+"""The command line program `sgpu`. `program.py` lists the commands of `sgpu`.
 
-`cli/__init__.py` imports only modules that Python loads at its start. Loading the commands takes 0.1 s, in which the
-user may press Ctrl-C.
+`cli/__init__.py` imports only modules that Python loads at startup. Loading the `sgpu` commands takes 0.1 s, and the
+user may press Ctrl-C meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run `sgpu`. Ctrl-C while the commands load prints one line and exits with 130, without a traceback."""
+    """Run `sgpu`. On Ctrl-C during command loading, print one line and exit with 130."""
     try:
         importlib.import_module("serverless_gpu.cli.program").main()
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from serverless_gpu.units import MICROS_PER_UNIT, parse_duration_s
 
 _LIMIT = 10**12
 _MILLIONTH = Decimal("0.000001")
-_DAYS_MAX = 140 * 365  # Times up to this limit fit a signed 64-bit integer of nanoseconds.
+_DAYS_MAX = 140 * 365  # 140 years in nanoseconds fit a signed 64-bit integer.
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -39,18 +39,18 @@ def duration_s(option: str, text: str) -> float:
 
 
 class Seconds(click.ParamType[float]):
-    """A duration option in seconds: a number with or without a unit (90, 90s, 5m, 2h)."""
+    """Option type for a duration in seconds, with or without a unit (90, 90s, 5m, 2h)."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the value in seconds. The code that reads the option checks the range."""
+        """Return the option's value in seconds. The caller checks the value's range."""
         with contextlib.suppress(ValueError):
             return float(value)
         try:
             return float(parse_duration_s(value))
         except ValueError:
-            self.fail(f"{value!r} is not a duration; write for example 90, 90s, 5m or 2h", param, ctx)
+            self.fail(f"{value!r} is not a duration. Write a duration such as 90, 90s, 5m or 2h", param, ctx)
 
 
 def size_bytes(option: str, text: str) -> int:
@@ -61,7 +61,7 @@ def size_bytes(option: str, text: str) -> int:
     if not written.isdecimal():
         with contextlib.suppress(UsageError):
             return parse_bytes(option, written)
-    raise InvalidValue(f"{option}: {text!r} is not a size; write a number and a unit: 500MB, 20GiB, or 0")
+    raise InvalidValue(f"{option}: {text!r} is not a size. Write a number and a unit, for example 500MB or 20GiB")
 
 
 def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _LIMIT) -> int:
@@ -78,14 +78,14 @@ def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _
 
 
 def moment_ns(option: str, text: str) -> int:
-    """Return a date or time such as 2026-12-01T08:00 in nanoseconds since 1970. The default zone is UTC."""
+    """Return a time such as 2026-12-01T08:00 in nanoseconds since 1970. The default time zone is UTC."""
     try:
         moment = datetime.datetime.fromisoformat(text.strip())
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is not a time; write for example 2026-12-01 or 2026-12-01T08:00", param_hint=option
+            f"{text!r} is not a time. Write a time such as 2026-12-01 or 2026-12-01T08:00", param_hint=option
         ) from None
     since = (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)) - _EPOCH
     if not datetime.timedelta() <= since < datetime.timedelta(days=_DAYS_MAX):
-        raise click.BadParameter(f"{text} is not between 1970 and 2110", param_hint=option)
+        raise click.BadParameter(f"the time {text} is not between 1970 and 2110", param_hint=option)
     return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1_000

@@ -1,4 +1,4 @@
-"""Groups of commands that import a command only when it runs or shows its help.
+"""Lazy command groups, which import a command only to run the command or to show its help.
 
     COMMANDS (`program.py`)   name ─▶ CommandEntry: module, first sentence of the help
     sgpu --help               writes the table in sections, imports no command
@@ -19,18 +19,18 @@ import click
 from serverless_gpu.lazy_import import load
 
 HELP_CHARACTERS_MAX = 45
-"""Maximum length of a one-line help, which must fit 80 columns beside the longest command name."""
+"""Maximum length of a command's help summary, which must fit 80 columns beside the longest command name."""
 
 
 class CommandEntry(NamedTuple):
-    """A command of a table."""
+    """A command's import path and help summary."""
 
-    place: str  # Import path ``"module:attribute"`` below `serverless_gpu.cli`.
+    place: str  # Import path of the command below `serverless_gpu.cli`, as ``"module:attribute"``.
     summary: str  # First sentence of the command's help.
 
 
 class LazyGroup(click.Group):
-    """A group of commands from a table.
+    """Group of commands that a table lists by name and import path.
 
     Args:
         table: The commands by name. Without a table, decorators add the commands.
@@ -58,7 +58,7 @@ class LazyGroup(click.Group):
         return sorted({*self.table, *self.commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command. Return None for an unknown name."""
+        """Import and return a command, or return None for an unknown command name."""
         if cmd_name in self.table and cmd_name not in self.commands:
             module, _, attribute = self.table[cmd_name].place.partition(":")
             self.add_command(getattr(load(f"serverless_gpu.cli.{module}"), attribute), cmd_name)
@@ -67,20 +67,20 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name. Print a notice for a name of an earlier version."""
+        """Return the command that the arguments name. Print a notice if the command has been renamed."""
         new = self.renamed.get(args[0])
         if new is None:
             return super().resolve_command(ctx, args)
         if not ctx.resilient_parsing:
             root = ctx.find_root().info_name
             old = f"{ctx.command_path} {args[0]}"
-            click.echo(f"sgpu: `{old}` is now `{root} {new}`; the next release removes the old name", err=True)
+            click.echo(f"sgpu: `{old}` is now called `{root} {new}`. The next release removes the old name", err=True)
         path = new.split()
         own = ctx.command_path.split()[1:]
         return super().resolve_command(ctx, [*path[len(own) :], *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands for `--help` without importing the commands of the table."""
+        """Write the command list of `--help` without importing the commands of the table."""
         names = self.list_commands(ctx)
         width = max(map(len, names))
         limit = formatter.width - 6 - width
@@ -88,12 +88,12 @@ class LazyGroup(click.Group):
         summaries = {**own, **{name: entry.summary for name, entry in self.table.items()}}
         for title, members in (self.sections or {"Commands": names}).items():
             with formatter.section(title):
-                # Padding aligns the summaries of all sections.
+                # Padding the command names aligns the summaries of all sections.
                 formatter.write_dl([(name.ljust(width), summaries[name]) for name in members])
 
 
 def leaf_commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
-    """Yield each plain command of a tree of groups, with its context."""
+    """Yield each command below a command group, with the command's context."""
     if not isinstance(command, click.Group):
         yield command, context
         return

@@ -1,7 +1,8 @@
 """Shell completion of run identifiers and of names that the server knows.
 
-The shell runs `sgpu` while the user types. Therefore a completer sends one request, never retries and never fails.
-Without an answer, the completer suggests nothing. For runs of this home, the completer reads their directories.
+The shell runs `sgpu` when the user presses the Tab key. Therefore a completer sends one request to the server and
+neither retries nor fails. If the server does not answer, the completer suggests nothing. To complete local runs, the
+completer reads the run directories.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _RUNS_MAX = 50
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the latest runs whose identifier begins with the text, newest first."""
+    """Return the latest runs whose identifier begins with the typed text, newest first."""
     location = load("serverless_gpu.cli.runs.run_location")
     found: dict[str, str] = {}
     with contextlib.suppress(Exception):
@@ -34,7 +35,7 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def complete_directory(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete directories."""
+    """Let the shell complete directory names."""
     return [CompletionItem(incomplete, type="dir")]
 
 

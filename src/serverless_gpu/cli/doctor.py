@@ -1,4 +1,4 @@
-"""`sgpu doctor`: finds faults of this machine and environment, and their remedies."""
+"""`sgpu doctor`: diagnoses problems of this machine and its Python environment, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "mag
 def doctor(as_json: bool, limit: float) -> None:
     """Find what prevents runs on this machine.
 
-    The command checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. The
-    command starts no agent. The exit code is 1 if a check failed. Warnings and unknown results do not change the exit
+    The command checks this machine, the agent, the GPUs, and the Python environment that runs sgpu. `sgpu doctor`
+    starts no agent. `sgpu doctor` exits with 1 if a check failed. Warnings and unknown results do not change the exit
     code.
     """
-    # Importing the doctor's modules at the top would make every other command start a fifth slower.
+    # Importing the doctor's modules at the top of this file would slow the start of every command by a fifth.
     examination = importlib.import_module("serverless_gpu.doctor.examination")
     report, has_failed = examination.examine(limit, as_json=as_json, paint=_paint)
     for line in report:

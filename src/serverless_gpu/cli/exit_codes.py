@@ -1,4 +1,4 @@
-"""Exit codes of commands, which shells and job schedulers act on.
+"""Exit codes of `sgpu` commands for shells and job schedulers.
 
     0     success
     N     the program's own exit code, 1 to 255, if that ended the run
@@ -9,7 +9,7 @@
     1     any other failure, such as an exception of a rank
     2     the command line was wrong, and nothing was started (the code of click)
 
-`exit_code` returns the code for an exception.
+`exit_code` maps an exception to an exit code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code for a failure, or 0 for None."""
+    """Return the exit code for an error, or 0 without an error."""
     if error is None:
         return 0
     if isinstance(error, CommandFailed):

@@ -1,4 +1,4 @@
-"""`sgpu help`, `version`, `schema` and `completion`: commands about the commands."""
+"""`sgpu help`, `version`, `schema` and `completion`: commands that describe `sgpu` and its commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def find_command(ctx: click.Context, path: tuple[str, ...]) -> tuple[click.Command, click.Context]:
-    """Return the command at a path below `sgpu`, and its context. Raise UsageError for an unknown name."""
+    """Return the command at a path such as `("run", "logs")`, and the command's context.
+
+    Raise UsageError for an unknown name.
+    """
     context = ctx.find_root()
     command: click.Command = context.command
     for name in path:
@@ -31,7 +34,7 @@ def find_command(ctx: click.Context, path: tuple[str, ...]) -> tuple[click.Comma
 def help_command(ctx: click.Context, command: tuple[str, ...]) -> None:
     """Show the help of a command.
 
-    COMMAND is the path of a command, for example: sgpu help run logs. Without COMMAND, sgpu lists all commands.
+    COMMAND is a command path, for example `run logs`. Without COMMAND, sgpu lists all commands.
     """
     found, context = find_command(ctx, command)
     click.echo(found.get_help(context))
@@ -49,11 +52,11 @@ def version() -> None:
 def schema(ctx: click.Context, command: tuple[str, ...]) -> None:
     """Print the JSON schema of `--json` output.
 
-    COMMAND is the path of a command, for example: sgpu schema run list. The schema is a JSON Schema of draft 2020-12.
+    COMMAND is a command path, for example `run list`. The command prints a JSON Schema of draft 2020-12.
     """
     json_type = json_type_of(find_command(ctx, command)[0])
     if json_type is None:
-        raise click.UsageError(f"`sgpu {' '.join(command)}` has no --json")
+        raise click.UsageError(f"`sgpu {' '.join(command)}` has no option --json")
     print_json(msgspec.json.schema(json_type))
 
 
@@ -62,7 +65,7 @@ def schema(ctx: click.Context, command: tuple[str, ...]) -> None:
 def completion(shell: str) -> None:
     r"""Print the completion script of a shell.
 
-    The script completes commands, options, runs, pools and nodes. To load the script in each new shell:
+    The completion script completes commands, options, runs, pools and nodes. To load the script in each new shell:
 
     \b
       bash   sgpu completion bash >> ~/.bashrc
@@ -70,7 +73,7 @@ def completion(shell: str) -> None:
       fish   sgpu completion fish > ~/.config/fish/completions/sgpu.fish
     """
     complete = get_completion_class(shell)
-    assert complete is not None  # click supports all three shells.
+    assert complete is not None  # click supports bash, zsh and fish.
     click.echo(complete(load("serverless_gpu.cli.program").sgpu, {}, "sgpu", "_SGPU_COMPLETE").source())
 
 
@@ -81,4 +84,4 @@ def json_type_of(command: click.Command) -> object | None:
         return recorded
     module, _, name = recorded.place.partition(":")
     found: object = getattr(load(f"serverless_gpu.{module}"), name)
-    return list[found] if recorded.is_list else found  # type: ignore[valid-type]  # a type made at run time
+    return list[found] if recorded.is_list else found  # type: ignore[valid-type] # dynamic type

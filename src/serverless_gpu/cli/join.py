@@ -34,7 +34,7 @@ from serverless_gpu.version import __version__
     "--token-file",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Copy of server/join.json of the first machine, readable by you alone.",
+    help="Copy of the first machine's server/join.json, which only you can read.",
 )
 @click.option("--name", help="Name of the node (default: the host name).")
 @click.option(
@@ -46,21 +46,21 @@ from serverless_gpu.version import __version__
     "--ray-port",
     type=int,
     metavar="PORT",
-    help="First of the hundred ports that Ray uses (default: the same as on HOST).",
+    help="First of the 100 ports that Ray uses (default: the first Ray port of HOST).",
 )
 @click.option(
     "--server",
     metavar="URL",
-    help="Address of the server as seen from this machine (default: the address in the join file).",
+    help="Server address as seen from this machine (default: the address in the join file).",
 )
-@click.option("--unit", is_flag=True, help="Print a systemd unit for this command, and do nothing else.")
+@click.option("--unit", is_flag=True, help="Print a systemd unit for this command and exit without joining.")
 def join(host: str, token_file: Path, **options: Any) -> None:
     """Make this machine a node of a Ray pool.
 
-    HOST is the address of the machine that runs `sgpu up --engine ray`. The machine is a node for as long as the
-    command runs. After Ctrl-C, the server places no new runs on the machine. Running runs continue.
+    HOST is the address of the machine on which `sgpu up --engine ray` runs. The machine remains a node while `sgpu
+    join` runs. After Ctrl-C, the server places no new runs on the machine. Running runs continue.
     """
-    home = durable_home("a node stores reports there until its server acknowledges them")
+    home = durable_home("a node stores run reports in the home directory until the server acknowledges the reports")
     if options["unit"]:
         say_lines(_unit(home).rstrip("\n"))
         return
@@ -81,9 +81,12 @@ def join(host: str, token_file: Path, **options: Any) -> None:
         ready = joining.prepare(wish, home, os.environ)
 
         def started() -> None:
-            say(f"{wish.name} offers {ready.offer} to the pool of {file.server}; Ray uses ports {ready.ports} here")
+            say(
+                f"{wish.name} offers {ready.offer} to the pool of {file.server}. "
+                f"Ray uses ports {ready.ports} on this machine"
+            )
 
-        say(f"starting Ray here; its head is at {ready.plan.head}")
+        say(f"starting Ray on this machine with the Ray head {ready.plan.head}")
         keeper = load("serverless_gpu.engines.ray.ray_keeper").RayKeeper(
             ready.plan, say=lambda sentence: say(f"sgpu: {sentence}", err=True), started=started
         )
@@ -94,22 +97,22 @@ def join(host: str, token_file: Path, **options: Any) -> None:
 
 
 def _leave(home: Home, profile: Path, name: str) -> None:
-    """Drain this node. Runs on the node continue."""
+    """Drain this node. Current runs on the node continue."""
     with contextlib.suppress(OSError):
         (home.root / "ray" / LEFT).touch(mode=0o600)
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
     if not count:
         with contextlib.suppress(ServerlessGpuError):
             start_stop.stop(home, profile)
-        say(f"{name} has left the pool; no runs were running here")
+        say(f"{name} has left the pool. No runs were running on this machine")
         return
     runs, how = ("1 run continues", "it ends") if count == 1 else (f"{count} runs continue", "they end")
-    say(f"{name} has left the pool and gets no new runs; {runs} here, and this machine reports to the server how {how}")
+    say(f"{name} has left the pool and gets no new runs. {runs} here, and this machine reports to the server how {how}")
 
 
 @contextlib.contextmanager
 def _join_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that allows one `sgpu join` per home.
+    """Hold the lock that allows one `sgpu join` per home directory.
 
     Raise ServerProblem if another process holds the lock.
     """
@@ -118,7 +121,8 @@ def _join_lock(home: Home) -> Iterator[None]:
     lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")
     if lock is None:
         raise ServerProblem(
-            "another `sgpu join` of this home is already running", hint="stop the other `sgpu join` first (Ctrl-C)"
+            "another `sgpu join` already runs with this home directory",
+            hint="stop the other `sgpu join` first (Ctrl-C)",
         )
     try:
         yield

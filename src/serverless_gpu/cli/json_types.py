@@ -1,10 +1,10 @@
-"""Types of `--json` output that have no wire message or other struct.
+"""Types of `--json` output that are not defined in another module.
 
-`sgpu schema COMMAND` prints a type as a JSON schema. Only that command loads this module. The tests compare the output
-of each command with its type.
+`sgpu schema COMMAND` prints a type as a JSON schema. Only `sgpu schema` loads this module. Tests compare each command's
+output with the command's type.
 
-Times ending in `_ns` are nanoseconds since 1970. Other times are UTC text (ISO 8601). Money is in micros, which are
-millionths of the currency.
+Times ending in `_ns` are nanoseconds since 1970. All other times are UTC timestamps in ISO 8601 format. Money amounts
+are in micros (millionths of the currency).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serverless_gpu.wire.runs import AttemptView
 
 
 class RunCrew(TypedDict):
-    """A node of a run on the server."""
+    """A node of a server run and the state of its ranks."""
 
     node: str
     state: str
@@ -41,7 +41,7 @@ class RunCrew(TypedDict):
 
 
 class ListedRun(TypedDict):
-    """A run, as `sgpu runs` lists it. The optional keys depend on where the run executes."""
+    """A run in the output of `sgpu runs`. Some keys exist only for local runs or server runs."""
 
     id: str
     kind: str
@@ -58,12 +58,12 @@ class ListedRun(TypedDict):
     gpu_ms: int | None
     micros: int | None
     currency: str | None
-    # Keys of a run of this machine.
+    # Keys that only a local run has.
     devices: NotRequired[list[str] | None]
     directory: NotRequired[str]
     problem: NotRequired[str]
     size_bytes: NotRequired[int]
-    # Keys of a run of the server.
+    # Keys that only a server run has.
     gpus: NotRequired[int]
     owner: NotRequired[str]
     team: NotRequired[str]
@@ -84,23 +84,23 @@ class RunFile(TypedDict):
 
 
 class RunDetails(ListedRun):
-    """All details of one run, as `sgpu show` prints them."""
+    """All details of one run in the output of `sgpu show`."""
 
     spec: RunSpec | None
     receipt: Receipt | None
     failure: str
     files: list[RunFile]
-    # Keys of a run of this machine.
+    # Keys that only a local run has.
     stopped: NotRequired[Stopped | None]
     tracked: NotRequired[str]
-    # Keys of a run of the server.
+    # Keys that only a server run has.
     attempts: NotRequired[list[AttemptView]]
     receipts: NotRequired[dict[str, Receipt | None]]
     cost: NotRequired[Cost | None]
 
 
 class ResultCopy(TypedDict):
-    """A result of one rank, copied to a file."""
+    """Copy of one rank's result in a file."""
 
     rank: int
     path: str
@@ -108,7 +108,7 @@ class ResultCopy(TypedDict):
 
 
 class MetricSeries(TypedDict):
-    """Samples of one metric."""
+    """Samples of one telemetry metric."""
 
     times: list[float]
     values: list[float]
@@ -118,7 +118,7 @@ MetricSeriesByName = dict[str, MetricSeries]
 
 
 class DryRunEstimate(TypedDict):
-    """Expected start and cost of a run."""
+    """Estimated start time and cost of a run."""
 
     start: str | None
     seconds: float | None
@@ -134,7 +134,7 @@ class DryRunEstimate(TypedDict):
 
 
 class DryRun(TypedDict):
-    """The request that `sgpu submit --dry-run` would submit, and its estimate."""
+    """Run request and estimate in the output of `sgpu submit --dry-run`."""
 
     submitted: bool
     server: str | None
@@ -148,7 +148,7 @@ class DryRun(TypedDict):
 
 
 class MlflowState(TypedDict):
-    """An MLflow server of this home."""
+    """An MLflow server of this home directory."""
 
     uri: str
     ready: bool
@@ -164,7 +164,7 @@ class MlflowState(TypedDict):
 
 
 class MachineStatus(TypedDict):
-    """The agent, the server and the MLflow servers of this home."""
+    """State of the agent, the server and the MLflow servers of this home directory."""
 
     agent: Status | None
     server: ServerState | None
@@ -182,14 +182,14 @@ class ListedDevice(TypedDict):
 
 
 class GpuList(TypedDict):
-    """Devices of this machine, and the reasons why some devices cannot be used."""
+    """Devices of this machine, and reasons for unusable devices."""
 
     devices: list[ListedDevice]
     unavailable: list[str]
 
 
 class TopFrame(TypedDict):
-    """A frame of `sgpu top`, in which null means unknown."""
+    """One frame of `sgpu top`. The value null means unknown."""
 
     at_ns: int
     node: str
@@ -207,7 +207,7 @@ class DoctorFinding(TypedDict):
 
 
 class DoctorCheck(TypedDict):
-    """A check and its findings."""
+    """One check of `sgpu doctor` and its findings."""
 
     code: str
     group: str
@@ -217,7 +217,7 @@ class DoctorCheck(TypedDict):
 
 
 class DoctorReport(TypedDict):
-    """All checks of this machine and environment."""
+    """Results of all checks by `sgpu doctor`."""
 
     version: str
     python: str
@@ -226,7 +226,7 @@ class DoctorReport(TypedDict):
 
 
 class Setting(TypedDict):
-    """A setting of the server, its value and the origin of the value."""
+    """A server setting, its value and the value's origin."""
 
     name: str
     value: Any
@@ -234,13 +234,13 @@ class Setting(TypedDict):
 
 
 LogLine = dict[str, Any]
-"""A line of the server's log: `ts`, `level`, `logger`, `msg`, and fields of the event."""
+"""A line of the server's log: `ts`, `level`, `logger`, `msg`, and fields of the logged event."""
 
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
 class EnvironmentRoot(TypedDict):
-    """A directory of Python's path, and the units in it."""
+    """A directory of `sys.path` and its units."""
 
     kind: str
     directory: str
@@ -252,7 +252,7 @@ class EnvironmentRoot(TypedDict):
 
 
 class EnvironmentDetails(TypedDict):
-    """Contents of an environment."""
+    """Contents of a Python environment."""
 
     known: bool
     address: str
@@ -268,7 +268,7 @@ class EnvironmentDetails(TypedDict):
 
 
 class EnvironmentFingerprint(TypedDict):
-    """Address of the environment, and its changes since the last capture."""
+    """Address of an environment and its changes since the last capture."""
 
     address: str
     known: bool
@@ -319,7 +319,7 @@ class EnvironmentRestore(TypedDict):
 
 
 class EnvironmentCollection(TypedDict):
-    """Result of a garbage collection."""
+    """Result of a store garbage collection."""
 
     kept: Tally
     condemned: Tally
@@ -351,7 +351,7 @@ UsageReport = TypedDict(
         "formulas": list[str],
     },
 )
-"""Usage and cost, with a row for each group."""
+"""Usage and cost report with one row for each group."""
 
 Advice = TypedDict(
     "Advice",
@@ -373,11 +373,11 @@ Advice = TypedDict(
         "formulas": list[Any],
     },
 )
-"""Recommended number of reserved GPUs, its costs, and runs with unused GPUs."""
+"""Recommended number of reserved GPUs, the costs, and runs that underused their GPUs."""
 
 
 class Simulation(TypedDict):
-    """Outcome of a replay for each scheduling policy."""
+    """Replay outcome of each scheduling policy."""
 
     trace: str
     left_out: dict[str, int]

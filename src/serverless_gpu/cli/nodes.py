@@ -1,4 +1,4 @@
-"""`sgpu node`: lists a server's nodes and controls their use (drain, calendar, quarantine)."""
+"""`sgpu node`: lists and invites a server's nodes, and controls drains, calendars and quarantines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 _LOOK_S = 0.5
-_UUID_CHARACTERS_MIN = 4  # Minimum length of a uuid prefix that names a device.
+_UUID_CHARACTERS_MIN = 4  # Minimum length of a UUID prefix.
 _ZONES = "/zoneinfo/"
 
 
@@ -61,7 +61,7 @@ def list_nodes(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        say("no node has joined yet; create a join file with `sgpu node invite`")
+        say("no node has joined yet. Create a join file with `sgpu node invite`")
         return
     rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "LAST SEEN", "USERS", "REMARKS"]]
     for each in found:
@@ -105,18 +105,16 @@ def show_node(name: str, as_json: bool) -> None:
 @node.command()
 @click.argument("name", shell_complete=complete_node)
 @click.option(
-    "--i-know-it-is-dead", "certain", is_flag=True, help="Confirm that the machine is off, or will never come back."
+    "--i-know-it-is-dead", "certain", is_flag=True, help="Confirm that the machine is off or will never come back."
 )
 def forget(name: str, certain: bool) -> None:
     """Declare a dead node and its runs lost.
 
-    The server waits until an unreachable node has certainly stopped its runs. Use this command only if you know that
-    the machine is off. If the machine still works, its runs may run twice.
+    By default, the server waits until an unreachable node must have stopped its runs. Use `sgpu node forget` only if
+    you know that the machine is off. If the machine is still on, its runs may execute twice.
     """
     if not certain:
-        raise click.UsageError(
-            "runs of the node may still be running; confirm with --i-know-it-is-dead that they are not"
-        )
+        raise click.UsageError("the node's runs may still be running. If the machine is off, add --i-know-it-is-dead")
     with server() as connection:
         found = find_node(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
         body = ForgetRequest(i_know_it_is_dead=True)
@@ -129,8 +127,9 @@ def forget(name: str, certain: bool) -> None:
 def approve(name: str) -> None:
     """Admit a node that waits for approval.
 
-    A node waits if an operator created its token manually (`sgpu token create`), without a join file. Check in `sgpu
-    node list` that you know the machine. A node receives users' code, arguments and secrets.
+    A node needs approval if an operator created its token with `sgpu token create` instead of a join file. Before
+    approving a node, check in `sgpu node list` that you know the machine. A node receives users' code, arguments and
+    secrets.
     """
     with server() as connection:
         view = connection.ask("POST", "/nodes/approve", ApproveRequest(name=name), answer=NodeView)
@@ -144,9 +143,11 @@ def approve(name: str) -> None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Number of machines that may join with the file.",
+    help="Number of machines that may join with the join file.",
 )
-@click.option("--for", "lifetime", metavar="DURATION", default="1d", show_default=True, help="Lifetime of the file.")
+@click.option(
+    "--for", "lifetime", metavar="DURATION", default="1d", show_default=True, help="Lifetime of the join file."
+)
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -157,9 +158,9 @@ def approve(name: str) -> None:
 def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
     """Write a join file for new nodes.
 
-    By default, the file admits one machine within one day. --uses and --for change these limits. With NAME, the file
-    admits only a machine of that name. Copy the file to each new machine. On the new machine, run: sgpu join HOST
-    --token-file FILE.
+    By default, the join file admits one machine within one day. The options --uses and --for change these limits. With
+    NAME, the join file admits only a machine with that name. Copy the join file to each new machine. On the new
+    machine, run: sgpu join HOST --token-file FILE.
     """
     body = InviteRequest(name=name, uses=uses, expires_s=duration_s("--for", lifetime))
     join_file = load("serverless_gpu.engines.ray.pool_join")
@@ -169,15 +170,15 @@ def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
     try:
         join_file.write_join_file(out, join_file.JoinFile(server=url, token=made.token, ca=ca))
     except OSError as error:
-        hint = f"sgpu token revoke {made.id}, then give another --out"
+        hint = f"run `sgpu token revoke {made.id}`, then choose another --out"
         raise ServerProblem(f"{out} cannot be written: {error.strerror}", hint=hint) from None
     machines = "1 machine" if uses == 1 else f"{uses} machines"
-    say(f"{out} admits {machines} until {format_moment(made.expires_ns)}; keep it as secret as a password")
-    say(f"sgpu: revoke it with: sgpu token revoke {made.id}", err=True)
+    say(f"{out} admits {machines} until {format_moment(made.expires_ns)}. Protect the join file like a password")
+    say(f"sgpu: to revoke the join file, run: sgpu token revoke {made.id}", err=True)
 
 
 def join_address(home: Path) -> tuple[str, str]:
-    """Return the server's address and certificates, from the join file or else from this client's profile."""
+    """Return the server's address and certificates from the join file or the client profile."""
     own = home / "server" / "join.json"
     with contextlib.suppress(InvalidValue):
         file = load("serverless_gpu.engines.ray.pool_join").read_join_file(own)
@@ -196,16 +197,16 @@ def _remarks(view: NodeView) -> list[str]:
 
 
 def find_node(found: Sequence[NodeView], name: str) -> NodeView:
-    """Return the node with this name or identifier."""
+    """Return the node with a given name or identifier."""
     for each in found:
         if name in (each.name, each.id):
             return each
-    names = ", ".join(each.name for each in found) or "no node has joined"
-    raise InvalidValue(f"there is no node {name!r}", hint=f"nodes: {names}")
+    names = ", ".join(each.name for each in found) or "none has joined"
+    raise InvalidValue(f"the server has no node {name!r}", hint=f"nodes: {names}")
 
 
 def owner_text(view: NodeView) -> str:
-    """Return text about the users whose runs a node accepts now, and about the end of this permission."""
+    """Return text that names the users whose runs a node accepts, and the end time of their access."""
     calendar = view.rules.calendar
     who = "all" if view.shared else calendar.owner or "none"
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
@@ -215,23 +216,28 @@ def owner_text(view: NodeView) -> str:
 
 @node.command()
 @click.argument("name", shell_complete=complete_node)
-@click.option("--stop", is_flag=True, help="Also stop running runs; runs with resume continue on another node.")
-@click.option("--note", default="", metavar="TEXT", help="Reason that waiting runs show.")
-@click.option("--wait", "wait", metavar="DURATION", help="Wait until no run is left on the node, at most this long.")
+@click.option(
+    "--stop", is_flag=True, help="Also stop running runs. Runs with the option resume continue on another node."
+)
+@click.option("--note", default="", metavar="TEXT", help="Reason that waiting runs display.")
+@click.option("--wait", "wait", metavar="DURATION", help="Maximum time to wait until the node's last run ends.")
 def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
     """Place no new runs on a node.
 
-    The drain lasts until `sgpu node resume`, also across restarts of the server. Running runs continue. With --stop,
-    the server instead stops running runs at once, with their grace period.
+    The drain survives server restarts and lasts until `sgpu node resume`. Running runs continue. With --stop, the
+    server also sends SIGTERM to running runs and grants their grace period.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = _put_rule(
             connection, _fetch_node(connection, name), "drain", NodeDrainRequest(on=True, stop=stop, note=note)
         )
-        say(f"{view.name} gets no new runs; {_runs_text(view)}")
+        say(f"{view.name} gets no new runs. {_runs_text(view)}")
         if view.runs and view.rules.drain is not None and view.rules.drain.stop:
-            say("the server stops these runs: runs with resume continue on another node, and others end as drained")
+            say(
+                "the server stops these runs. Runs with the option resume continue on another node. "
+                "Other runs end as drained"
+            )
         clock, said = SystemClock(), len(view.runs)
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.runs and clock.boottime_ns() < deadline_ns:
@@ -242,14 +248,14 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
                 say(_runs_text(view))
     if wait is not None and view.runs:
         raise ServerProblem(
-            f"{view.name} still has runs after {wait}: {_runs_text(view)}", hint="`sgpu runs` lists them"
+            f"{view.name} still has runs after {wait}: {_runs_text(view)}", hint="list the runs with `sgpu runs`"
         )
 
 
 @node.command()
 @click.argument("name", shell_complete=complete_node)
 def resume(name: str) -> None:
-    """Place runs on a drained node again."""
+    """End a node's drain."""
     with server() as connection:
         view = _put_rule(connection, _fetch_node(connection, name), "drain", NodeDrainRequest(on=False))
     say(f"{view.name} is {view.state}{f': {view.sentence}' if view.sentence else ''}")
@@ -261,25 +267,30 @@ def resume(name: str) -> None:
     "--shared",
     multiple=True,
     metavar="TIMES",
-    help='Times at which others may use the node: "mon-fri 19:00-07:00". Repeatable.',
+    help='Times when other users may use the node, such as "mon-fri 19:00-07:00". Repeatable.',
 )
 @click.option(
-    "--zone", metavar="NAME", help='Time zone of --shared, for example "Europe/Berlin" (default: that of this machine).'
+    "--zone",
+    metavar="NAME",
+    help='Time zone of --shared, for example "Europe/Berlin" (default: time zone of this machine).',
 )
 @click.option("--owner", metavar="NAME", help="User who may always use the node.")
 @click.option(
     "--owner-first/--no-owner-first",
     default=None,
-    help="Stop runs of others at any time when the owner's runs need the node.",
+    help="Stop other users' runs at any time if the owner's runs need the node.",
 )
-@click.option("--clear", is_flag=True, help="Remove the owner and the times first; all users may then use the node.")
+@click.option(
+    "--clear", is_flag=True, help="First remove the current owner and times, so that all users may use the node."
+)
 @json_option(NodeCalendar)
 def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
     """Show or set a node's owner and calendar.
 
-    Without options, the command shows the owner and the calendar. Omitted options keep their value. Five minutes before
-    the node's shared time ends, the server warns the runs of other users. At the end of the shared time, the server
-    stops the warned runs with their grace period. Runs with resume continue on another node.
+    Without options, the command prints the node's owner and calendar. The server keeps the current value of each
+    omitted option. Five minutes before the node's shared time ends, the server warns the runs of other users. At the
+    end of the shared time, the server stops the warned runs with their grace period. Stopped runs with the option
+    `resume` continue on another node.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:
@@ -304,8 +315,8 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
 def quarantine(name: str, gpu: str, note: str) -> None:
     """Exclude a GPU of a node from new runs.
 
-    GPU is a number or a uuid. The quarantine lasts until `sgpu node release`. A run that already holds the GPU keeps
-    the GPU. The quarantine does not affect runs that the machine starts without the server.
+    GPU is a device number or a UUID. The quarantine lasts until `sgpu node release`. The quarantine does not stop a run
+    that already holds the GPU. The quarantine does not affect local runs, which the machine starts without the server.
     """
     _set_quarantine(name, gpu, on=True, note=note)
 
@@ -314,7 +325,7 @@ def quarantine(name: str, gpu: str, note: str) -> None:
 @click.argument("name", shell_complete=complete_node)
 @click.argument("gpu")
 def release(name: str, gpu: str) -> None:
-    """Offer a quarantined GPU to runs again."""
+    """End the quarantine of a GPU."""
     _set_quarantine(name, gpu, on=False, note="")
 
 
@@ -323,19 +334,19 @@ def calendar_lines(view: NodeView) -> list[str]:
     asked = view.rules.calendar
     whose = f"{view.name} belongs to {asked.owner}" if asked.owner else f"{view.name} has no owner"
     if not asked.shared:
-        lines = [f"{whose}; all users may use it at any time"]
+        lines = [f"{whose}. All users may use the node at any time"]
     else:
         times = ", ".join(asked.shared)
-        lines = [f"{whose}; others may use it {times} ({asked.zone or 'UTC'})"]
+        lines = [f"{whose}. Other users may use the node {times} ({asked.zone or 'UTC'})"]
         now = "shared now" if view.shared else "not shared now"
         lines.append(now + (f", until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""))
     if asked.owner_first:
-        lines.append(f"runs of {asked.owner} come first: the server stops runs of others for them")
+        lines.append(f"runs of {asked.owner} have priority, and the server stops other users' runs for these runs")
     return lines
 
 
 def find_device(devices: Sequence[Device], asked: str, node: str) -> str:
-    """Return the uuid of a device, given its number on the bus, its uuid or a unique prefix of the uuid."""
+    """Return the UUID of the device with a given index, UUID or unique UUID prefix."""
     cards = [device for device in devices if device.type != CPU] or list(devices)
     if asked.isascii() and asked.isdigit():
         found = [device.uuid for device in cards if device.index == int(asked)]
@@ -372,7 +383,7 @@ def _set_quarantine(name: str, gpu: str, *, on: bool, note: str) -> None:
         uuid = gpu if not on and gpu in marked else find_device(view.devices, gpu, view.name)
         view = _put_rule(connection, view, "quarantine", QuarantineRequest(uuid=uuid, on=on, note=note))
     if on:
-        has = f"; {_runs_text(view)}, and a run that has this GPU keeps it" if view.runs else ""
+        has = f". {_runs_text(view)}. A run that holds the GPU keeps the GPU" if view.runs else ""
         say(f"{uuid} of {view.name} is in quarantine{has}")
         return
     kept = uuid in view.unavailable
@@ -381,9 +392,9 @@ def _set_quarantine(name: str, gpu: str, *, on: bool, note: str) -> None:
         if uuid not in marked
         else "is no longer in quarantine"
         if kept
-        else "is offered to runs again"
+        else "is available to new runs again"
     )
-    say(f"{uuid} of {view.name} {told}{f'; {view.name} itself does not offer it now' if kept else ''}")
+    say(f"{uuid} of {view.name} {told}{f'. {view.name} does not offer the device now' if kept else ''}")
 
 
 def _fetch_node(connection: Connection, name: str) -> NodeView:
@@ -396,4 +407,8 @@ def _put_rule(connection: Connection, view: NodeView, what: str, body: Request) 
 
 def _runs_text(view: NodeView) -> str:
     count = len(view.runs)
-    return f"{count} {'run is' if count == 1 else 'runs are'} running there" if count else "no runs are running there"
+    return (
+        f"{count} {'run is' if count == 1 else 'runs are'} running on the node"
+        if count
+        else "no runs are running on the node"
+    )

@@ -1,11 +1,10 @@
-"""Output of commands: lines, tables, JSON with its schema, and the failure that ended a run.
+"""Prints command output: lines, tables, JSON with a schema, and run failures.
 
     print_table(head, rows)   a file or a pipe gets whole cells; a terminal gets colours for states, and cells cut to
                               its width unless the command has --wide
     json_option(TYPE)         adds --json; `sgpu schema COMMAND` prints the JSON schema of TYPE
 
-Messages go to stderr and start with "sgpu: ". The text contains all information that the colours show. NO_COLOR turns
-colours off.
+Messages go to stderr and start with "sgpu: ". Colours carry no information beyond the text. NO_COLOR turns colours off.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from serverless_gpu.lazy_import import load
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 JSON_TYPE = "sgpu_json_type"
-"""Attribute of a command's function: the type of its JSON output, or a `JsonType` that names the type."""
+"""Function attribute that holds the type of a command's JSON output, or a `JsonType`."""
 
 
 class JsonType(NamedTuple):
-    """Import path of the type of a command's JSON output. Only `sgpu schema` imports the type."""
+    """Import path of a command's JSON output type, which only `sgpu schema` imports."""
 
-    place: str  # Import path ``"module:name"`` below `serverless_gpu`.
+    place: str  # Import path of the type below `serverless_gpu`, as ``"module:name"``.
     is_list: bool = False
 
 
 CELL_CHARACTERS_MIN = 8
-"""Minimum width of a shortened cell, in characters."""
+"""Minimum width of a shortened table cell, in characters."""
 SHORT_ID_CHARACTERS = 8
-"""Displayed length of a run's identifier in a table on a terminal.
+"""Number of identifier characters in a table on a terminal.
 
-Commands accept the last characters of an identifier as RUN.
+Commands accept the last characters of a run identifier as RUN.
 """
 _RUN_ID = re.compile(r"[0-9a-z]{26}\b")
 _MOMENT = re.compile(r"\b\d{4}-(\d\d-\d\d \d\d:\d\d):\d\d\b")
@@ -61,7 +60,7 @@ def print_json(value: object) -> None:
 
 
 def json_option(json_type: object, *, text: str = "Print JSON.") -> Callable[[Decorated], Decorated]:
-    """Return a decorator that adds `--json` (argument `as_json`) and records the type of the output.
+    """Return a decorator that adds `--json` (argument `as_json`) and records the output type.
 
     Args:
         json_type: A type, or a `JsonType` if importing the type would slow the command down.
@@ -77,11 +76,13 @@ def json_option(json_type: object, *, text: str = "Print JSON.") -> Callable[[De
 
 def wide_option(function: Decorated) -> Decorated:
     """Add `--wide` (argument `wide`) to a command that prints a table."""
-    return click.option("--wide", is_flag=True, help="Print whole cells, even if wider than the terminal.")(function)
+    return click.option(
+        "--wide", is_flag=True, help="Print complete table cells, even if a line exceeds the terminal width."
+    )(function)
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print one line. On a terminal, escape characters that could move the cursor."""
+    """Print one line. On a terminal, escape control characters."""
     click.echo(safe(line, tty=(sys.stderr if err else sys.stdout).isatty()), err=err)
 
 
@@ -92,13 +93,13 @@ def say_lines(text: str, *, err: bool = False) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns. The last column is not padded."""
+    """Return rows as lines with aligned columns. The last column has no padding."""
     widths = _widths(rows)
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: bool = False) -> None:
-    """Print a table. On a terminal, colour the states and, without `wide`, cut cells to the width."""
+    """Print a table. On a terminal, colour the run states and, without `wide`, shorten cells to fit."""
     if not sys.stdout.isatty():
         for line in columns([head, *rows]):
             click.echo(line)
@@ -111,20 +112,22 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: boo
     for line in lines:
         click.echo(line)
     if not wide and any("…" in cell and cell not in row for row, cut in zip(clean, shown, strict=True) for cell in cut):
-        click.echo("sgpu: some cells are cut to the terminal's width; --wide shows them", err=True)
+        click.echo(
+            "sgpu: some table cells are shortened to fit the terminal. Use --wide to print complete cells", err=True
+        )
 
 
 def fit_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Return the cells of a table, cut so that its lines fit a width.
+    """Return the cells of a table, shortened to fit a terminal width.
 
-    The function first cuts the identifiers of the column RUN, then times, then the widest columns.
+    The function shortens the run identifiers first, then times, then the widest columns.
 
     Args:
         head: The titles of the columns, which are never cut.
         rows: The cells, without control characters.
         width: Number of columns of the terminal.
     """
-    # Only commands about runs accept a part of an identifier.
+    # Shorten only identifiers in the column RUN, because only run commands accept partial identifiers.
     cut = [
         [_RUN_ID.sub(_short_id, cell) if title == "RUN" else cell for title, cell in zip(head, row, strict=True)]
         for row in rows
@@ -151,13 +154,13 @@ def _short_id(found: re.Match[str]) -> str:
 
 
 def _coloured(lines: Sequence[str], head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with a bold head and coloured states."""
+    """Return the table lines with a bold header and coloured run states."""
     start = sum(width + 2 for width in _widths([head, *rows])[: list(head).index("STATE")]) if "STATE" in head else None
     coloured = [click.style(lines[0], bold=True)]
     for line in lines[1:]:
         state = "" if start is None else line[start:].partition(" ")[0]
         if colour := _COLOUR_OF.get(state):
-            assert start is not None  # the state is in the line
+            assert start is not None
             line = f"{line[:start]}{click.style(state, fg=colour)}{line[start + len(state) :]}"
         coloured.append(line)
     return coloured
@@ -173,7 +176,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def say_failure(error: BaseException) -> None:
-    """Print a failure on stderr: the failing rank's traceback, the error and its notes."""
+    """Print an error on stderr with the failing rank's traceback and the error's notes."""
     cause = str(error.__cause__ or "").strip("\n")
     text = (
         str(error)

@@ -1,4 +1,4 @@
-"""`sgpu queue`, `sgpu pool`, `sgpu share`: the queue, pools and fair-share weights."""
+"""`sgpu queue`, `sgpu pool`, `sgpu share`: manages the queue, pools and fair-share weights."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _KIND = click.Choice(["team", "user"])
     type=click.IntRange(1, LIMIT_MAX),
     default=LIMIT_MAX,
     show_default=True,
-    help="Number of runs, from the front of the queue.",
+    help="Maximum number of runs from the front of the queue.",
 )
-@click.option("--mine", is_flag=True, help="Only your own runs.")
+@click.option("--mine", is_flag=True, help="List only your own runs.")
 @wide_option
 @json_option(QueueView)
 def queue(limit: int, mine: bool, wide: bool, as_json: bool) -> None:
-    """List waiting runs in their order.
+    """List waiting runs in queue order.
 
-    PLACE is the position among visible runs that need the same kind of devices. A run without a PLACE is not in the
-    queue yet.
+    PLACE is a run's position among the visible runs that need the same device kind. A run without a PLACE has not
+    entered the queue yet.
     """
     with server() as connection:
         query = {"limit": f"{limit}", "mine": f"{mine}".lower()}
@@ -96,19 +96,19 @@ def list_pools(wide: bool, as_json: bool) -> None:
     "--reserved/--on-demand",
     "reserved",
     default=None,
-    help="Accept only runs that name the pool with pool=, or all runs.",
+    help="Accept only runs that request the pool by name, or all runs.",
 )
 @click.option(
     "--lend/--no-lend",
     "lends",
     default=None,
-    help="Lend idle devices of a reserved pool to BEST_EFFORT runs that can return them.",
+    help="Lend idle devices of a reserved pool to BEST_EFFORT runs that can return the devices in time.",
 )
 @click.option(
     "--return",
     "returned",
     metavar="DURATION",
-    help="Time in which lent devices return to the pool's own runs (default: 5m).",
+    help="Maximum time until lent devices return to the pool's own runs (default: 5m).",
 )
 @click.option(
     "--node",
@@ -152,14 +152,14 @@ def set_pool(
     say(f"{view.name} ({_kind(view)}): {', '.join(view.nodes) or 'no nodes'}")
     if isolation == "none":
         say(
-            f"sgpu: warning: in pool {view.name} the code of every run can now read secrets and results of other "
-            f"users; undo that with `{REVOKE.format(pool=view.name)}`",
+            f"sgpu: warning: in pool {view.name} every run's code can now read secrets and results of other "
+            f"users. To restore isolation, run `{REVOKE.format(pool=view.name)}`",
             err=True,
         )
     elif isolation == SANDBOX:
         say("new runs of every principal now start in a sandbox; running ones continue without one")
     elif isolation == "unset":
-        say("runs of principals other than the first administrator now wait; running ones continue")
+        say("new runs of principals other than the first administrator now wait. Running runs continue")
 
 
 @pool.command("delete")
@@ -167,8 +167,8 @@ def set_pool(
 def delete_pool(name: str) -> None:
     """Delete a pool.
 
-    The pool must have no nodes and no waiting or running runs. No price, budget or policy may name the pool. You cannot
-    delete the pool `default`.
+    A pool with nodes, waiting runs or running runs cannot be deleted. A pool that a price, budget or policy names
+    cannot be deleted. You cannot delete the pool `default`.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/pools/{_part(name)}", answer=PoolView)
@@ -179,7 +179,7 @@ def delete_pool(name: str) -> None:
 def share() -> None:
     """List, set and delete fair-share weights.
 
-    A weight sets the share of devices that a team or user gets while others also wait.
+    A weight sets a team's or user's share of devices while several teams or users wait.
     """
 
 
@@ -187,11 +187,11 @@ def share() -> None:
 @wide_option
 @json_option(ShareList)
 def list_shares(wide: bool, as_json: bool) -> None:
-    """List weights and use of teams and users.
+    """List weights and usage of teams and users.
 
-    USED is the device time of the runs of a team or user. The server orders the queue by COUNTED, which is USED plus
-    one minute per device of running runs. USED and COUNTED decay with age, so that all teams and users get their share
-    over time. The table has a member of a team only if the member's weight within the team was set.
+    USED is the device time of a team's or user's runs. COUNTED is USED plus one minute for each device of running runs.
+    The server orders the queue by COUNTED. USED and COUNTED decay over time. The table lists a team member only if an
+    operator set the member's weight within the team.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -199,17 +199,17 @@ def list_shares(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.shares:
-        say("no weight is set and no use is recorded, so all shares are equal")
+        say("no weight is set and no usage is recorded, so all shares are equal")
         return
     rows = [["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE", "COUNTED"]]
     for each in found.shares:
         used = [_gpu_time(each.used_gpu_s), _percent(each.part), _gpu_time(each.counted_gpu_s)]
         rows.append([each.kind, each.name, f"{each.weight:g}", _percent(each.due), *used])
     print_table(rows[0], rows[1:], wide=wide)
-    say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
+    say(f"half-life of past usage: {format_days_ms(round(found.half_life_s * 1000))}")
 
 
-# A negative weight must reach the argument and its error message. Otherwise click reports an unknown option.
+# Without `ignore_unknown_options`, click would report a negative weight as an unknown option.
 @share.command("set", context_settings={"ignore_unknown_options": True})
 @click.argument("kind", type=_KIND)
 @click.argument("name")
@@ -220,7 +220,7 @@ def set_share(kind: str, name: str, weight: float) -> None:
     A team's weight is relative to the weights of all teams. A user's weight is relative to the weights of the user's
     team. The default weight is 1.
     """
-    if not math.isfinite(weight):  # JSON cannot represent infinity and NaN.
+    if not math.isfinite(weight):  # JSON has no representation of infinity and NaN.
         raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")
     with server() as connection:
         view = connection.ask("PUT", _share(kind, name), ShareRequest(weight=weight), answer=ShareView)
@@ -238,7 +238,7 @@ def delete_share(kind: str, name: str) -> None:
 
 
 def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
-    """Return an entry of the queue as a row. The row of an invisible run has only an owner and a demand."""
+    """Return a queue entry as a table row. For an invisible run, show only the owner and the demand."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
     waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)

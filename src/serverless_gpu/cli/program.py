@@ -1,6 +1,6 @@
-"""`sgpu`: the tables of its commands, and the handling of errors and exit codes.
+"""`sgpu`: command tables, error handling and exit codes.
 
-`sgpu gpus` starts an agent. No other command that only shows state starts a process.
+`sgpu gpus` starts an agent. Other commands that only show state start no process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.version import __version__
 
 _ON_LINUX = frozenset({"doctor", "down", "gpus", "join", "mlflow", "server", "top", "up"})
-"""Commands that use this machine as a node or as a server."""
+"""Commands that use this machine as a node or server."""
 
-_QUEUE = CommandEntry("pools:queue", "List waiting runs in their order.")
+_QUEUE = CommandEntry("pools:queue", "List waiting runs in queue order.")
 
 RUN_COMMANDS = {
     "attach": CommandEntry("runs.run_actions:attach", "Follow a run until it ends."),
@@ -34,7 +34,7 @@ RUN_COMMANDS = {
     "show": CommandEntry("runs.run_details:show", "Show everything about one run."),
     "submit": CommandEntry("submit:submit", "Run a script or a program on GPUs."),
 }
-"""Commands of `sgpu run`. Most of these commands also have a short name."""
+"""Subcommands of `sgpu run`. Most subcommands also have a short name, such as `sgpu logs`."""
 
 run = LazyGroup(name="run", table=RUN_COMMANDS, help="List, show, follow and cancel runs.")
 
@@ -53,7 +53,7 @@ COMMANDS = {
     "help": CommandEntry("help:help_command", "Show the help of a command."),
     "join": CommandEntry("join:join", "Make this machine a node of a Ray pool."),
     "login": CommandEntry("access.principals:login", "Log in to a server."),
-    "logout": CommandEntry("access.principals:logout", "Delete the server's address and token here."),
+    "logout": CommandEntry("access.principals:logout", "Delete this home's server address and token."),
     "logs": RUN_COMMANDS["logs"],
     "metrics": RUN_COMMANDS["metrics"],
     "mlflow": CommandEntry("this_machine:mlflow", "Start MLflow's server and print its address."),
@@ -74,18 +74,18 @@ COMMANDS = {
     "status": CommandEntry("this_machine:status", "Show the agent, MLflow and the server."),
     "stop": CommandEntry("this_machine:stop", "Stop the agent of this machine."),
     "submit": RUN_COMMANDS["submit"],
-    "team": CommandEntry("access.principals:team", "List, create, fill and delete teams."),
+    "team": CommandEntry("access.principals:team", "List, create, change and delete teams."),
     "token": CommandEntry("access.principals:token", "List, create and revoke tokens."),
     "top": CommandEntry("top:top", "Show GPUs, runs and ranks, live."),
     "up": CommandEntry("server:up", "Start a server in the foreground."),
-    "usage": CommandEntry("money.usage:usage", "Report use and cost."),
+    "usage": CommandEntry("money.usage:usage", "Report usage and cost."),
     "user": CommandEntry("access.principals:user", "List, create, change and delete users."),
     "version": CommandEntry("help:version", "Print the version."),
     "whoami": CommandEntry("access.principals:whoami", "Show your name, role and teams."),
 }
 
 SHORT_NAMES = frozenset(name for name, entry in COMMANDS.items() if entry in RUN_COMMANDS.values())
-"""Commands that are also commands of `sgpu run`."""
+"""Top-level commands that are also subcommands of `sgpu run`."""
 
 SECTIONS = {
     "Runs": ("submit", "run", "runs", "queue", "show", "logs", "attach", "cancel", "result", "metrics"),
@@ -100,15 +100,15 @@ SECTIONS = {
 }
 
 RENAMED = {"nodes": "node list", "pools": "pool list"}
-"""Old names of commands, and the current path of each below `sgpu`."""
+"""Old command names, mapped to the current command paths."""
 
 
 class _Commands(LazyGroup):
-    """The group of all commands. Ctrl-C ends each command with exit code 130."""
+    """Group of all `sgpu` commands. After Ctrl-C, a command exits with 130."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command. On other systems than Linux, refuse a command that needs Linux."""
-        # On Windows, `load` raises its own error.
+        """Return a command. Raise an error if the command needs Linux and this machine does not run Linux."""
+        # On Windows, `load` already raises an error for these commands.
         if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):
             load("serverless_gpu.operating_system").require_linux(f"nodes and servers (`sgpu {cmd_name}`)")
         return super().get_command(ctx, cmd_name)
@@ -142,10 +142,10 @@ def sgpu(ctx: click.Context) -> None:
 
 
 def main() -> None:
-    """Run the command. Turn an error of this package into a message and an exit code, without a traceback."""
+    """Run the command, and report each error of this package as a message and an exit code."""
     try:
         status = sgpu.main(prog_name="sgpu", standalone_mode=False)
-    except (ServerlessGpuError, OSError) as error:  # OSError means a file or terminal that cannot be written.
+    except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal is not writable.
         _end(error)
     except click.exceptions.Abort:
         sys.exit(CANCELLED)
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def _refuse(error: click.ClickException) -> NoReturn:
-    """Print an error of the command line, and the command that shows the help."""
+    """Print a command line error and the matching help command."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     lines = [f"sgpu: {error.format_message()}"]
     if context is not None:
@@ -176,6 +176,6 @@ def _refuse(error: click.ClickException) -> NoReturn:
 def _end(error: ServerlessGpuError | OSError) -> NoReturn:
     load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
     if isinstance(error, OSError):
-        # Python flushes stdout again at exit. If that flush failed, Python would exit with 120.
+        # Python flushes stdout at exit and would exit with 120 if the flush failed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(exit_code(error))

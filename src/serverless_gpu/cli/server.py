@@ -1,9 +1,9 @@
-"""`sgpu up`, `down` and `server`: run the server in the foreground, and administer the server.
+"""`sgpu up`, `down` and `server`: runs, stops and administers the server.
 
-`sgpu server logs` reads the log of this home's server, even while the server is not running. The log consists of JSON
-lines in files that rotate at a size (`server/core/server_log.py`). The command prints lines in the order in which the
-server wrote them. The command prints an incomplete or invalid line unchanged. When the server rotates the log, the
-command first reads the old file to its end. Control characters in names and messages cannot affect the terminal.
+`sgpu server logs` reads the server log in the home directory, even if the server is not running. The server writes JSON
+lines and rotates the log file at a maximum size (`server/core/server_log.py`). The command prints log lines in their
+original order. The command prints incomplete or invalid log lines unchanged. After a rotation, the command first reads
+the rest of the old log file. The command escapes control characters in log messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 _LOOK_S = 0.5
-_HOME_REASON = "the server stores its files there"
+_HOME_REASON = "the server stores its files in the home directory"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FOLLOW_LOOK_S = 0.2
 _LINE_BYTES_MAX = 1 << 20
@@ -57,87 +57,100 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 @click.command()
 @click.option("--host", help="Address to listen on (default: loopback).")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), help="Port (default: 7878, or a free port that the server reuses)."
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Port of the server (default: 7878, or a free port that the server reuses).",
 )
-@click.option("--database", metavar="URL", help="PostgreSQL database, postgresql://… (default: a file in this home).")
-@click.option("--store", metavar="URL", help="Store for environments: s3://…, gs://…, az://…, or a directory.")
+@click.option(
+    "--database", metavar="URL", help="PostgreSQL database, postgresql://… (default: a file in the home directory)."
+)
+@click.option("--store", metavar="URL", help="URL of the environment store (s3://…, gs://…, az://…), or a directory.")
 @click.option(
     "--allow-host", "hosts", multiple=True, metavar="NAME", help="Additional host name of the server. Repeatable."
 )
 @click.option("--tls-cert", metavar="FILE", help="PEM file of the server's certificate and chain, for https://.")
-@click.option("--tls-key", metavar="FILE", help="Key of the certificate, readable by you alone.")
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate, in a file that only you can read.")
 @click.option(
     "--behind-proxy", multiple=True, metavar="ADDRESS", help="Proxy that terminates TLS for this server. Repeatable."
 )
-@click.option("--stop-within", metavar="DURATION", help="Time for open requests when the server stops (default: 30s).")
+@click.option(
+    "--stop-within", metavar="DURATION", help="Maximum time to complete open requests at shutdown (default: 30s)."
+)
 @click.option("--node/--no-node", default=None, help="Offer this machine's devices to runs of the server.")
 @click.option(
     "--partition-grace",
     metavar="DURATION",
-    help="Time for which a run continues while its node cannot reach the server (default: 15m).",
+    help="Maximum time that a run continues while its node cannot reach the server (default: 15m).",
 )
 @click.option(
     "--retention",
     metavar="DURATION",
-    help="Time for which the server keeps ended runs, their output and results (default: 30d).",
+    help="Retention time of ended runs, their output and results (default: 30d).",
 )
 @click.option(
     "--unsatisfiable-after",
     metavar="DURATION",
-    help="Waiting time of a run that no node can ever serve (default: 24h).",
+    help="Maximum queue time of a run that no node can ever execute (default: 24h).",
 )
 @click.option(
-    "--max-run", metavar="DURATION", help="Maximum time of an attempt without a limit of a usage policy (default: 7d)."
+    "--max-run", metavar="DURATION", help="Maximum duration of an attempt without a usage policy limit (default: 7d)."
 )
-@click.option("--logs-gib", type=float, metavar="GIB", help="Maximum size of the output of all runs (default: 100).")
+@click.option("--logs-gib", type=float, metavar="GIB", help="Maximum size of all run output in GiB (default: 100).")
 @click.option(
     "--nearby-gib",
     type=float,
     metavar="GIB",
-    help="Maximum size of local copies of environments in a bucket (default: 20; 0 for none).",
+    help="Maximum size of the local cache for environments in a bucket (default: 20). Use 0 for no cache.",
 )
 @click.option(
     "--on-owner-disabled",
     type=click.Choice(["finish", "stop"]),
-    help="Action for runs of a user who may no longer start runs (default: finish).",
+    help="Action for the current runs of a disabled user (default: finish).",
 )
 @click.option("--currency", metavar="CODE", help="Currency of prices and charges (default: USD).")
-@click.option("--mlflow/--no-mlflow", default=None, help="Also start an MLflow server, which tracks remote runs.")
+@click.option("--mlflow/--no-mlflow", default=None, help="Start an MLflow server that tracks remote runs.")
 @click.option(
-    "--mlflow-store", metavar="URL", help="Store of MLflow, for example postgresql://… (default: a store in this home)."
+    "--mlflow-store",
+    metavar="URL",
+    help="MLflow store, for example postgresql://… (default: a store in the home directory).",
 )
-@click.option("--mlflow-url", metavar="URL", help="Address of MLflow for other machines, such as that of a proxy.")
-@click.option("--webhook", metavar="URL", help="Address that receives budget notices and alarms.")
+@click.option("--mlflow-url", metavar="URL", help="MLflow address for other machines, such as a proxy address.")
+@click.option("--webhook", metavar="URL", help="URL that receives budget notices and alarms.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
-    help="Engine (default: local); ray makes one pool of this machine and those that join.",
+    help="Engine of the pool (default: local). The ray engine also uses machines that join the pool.",
 )
 @click.option(
-    "--ray-port", type=int, metavar="PORT", help="First of the hundred ports that Ray uses here (default: 7900)."
+    "--ray-port", type=int, metavar="PORT", help="First of the 100 ports that Ray uses on this machine (default: 7900)."
 )
-@click.option("--node-address", metavar="IP", help="Address of this machine for machines that join.")
+@click.option("--node-address", metavar="IP", help="Address at which joining machines reach this machine.")
 @click.option("--ray-address", metavar="HOST:PORT", help="Existing Ray cluster to use instead of starting one.")
-@click.option("--ray-token-file", metavar="FILE", help="Token of that Ray cluster, in a file that only you can read.")
-@click.option("--tls-ca", metavar="FILE", help="Certificate of the issuer, for machines that join and do not trust it.")
 @click.option(
-    "--key-lost", is_flag=True, default=None, help="Start although the key of secrets and unended runs is lost."
+    "--ray-token-file", metavar="FILE", help="Token of the existing Ray cluster, in a file that only you can read."
+)
+@click.option("--tls-ca", metavar="FILE", help="CA certificate for joining machines that do not trust the issuer.")
+@click.option(
+    "--key-lost",
+    is_flag=True,
+    default=None,
+    help="Start the server even if the key of secrets and unended runs is lost.",
 )
 @click.option(
-    "--accept-rollback", is_flag=True, default=None, help="Continue with a database that lost acknowledged changes."
+    "--accept-rollback", is_flag=True, default=None, help="Accept a database that has lost acknowledged changes."
 )
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server in the foreground.
 
-    Without options the server uses a database in this home, this machine's devices and a loopback address. The server
-    writes its token to a file that only you can read. Scripts and notebooks of this home use the server with
-    @distributed(..., remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the
-    home. `sgpu server config` shows the effective values.
+    By default, the server listens on a loopback address, offers this machine's devices and stores a database in the
+    home directory. The server writes its token to a file that only you can read. Scripts and notebooks with the same
+    home directory use the server with @distributed(..., remote=True). Users can also set options in environment
+    variables (SGPU_PORT, ...) and in server.toml. `sgpu server config` shows the effective settings.
     """
     refuse_incomplete()
     if faults.named():
         say(f"sgpu: warning: {faults.warning()}", err=True)
-    home = durable_home("a server keeps its database, keys and tokens there")
+    home = durable_home("a server stores its database, keys and tokens in the home directory")
     settings_module = load("serverless_gpu.server.core.settings")
     settings = settings_module.read_settings(
         home.root,
@@ -181,14 +194,14 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         raise storage_error(error, settings.directory) from error
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
     if settings.ray is not None:
-        say("Ray continues for ten minutes in case the server starts again; `sgpu stop` ends it")
-    say(f"the server has stopped; runs continue for up to {grace} until `sgpu up` starts it again")
+        say("Ray continues for ten minutes, so that a restarted server can use Ray. Stop Ray with `sgpu stop`")
+    say(f"the server has stopped. Runs continue for up to {grace} until `sgpu up` starts the server again")
 
 
 def decide_sharing(found: Exposure) -> bool | None:
-    """Warn if several principals share a uid.
+    """Warn if several principals share a UID.
 
-    On a terminal, ask the operator to allow or refuse the shared uid.
+    On a terminal, ask the operator to allow or forbid the shared UID.
     """
     warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
     for warning in warnings:
@@ -197,8 +210,9 @@ def decide_sharing(found: Exposure) -> bool | None:
         return None
     if found.had_runs:
         say(
-            f"sgpu: warning: {', '.join(first_few(found.had_runs))} ran code here already, which could read the "
-            "server's key, tokens and secrets; to replace them, press Ctrl-C, run `sgpu server rotate`, and "
+            f"sgpu: warning: {', '.join(first_few(found.had_runs))} already ran code on this machine. "
+            "The code could read the server's key, tokens and secrets. To replace the key and tokens, press Ctrl-C "
+            "and run `sgpu server rotate`. Then "
             "change the secrets at their source",
             err=True,
         )
@@ -211,21 +225,21 @@ def decide_sharing(found: Exposure) -> bool | None:
 def _address_lines(url: str, home: Home, mlflow: str) -> list[str]:
     return [
         f"serverless-gpu {__version__} at {url}",
-        *([f"MLflow at {mlflow} tracks remote runs; it answers in some seconds"] if mlflow else []),
-        "scripts and notebooks of this home use this server with @distributed(..., remote=True)",
+        *([f"MLflow at {mlflow} tracks remote runs (ready in a few seconds)"] if mlflow else []),
+        "scripts and notebooks with this home directory use the server with @distributed(..., remote=True)",
         f"files: {home.root / 'server'}",
-        "Ctrl-C stops the server; runs continue",
+        "Ctrl-C stops the server. Runs continue",
     ]
 
 
 def disk_warnings(home: Home) -> list[str]:
-    """Return warnings if the disk has too little space for the server."""
+    """Return a warning if the disk has too little free space for the server."""
     space, reserve = load("serverless_gpu.server.core.disk_space"), load("serverless_gpu.server.db.disk_reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
     if free is None or free > needed:
         return []
     return [
-        f"the disk of {home.root} has only {format_bytes(free)} left: the server accepts output, results and "
+        f"the disk of {home.root} has only {format_bytes(free)} free. The server accepts output, results and "
         f"environments above {format_bytes(space.KEPT_FREE_BYTES)} and new runs above "
         f"{format_bytes(reserve.LOW_BYTES)}"
     ]
@@ -235,43 +249,41 @@ def _outside_lines(settings: Settings, running: UvicornServer) -> list[str]:
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
         ended = (
-            "warning: the certificate has expired, so other machines cannot reach this server; renew it, then "
-            "send SIGHUP"
+            "warning: the certificate has expired, so other machines cannot reach this server. Renew the certificate, "
+            "then send SIGHUP to the server"
         )
         return [others, ended] if running.is_certificate_over else [others]
     if settings.behind_proxy:
-        return [
-            f"others: through the proxy at {', '.join(settings.behind_proxy)}, which connects to port {running.port}"
-        ]
+        return [f"other machines: through the proxy at {', '.join(settings.behind_proxy)} to port {running.port}"]
     return []
 
 
 def refuse_incomplete() -> None:
-    """Raise ServerProblem unless the server's packages are installed."""
+    """Raise ServerProblem if a package that the server needs is missing."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ServerProblem(
-            f"a server needs packages that are not installed: {', '.join(missing)}",
-            hint="pip install 'serverless-gpu[server]'",
+            f"the server needs packages that are not installed: {', '.join(missing)}",
+            hint="run pip install 'serverless-gpu[server]'",
         )
 
 
 @click.command()
 @click.option(
-    "--wait", default="2m", show_default=True, metavar="DURATION", help="Wait at most this long until the server stops."
+    "--wait", default="2m", show_default=True, metavar="DURATION", help="Maximum time to wait until the server stops."
 )
 def down(wait: str) -> None:
     """Stop the server of this home.
 
-    The server finishes open requests first. Running runs continue. The nodes of these runs report to the server after
-    its next start.
+    Before stopping, the server completes open requests. Running runs continue. After the next server start, the nodes
+    report these runs to the server.
     """
     limit_s = duration_s("--wait", wait)
     directory = durable_home(_HOME_REASON).root / "server"
     listener = load("serverless_gpu.server.http.listener")
     pid = listener.lock_holder(directory)
     if pid is None:
-        say("no server of this home is running")
+        say("no server is running in this home directory")
         return
     os.kill(pid, signal.SIGTERM)
     clock = SystemClock()
@@ -280,10 +292,10 @@ def down(wait: str) -> None:
         if clock.boottime_ns() > deadline_ns:
             raise ServerProblem(
                 f"the server (process {pid}) has not stopped within {wait}",
-                hint=f"wait longer (--wait), or read the server's log: {directory / 'server.log'}",
+                hint=f"increase --wait, or read the server log: {directory / 'server.log'}",
             )
         time.sleep(_LOOK_S)
-    say("the server has stopped; runs continue")
+    say("the server has stopped. Runs continue")
 
 
 @click.group("server")
@@ -297,8 +309,8 @@ def server_group() -> None:
 def config(wide: bool, as_json: bool) -> None:
     """Print all settings and their origin.
 
-    An option overrides a variable (SGPU_PORT), which overrides server.toml in the home. The command hides passwords in
-    addresses.
+    Command line options override environment variables (SGPU_PORT). Environment variables override server.toml. The
+    output hides passwords in URLs.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -316,7 +328,7 @@ def config(wide: bool, as_json: bool) -> None:
 def unit() -> None:
     """Print a systemd unit for the server.
 
-    A restart of the unit does not end runs.
+    Runs continue while systemd restarts the unit.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -326,7 +338,7 @@ def unit() -> None:
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
         user=getpass.getuser(),
         home=home.root,
-        node=settings.node or settings.ray is not None,  # Ray needs permissions that the unit's sandbox removes.
+        node=settings.node or settings.ray is not None,  # Ray needs permissions that the sandbox of the unit removes.
         tls=bool(settings.tls_cert),
         stopping_s=settings.stopping_s,
     )
@@ -334,18 +346,19 @@ def unit() -> None:
 
 
 @server_group.command()
-@click.option("--note", default="", metavar="TEXT", help="Reason that waiting runs show.")
-@click.option("--wait", "wait", metavar="DURATION", help="Wait until no run is left, at most this long.")
+@click.option("--note", default="", metavar="TEXT", help="Reason that waiting runs display.")
+@click.option("--wait", "wait", metavar="DURATION", help="Maximum time to wait until the last run ends.")
 def drain(note: str, wait: str | None) -> None:
     """Start no new runs on the server.
 
-    The drain lasts until `sgpu server resume`, also across restarts. Running runs continue. The server accepts new
-    runs. New runs wait, with a message that names the operator and the reason of the drain.
+    The drain survives server restarts and lasts until `sgpu server resume`. Running runs continue. During the drain,
+    the server accepts and queues new runs. The queue message of each new run names the operator and the reason for the
+    drain.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=True, note=note), answer=DrainView)
-        say(f"no new runs start; {_drain_text(view)}")
+        say(f"no new runs start: {_drain_text(view)}")
         clock, said = SystemClock(), view.going
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.going and clock.boottime_ns() < deadline_ns:
@@ -355,7 +368,7 @@ def drain(note: str, wait: str | None) -> None:
                 said = view.going
                 say(_drain_text(view))
     if wait is not None and view.going:
-        raise ServerProblem(f"{view.going} runs are still running after {wait}", hint="`sgpu runs` lists them")
+        raise ServerProblem(f"{view.going} runs are still running after {wait}", hint="list the runs with `sgpu runs`")
 
 
 @server_group.command()
@@ -363,7 +376,7 @@ def resume() -> None:
     """Start waiting runs again after a drain."""
     with server() as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
-    say(f"waiting runs start again; {_drain_text(view)}")
+    say(f"waiting runs start again: {_drain_text(view)}")
 
 
 @server_group.command()
@@ -371,9 +384,9 @@ def resume() -> None:
 def backup(directory: Path) -> None:
     """Back up the server into DIRECTORY.
 
-    The server may run at the same time. The backup has the database, the key, tokens, output of ranks, parts and
-    environments. Protect the backup like the server. Unchanged files are links to the previous backup. Dump a
-    PostgreSQL database first, because the backup does not include it.
+    The server can keep running during the backup. The backup contains the database, the key, tokens, rank output, parts
+    and environments. Protect the backup like the server's own files. The command links unchanged files to the previous
+    backup. The backup does not include a PostgreSQL database, so dump the database first.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -383,9 +396,11 @@ def backup(directory: Path) -> None:
     made = load("serverless_gpu.server.operations.backup").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
     size = format_bytes(sum(entry.size for entry in files.values()))
-    say(f"{made.path}: {len(files)} files, {size}; {made.linked} of them unchanged since the previous backup")
+    say(f"{made.path}: {len(files)} files, {size} ({made.linked} files are unchanged since the previous backup)")
     if made.manifest.database != "sqlite":
-        say("the backup does not include the database; dump it first: pg_dump --format=custom --file=… DATABASE")
+        say(
+            "the backup does not include the database. Dump the database with pg_dump --format=custom --file=… DATABASE"
+        )
     if "://" in settings.store:
         say("the backup does not include environments and parts, which are in the bucket")
 
@@ -395,8 +410,8 @@ def backup(directory: Path) -> None:
 def check(as_json: bool) -> None:
     """Check the invariants of the database.
 
-    The command only reads, and the server may run at the same time. The command prints each violation, and then exits
-    with 1. The command also reports a database that was rolled back, and files of runs that the database does not have.
+    The command changes nothing, and the server can keep running. After a violation, the command exits with 1. The
+    command also reports a database rollback, and files of runs that are missing from the database.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -405,7 +420,9 @@ def check(as_json: bool) -> None:
     database_module = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
-        raise ServerProblem(f"there is no server in this home: {path} does not exist", hint="`sgpu up` starts a server")
+        raise ServerProblem(
+            f"this home directory has no server: {path} does not exist", hint="start a server with `sgpu up`"
+        )
     rollback = load("serverless_gpu.server.operations.backup")
     with contextlib.closing(database_module.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.rollback_evidence(settings, database.read)
@@ -418,7 +435,7 @@ def check(as_json: bool) -> None:
         for violation in checked.violations:
             say(f"{violation}")
         for what in checked.skipped:
-            say(f"too large to check: {what}")
+            say(f"too large for this check: {what}")
         say(f"{len(checked.violations)} violations in {checked.runs} runs")
     if checked.violations or lost:
         sys.exit(1)
@@ -438,15 +455,15 @@ def verify(backup: Path) -> None:
 @click.option(
     "--nothing-ran-since",
     is_flag=True,
-    help="Confirm that the server did not run after the backup, so that waiting runs start.",
+    help="Start waiting runs, because the server did not run after the backup.",
 )
 def restore(backup: Path, nothing_ran_since: bool) -> None:
     """Restore a server from BACKUP.
 
-    The home must not contain a server. Start the restored server with `sgpu up`. A run that waits in the backup may
-    have run after the backup. Therefore waiting runs become LOST, and the owners must submit these runs again. A
-    running run continues if its node still has the run. Tokens that were revoked after the backup are valid again, and
-    secrets that were deleted after the backup exist again. Revoke these tokens and delete these secrets again.
+    The home directory must not contain a server. Start the restored server with `sgpu up`. A waiting run in the backup
+    may have started after the backup. Therefore the server marks waiting runs as LOST, and their owners must submit
+    these runs again. A running run continues if its node still executes the run. The restore reactivates tokens and
+    secrets that you revoked or deleted after the backup. Revoke these tokens and delete these secrets again.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -455,24 +472,28 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     )
     say(f"{home.root / 'server'}: {len(manifest.files)} files restored")
     if manifest.database != "sqlite":
-        say("the backup does not include the database; restore it before `sgpu up`: pg_restore --dbname=DATABASE …")
+        say(
+            "the backup does not include the database. Before `sgpu up`, "
+            "restore the database with pg_restore --dbname=DATABASE …"
+        )
     if not nothing_ran_since:
         say(
-            "when the server starts, waiting runs become LOST, because they may have run since; `sgpu audit list` "
-            "counts them"
+            "at its start, the server marks waiting runs as LOST, "
+            "because these runs may have started after the backup. `sgpu audit list` "
+            "shows the number of LOST runs"
         )
 
 
 @server_group.command()
-@click.option("--yes", "certain", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--yes", "certain", is_flag=True, help="Rotate the key without asking for confirmation.")
 def rotate(certain: bool) -> None:
     """Replace the server's key and all tokens.
 
-    Use this command if code of several principals shared one operating-system user. Also use this command if other
-    users could read the server's directory. Stop the server first. The command seals secrets and variables of unended
-    runs with the new key. The command does not change the values of secrets, so change each secret at its source. The
-    command revokes every token and creates new tokens for this machine's administrator and node. If the command is
-    killed, run the command again. `sgpu up` refuses to start until the rotation is complete.
+    Rotate the key if code of several principals shared one operating-system user. Also rotate the key if other users
+    could read the server's directory. Stop the server first. The command encrypts secrets and environment variables of
+    unended runs with the new key. The secret values remain the same, so change each secret at its source. The command
+    revokes every token and creates new tokens for this machine's administrator and node. If the rotation is
+    interrupted, run the command again. `sgpu up` refuses to start until the rotation is complete.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -482,19 +503,24 @@ def rotate(certain: bool) -> None:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
     login = load("serverless_gpu.server.startup").login()
     rotated = load("serverless_gpu.server.operations.rotation").rotate(settings, clock=SystemClock(), login=login)
-    sealed = f"{_count_text(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with the new key"
-    say(f"the server has a new key; {sealed}")
-    say(f"new tokens of this machine are in {settings.directory}; `sgpu up` gives them to this home and its node")
+    sealed = (
+        f"{_count_text(len(rotated.secrets), 'secret')} and variables of unended runs are encrypted with the new key"
+    )
+    say(f"the server has a new key. {sealed}")
+    say(f"this machine's new tokens are in {settings.directory}. `sgpu up` installs these tokens")
     for name, count in rotated.revoked:
-        say(f"{name}: {_count_text(count, 'token')} revoked; create a new one with: sgpu token create --for {name}")
+        say(f"{name}: {_count_text(count, 'token')} revoked. Create a new token with: sgpu token create --for {name}")
     for node in rotated.nodes:
-        say(f"node {node}: its token is revoked; join again with a new token within the partition grace of its runs")
+        say(
+            f"node {node}: the node token is revoked. "
+            "Join the node again with a new token before the partition grace of its runs ends"
+        )
     for secret in rotated.secrets:
         of = f"team {secret.team}" if secret.team else secret.owner
-        say(f"secret {secret.name} of {of}: change it at its source, then: sgpu secret set {secret.name}")
+        say(f"secret {secret.name} of {of}: change the secret at its source, then run: sgpu secret set {secret.name}")
     if rotated.is_ray_given:
-        say("Ray uses the token of --ray-token-file; change it where you start that cluster")
-    say("change at their source: passwords and keys in server.toml, SGPU_* variables and the file of --tls-key")
+        say("Ray uses the token in --ray-token-file. Replace the token where you start the Ray cluster")
+    say("also replace, at their source, passwords and keys in server.toml, SGPU_* variables and the file of --tls-key")
 
 
 def _count_text(count: int, noun: str) -> str:
@@ -514,19 +540,19 @@ def _setting_text(value: object) -> str:
 
 
 @server_group.command("logs")
-@click.option("-f", "--follow", is_flag=True, help="Continue with new lines until Ctrl-C.")
+@click.option("-f", "--follow", is_flag=True, help="Print new log lines until Ctrl-C.")
 @click.option(
     "--run",
     "run_id",
     default="",
     metavar="RUN",
-    help="Only lines about this run; a prefix of its identifier is enough.",
+    help="Print only log lines about this run (identifier or identifier prefix).",
 )
 @click.option(
     "--level",
     type=click.Choice(_LEVELS, case_sensitive=False),
     default="DEBUG",
-    help="Only lines of this level and above.",
+    help="Minimum level of the printed log lines.",
 )
 @click.option(
     "-n",
@@ -534,15 +560,15 @@ def _setting_text(value: object) -> str:
     type=click.IntRange(0),
     default=200,
     show_default=True,
-    help="Number of lines, from the end of the log.",
+    help="Number of log lines from the end of the log.",
 )
-@json_option(JsonType("cli.json_types:LogLine"), text="Print the lines of the file unchanged, one JSON object each.")
+@json_option(JsonType("cli.json_types:LogLine"), text="Print the original log lines, one JSON object per line.")
 def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool) -> None:
-    """Print the log of this home's server."""
-    path = durable_home("the server stores its log there").root / "server" / "server.log"
+    """Print the server log in the home directory."""
+    path = durable_home("the server stores its log in the home directory").root / "server" / "server.log"
     if not path.exists():
         raise NotFound(
-            f"there is no log of a server at {path}", hint="start a server with `sgpu up`; it writes its log there"
+            f"the server log {path} does not exist", hint="start a server with `sgpu up`, which writes this log"
         )
 
     def is_wanted(line: bytes) -> bool:
@@ -563,7 +589,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
     if run_id and lines and level.upper() == _LEVELS[0] and not kept and not follow:
         raise NotFound(
             f"{path} has no line about run {run_id}",
-            hint=f"the server deletes the oldest lines; `sgpu show {run_id}` shows the run",
+            hint=f"the server deletes the oldest log lines. Show the run with `sgpu show {run_id}`",
         )
     while follow:
         for line in filter(is_wanted, followed.more()):
@@ -572,7 +598,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
 
 
 class FollowedFile:
-    """Follows the current log file from the last read position, also after a rotation."""
+    """Follows the current log file across rotations."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -580,18 +606,18 @@ class FollowedFile:
         self._held = b""
 
     def more(self) -> Iterator[bytes]:
-        """Yield the complete lines that were written since the last call."""
+        """Yield the complete log lines since the last call."""
         while True:
             if self._fd < 0 and not self._open():
                 return
             yield from self._lines()
             try:
                 is_same = os.fstat(self._fd).st_ino == self._path.stat().st_ino
-            except FileNotFoundError:  # The server is renaming the file.
+            except FileNotFoundError:  # The server is renaming the log file.
                 return
             if is_same:
                 return
-            yield from self._lines()  # Read the unread lines of the old file, which the server has renamed.
+            yield from self._lines()  # Read the rest of the renamed log file.
             os.close(self._fd)
             self._fd, self._held = -1, b""
 
@@ -611,7 +637,7 @@ class FollowedFile:
 
 
 def _kept_lines(path: Path, followed: FollowedFile) -> Iterator[bytes]:
-    """Yield the lines of all log files, oldest first. `followed` reads the current file."""
+    """Yield the lines of all log files, oldest first. `followed` reads the current log file."""
     for number in range(KEPT, 0, -1):
         try:
             with open(f"{path}.{number}", "rb") as file:
@@ -633,10 +659,10 @@ def _log_line_text(line: bytes) -> str:
     found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
-    # Fields that the message of an access log line already contains.
+    # The message of an access log line already contains these fields.
     said = (*_LOG_FIELDS, "method", "route") if found.get("logger") == "access" else _LOG_FIELDS
     about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
     told = f"{found.get('ts', '')} {found.get('level', '')!s:<7} {found.get('logger', '')}: {found.get('msg', '')}"
-    # A line break in a message must not begin another line.
+    # A line break in a message must not start another output line.
     told = (told + (f"  ({about})" if about else "")).replace("\n", "⏎")
     return "\n    ".join([told, *str(found.get("traceback", "")).splitlines()])

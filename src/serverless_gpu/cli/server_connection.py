@@ -1,10 +1,10 @@
-"""Connections to the server, and the time for which commands wait for an unreachable server.
+"""Connections to the server, with a wait limit for an unreachable server.
 
     about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
     all other commands                                                         fail at once
 
-Every command fails with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` limits the wait. A waiting command
-reads the server's address and token again, because a restarted server may have a new address and token.
+If the server remains unreachable, a command exits with 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` limits the wait.
+A waiting command rereads the server's address and token, because both may change at a restart.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
-    """Return a connection. `home` contains the configuration that a waiting connection reads again.
+    """Return a connection. A waiting connection rereads the configuration in `home`.
 
-    The function imports the HTTP client, which takes 60 ms.
+    Importing the HTTP client takes 60 ms.
     """
     latest = _latest(profile, home)
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
@@ -46,7 +46,7 @@ def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | Non
 
 
 def connect_briefly(profile: ServerProfile) -> BriefConnection:
-    """Return a connection for one or two requests of a quick command. The connection never waits."""
+    """Return a connection for one or two requests. The connection never waits for an unreachable server."""
     connection: BriefConnection = load("serverless_gpu.wire.http_client").BriefConnection(
         profile.url, profile.token, ca=profile.ca
     )
@@ -54,7 +54,7 @@ def connect_briefly(profile: ServerProfile) -> BriefConnection:
 
 
 def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerProfile]:
-    """Return a function that reads the server's address and token again."""
+    """Return a function that rereads the server's address and token."""
     known = profile
 
     def latest() -> ServerProfile:

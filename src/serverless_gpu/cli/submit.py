@@ -1,17 +1,17 @@
-"""`sgpu submit`: submits a script or a program as a run, and follows the run unless the user detaches.
+"""`sgpu submit`: submits a script or program as a run and follows the run by default.
 
     sgpu submit --gpus 2 train.py --lr 1     a script: this Python runs it
     sgpu submit -m pkg.train --lr 1          a module: `python -m`, found in the working directory first
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
-The command checks the command line before it submits anything. The command refuses a mistyped option before the
-program, a program that begins with a dash, and a missing script or module. A program that ranks could not find is also
-refused, as far as this machine can check.
+The command validates the command line before submitting the run. A mistyped option, a program name with a leading dash,
+or a missing script or module raises an error. The command also raises an error if this machine can tell that the ranks
+will not find the program.
 
-`--dry-run` prints the request, its server, start and cost, and sends only an estimate request. If the server would
-refuse the run, the dry run prints the known values. The dry run then fails with the message and exit code of the
-refusal. For a run that no node can ever serve, the dry run exits with the exit code of the run. If the server is
-unreachable, the start is unknown, and the output gives the reason.
+`--dry-run` prints the request, the server, and the estimated start and cost. A dry run sends only an estimate request.
+If the server would reject the run, the dry run prints the known values. The dry run then exits with the message and
+exit code of the rejected submission. If no node can ever execute the run, the dry run exits with 1. If the server is
+unreachable, the dry run prints an unknown start and the reason.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "
 _RANKS_ALL = "all"
 _SUBMITTING = "serverless_gpu.client.remote.submission"
 _SHORT = 12
-_NEVER = 1  # Exit code of a run that no node can serve.
+_NEVER = 1  # Exit code for a run that no node can execute.
 _ENVIRONMENT_TEXTS = {
-    "live": "the files of this machine, in place",
-    "auto": "the files of this machine if it is the server's only node, else a snapshot of them",
+    "live": "this machine's files, without a copy",
+    "auto": "this machine's files if this machine is the server's only node, or a snapshot otherwise",
 }
 MODULE = "-m"
 _HEAD_BYTES = 256
 _SHELL = "/bin/sh"
-# Names of options in other launchers.
+# Options of other launchers, mapped to sgpu options.
 _KNOWN_ELSEWHERE = {
     "nproc-per-node": "--gpus",
     "nproc": "--gpus",
@@ -92,10 +92,10 @@ _KNOWN_ELSEWHERE = {
 
 
 class SubmitCommand(click.Command):
-    """A command whose options end at the program or at `-m`."""
+    """Click command whose options end at the program or at `-m`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the options. An unknown option raises a usage error that suggests the nearest option."""
+        """Parse the options. Raise UsageError for an unknown option, and suggest the most similar option."""
         end = self._end_of_options(ctx, args)
         try:
             return super().parse_args(
@@ -105,7 +105,7 @@ class SubmitCommand(click.Command):
             raise click.UsageError(self._unknown(error.option_name), ctx) from None
 
     def _end_of_options(self, ctx: click.Context, args: Sequence[str]) -> int:
-        """Return the index of the first argument that is neither an option of sgpu nor an option's value."""
+        """Return the index of the first argument after the sgpu options."""
         takes_value = {
             name
             for parameter in self.get_params(ctx)
@@ -126,7 +126,7 @@ class SubmitCommand(click.Command):
         close = [known] if known else difflib.get_close_matches(f"--{bare}", options, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         return (
-            f"there is no option {name}: {meant}Put options of sgpu before the program, and options of the "
+            f"sgpu submit has no option {name}: {meant}Put sgpu options before the program, and options of the "
             "program after it"
         )
 
@@ -138,62 +138,76 @@ class SubmitCommand(click.Command):
     "--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Number of GPUs, with one rank each."
 )
 @click.option("--gpu-type", help="GPU type, for example H100, or CPU for CPU slots.")
-@click.option("--same-node", is_flag=True, help="Wait for one node with all GPUs, and never use several.")
-@click.option("--per-node", is_flag=True, help="Start the program once per node, not once per rank, as torchrun needs.")
+@click.option("--same-node", is_flag=True, help="Run all ranks on one node.")
+@click.option(
+    "--per-node",
+    is_flag=True,
+    help="Start the program once per node instead of once per rank, for example for torchrun.",
+)
 @click.option("--name", help="Name of the run (default: the program's name).")
 @click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Tag of the run. Repeatable.")
 @click.option(
     "--timeout",
     type=Seconds(),
     metavar="DURATION",
-    help="Time limit from the first line of the program on: 300, 5m, 2h.",
+    help="Time limit of the program, such as 300, 5m or 2h.",
 )
 @click.option(
-    "--idle-timeout", type=Seconds(), metavar="DURATION", help="Stop the run after its devices idled this long."
+    "--idle-timeout",
+    type=Seconds(),
+    metavar="DURATION",
+    help="Stop the run after its devices have been idle for this time.",
 )
-@click.option(
-    "--grace", type=Seconds(), metavar="DURATION", help="Time between SIGTERM and SIGKILL when the run is stopped."
-)
+@click.option("--grace", type=Seconds(), metavar="DURATION", help="Time between SIGTERM and SIGKILL for a stopped run.")
 @click.option("--retries", type=click.IntRange(min=0), help="Maximum number of new attempts after a failure.")
 @click.option("--retry-on-infra", is_flag=True, help="Start up to 3 new attempts after a failure of a GPU or node.")
 @click.option("--resume", is_flag=True, help="Continue as a new attempt after a preemption or the loss of a node.")
 @click.option("--cpus", type=click.IntRange(min=1), help="CPU cores of the gang.")
 @click.option("--memory", metavar="SIZE", help="Host memory limit of the gang, for example 64GiB.")
 @click.option("--pool", help="Pool of the run.", shell_complete=complete_pool)
-@click.option("--team", help="Team that the run belongs to, in addition to you.", shell_complete=complete_team)
-@click.option("--policy", help="Usage policy, if several apply.", shell_complete=complete_policy)
+@click.option("--team", help="Team to which the run belongs.", shell_complete=complete_team)
+@click.option("--policy", help="Usage policy of the run, if several policies apply.", shell_complete=complete_policy)
 @click.option(
-    "--workdir", type=click.Path(exists=True, file_okay=False), help="Working directory (default: the current one)."
+    "--workdir",
+    type=click.Path(exists=True, file_okay=False),
+    help="Working directory of the ranks (default: the current directory).",
 )
 @click.option(
-    "--env-var", "variables", multiple=True, metavar="KEY=VALUE", help="Environment variable of the ranks. Repeatable."
+    "--env-var",
+    "variables",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set an environment variable in the ranks. Repeatable.",
 )
 @click.option("--secret", "secrets", multiple=True, metavar="NAME[=VARIABLE]", help="Secret for the ranks. Repeatable.")
 @click.option("--priority", type=click.Choice([each.value for each in Priority], case_sensitive=False))
 @click.option(
-    "--env", type=click.Choice(["live", "snapshot"]), help="Environment of the ranks (default: depends on the server)."
+    "--env",
+    type=click.Choice(["live", "snapshot"]),
+    help="Python environment of the ranks (default: the server's choice).",
 )
 @click.option(
     "--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output the command prints."
 )
-@click.option("--wait", is_flag=True, help="Queue the run even if no known node could ever serve it.")
+@click.option("--wait", is_flag=True, help="Queue the run even if no current node can execute the run.")
 @click.option("--local", is_flag=True, help="Run on this machine, without a server.")
-@click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and exit.")
-@click.option("--dry-run", is_flag=True, help="Only print the request and its expected start.")
-@json_option(JsonType("cli.json_types:DryRun"), text="With --dry-run, print JSON.")
+@click.option("--detach", is_flag=True, help="Print only the run identifier and exit without following the run.")
+@click.option("--dry-run", is_flag=True, help="Print the request and its estimated start without submitting a run.")
+@json_option(JsonType("cli.json_types:DryRun"), text="Print the result of --dry-run as JSON.")
 def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
     """Run a script or a program on GPUs.
 
-    PROGRAM is a Python script (its name ends in .py), a module (-m NAME) or a program. The program receives all
-    arguments after PROGRAM, without a leading --. The command prints the output until the run ends.
+    PROGRAM is a Python script (*.py), a module (-m NAME) or an executable program. The program receives all arguments
+    after PROGRAM, without a leading --. The command prints the run's output until the run ends.
 
-    The exit code is 0 for success, or the program's own exit code. Exit code 124 means a timeout, and 130 means a
-    cancel. Exit code 137 means that a signal or a lack of memory ended a rank. Exit code 75 means that the run, its
-    node or the server is lost. Exit code 1 means any other failure.
+    The command exits with 0 for success, or with the program's own exit code. Exit code 124 means that the run timed
+    out. Exit code 130 means that the run was cancelled. Exit code 137 means that a signal or the out-of-memory killer
+    ended a rank. Exit code 75 means that the run, its node or the server is lost. Exit code 1 means that the run failed
+    for another reason.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:
-        raise click.UsageError("--json needs --dry-run; for a submitted run, use `sgpu show --json`")
+        raise click.UsageError("--json requires --dry-run. For a submitted run, use `sgpu show --json`")
     _enter(options.pop("workdir"), options.pop("variables"), is_here=local)
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
@@ -217,7 +231,7 @@ def _launch(spec: RunSpec, program: str, *, watch: bool) -> Run[None]:
 
 @contextlib.contextmanager
 def _command_line_syntax(program: str) -> Iterator[None]:
-    """Make errors name options in the syntax of `sgpu submit`."""
+    """Rewrite error messages in the syntax of `sgpu submit`."""
     try:
         yield
     except NoSuitableNode as error:
@@ -226,7 +240,9 @@ def _command_line_syntax(program: str) -> Iterator[None]:
     except ServerNotConfigured as error:
         if error.is_missing:
             typed = shlex.join(("sgpu", "submit", program))
-            raise no_server(typed, f"`sgpu submit --local {shlex.quote(program)} …` needs no server") from None
+            raise no_server(
+                typed, f"to run without a server, use `sgpu submit --local {shlex.quote(program)} …`"
+            ) from None
         raise
 
 
@@ -238,7 +254,7 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
     given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node", "wait")}
     for pair in options["tags"]:
         if "=" not in pair:
-            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
+            raise click.BadParameter(f"{pair!r} does not have the form KEY=VALUE", param_hint="--tag")
     tags = dict(pair.split("=", 1) for pair in options["tags"])
     given |= {"tags": tags, "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
@@ -249,14 +265,14 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
 
 
 def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> None:
-    """Set the ranks' working directory and variables in this process, because ranks inherit them."""
+    """Set the working directory and environment variables in this process, so that ranks inherit both."""
     for pair in variables:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env-var")
+            raise click.BadParameter(f"{pair!r} does not have the form KEY=VALUE", param_hint="--env-var")
         if not is_here and not variables_elsewhere({name: value}):
             raise click.BadParameter(
-                f"{name} is not passed to other machines; set it in the program", param_hint="--env-var"
+                f"{name} cannot be passed to other machines. Set the variable in the program", param_hint="--env-var"
             )
         os.environ[name] = value
     if workdir is not None:
@@ -274,14 +290,14 @@ def _ranks(text: str) -> str | tuple[int, ...]:
 
 
 class _RankEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The Python environment of the ranks."""
+    """Python environment of the ranks."""
 
-    environment: str  # ``"live"``, ``"snapshot"``, or ``"auto"`` if only the server can decide.
-    snapshot: str = ""  # Address of an existing snapshot, or "" if the run captures one.
+    environment: str  # Mode of the environment: ``"live"``, ``"snapshot"``, or ``"auto"`` for the server's choice.
+    snapshot: str = ""  # Address of an existing snapshot; "" if the run captures a new snapshot.
 
     @property
     def text(self) -> str:
-        """Return a description of the environment."""
+        """Return a human-readable description of the environment."""
         if self.environment in _ENVIRONMENT_TEXTS:
             return _ENVIRONMENT_TEXTS[self.environment]
         if self.snapshot:
@@ -290,9 +306,9 @@ class _RankEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def print_dry_run(spec: RunSpec, *, as_json: bool) -> None:
-    """Print the request and its expected start.
+    """Print a run request and its estimated start.
 
-    Raise the error with which the server would refuse the run.
+    If the server would reject the run, raise the server's error.
     """
     command = spec.payload
     assert isinstance(command, Command)
@@ -314,7 +330,7 @@ def print_dry_run(spec: RunSpec, *, as_json: bool) -> None:
 
 
 def _resolve(home: Home, spec: RunSpec) -> tuple[RunSpec, _RankEnvironment]:
-    """Return the request with variables and server defaults, without waiting for an unreachable server."""
+    """Return the request with server defaults. Do not wait for an unreachable server."""
     if not spec.remote:
         return spec, _rank_environment(home, spec.environment, None)
     server = load("serverless_gpu.client.remote.server").server_of(home.root, os.environ)
@@ -328,10 +344,10 @@ def _resolve(home: Home, spec: RunSpec) -> tuple[RunSpec, _RankEnvironment]:
 
 
 def _rank_environment(home: Home, environment: str, store: StoreLocation | None) -> _RankEnvironment:
-    """Return the ranks' environment without capturing it."""
+    """Return the ranks' environment without capturing a snapshot."""
     if environment != "snapshot":
         return _RankEnvironment(environment=environment)
-    with contextlib.suppress(EnvironmentProblem):  # The submitted run would report this problem.
+    with contextlib.suppress(EnvironmentProblem):  # Submitting the run would report the problem.
         recognition = snapshot_environment.Recognition(home, capture=False, store=store)
         try:
             wanted = recognition.wanted()
@@ -398,37 +414,40 @@ def _as_json(spec: RunSpec, url: str, imported: _RankEnvironment, estimate: Esti
 
 
 def command_of(program: str, arguments: Sequence[str], *, is_here: bool) -> tuple[tuple[str, ...], str]:
-    """Return the command and its name. With `is_here`, refuse a program that this machine lacks."""
+    """Return the command line and the program name.
+
+    With `is_here`, raise an error if this machine lacks the program.
+    """
     if program == MODULE:
         return _module_command(arguments)
     rest = tuple(arguments[1:] if arguments[:1] == ("--",) else arguments)
     if program.startswith("-"):
         raise click.UsageError(
-            f"a program cannot begin with a dash: {program}; for a file of that name, write ./{program}"
+            f"the program {program} must not begin with a dash. For a file with this name, write ./{program}"
         )
     if program.endswith(".py"):
         if not Path(program).is_file():
-            raise click.UsageError(f"there is no file {program!r}")
+            raise click.UsageError(f"the file {program!r} does not exist")
         return (sys.executable, program, *rest), Path(program).name
     script = rest[0] if rest else ""
     if Path(program).name.startswith("python") and script.endswith(".py") and not Path(script).is_file():
-        raise click.UsageError(f"there is no file {script!r}")
+        raise click.UsageError(f"the file {script!r} does not exist")
     return (*_program(program, is_here=is_here), *rest), Path(program).name
 
 
 def _module_command(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
     if not arguments or arguments[0].startswith("-"):
-        raise click.UsageError("-m needs a module: sgpu submit -m pkg.train")
+        raise click.UsageError("-m requires a module name, for example: sgpu submit -m pkg.train")
     module = arguments[0]
     if not _has_module(module):
         raise click.UsageError(
-            f"there is no module {module!r} for python -m, neither in {os.getcwd()} nor installed here"
+            f"python -m cannot find the module {module!r} in {os.getcwd()} or among the installed packages"
         )
     return (sys.executable, MODULE, *arguments), module
 
 
 def _has_module(name: str) -> bool:
-    """Return True if `python -m` finds a module. The function does not import the module."""
+    """Return True if `python -m` finds a module. Do not import the module."""
     first, *inner = name.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or _find_installed(first)
     for position in range(1, len(inner) + 1):
@@ -444,19 +463,21 @@ def _has_module(name: str) -> bool:
 def _find_installed(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except (ImportError, ValueError):  # ValueError means an invalid name, or a module without a spec.
+    except (ImportError, ValueError):  # ValueError: an invalid module name, or a module without a spec.
         return None
 
 
 def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
-    """Return the start of a program's command: a name in the ranks' PATH, or a path in this directory."""
+    """Return the program of a command line, preceded by an interpreter if necessary."""
     path = program_path(os.environ.get("PATH", os.defpath), sys.executable)
     if os.sep not in program and shutil.which(program, path=path) is not None:
         return (program,)
     if not Path(program).is_file():
-        is_ours = os.sep in program and not os.path.isabs(program)  # Other machines get a copy of this directory.
+        is_ours = os.sep in program and not os.path.isabs(
+            program
+        )  # Other machines get a copy of the working directory.
         if is_here or is_ours:
-            raise click.UsageError(f"there is no program {program!r} in PATH, and no such file in {os.getcwd()}")
+            raise click.UsageError(f"the program {program!r} exists neither in PATH nor in {os.getcwd()}")
         return (program,)
     file = program if os.sep in program else os.path.join(os.curdir, program)
     if os.access(file, os.X_OK):
@@ -465,11 +486,11 @@ def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
 
 
 def _interpreter(path: str) -> tuple[str, ...]:
-    """Return the interpreter of a script that is not executable, from its first line, or the shell."""
+    """Return the interpreter in a script's first line, or the shell for a script without an interpreter."""
     with open(path, "rb") as file:
         line = file.read(_HEAD_BYTES).partition(b"\n")[0]
     if line.startswith(b"#!"):
         return tuple(shlex.split(os.fsdecode(line[2:]))) or (_SHELL,)
     if path.endswith(".sh"):
         return (_SHELL,)
-    raise click.UsageError(f"{path} is not executable: chmod +x {path}")
+    raise click.UsageError(f"{path} is not executable. Run chmod +x {path}")

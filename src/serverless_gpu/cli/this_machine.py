@@ -1,4 +1,4 @@
-"""`sgpu status`, `gpus`, `stop` and `mlflow`: the agent, devices and MLflow servers of this machine."""
+"""`sgpu status`, `gpus`, `stop` and `mlflow`: control the agent and MLflow servers of this machine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def status(as_json: bool) -> None:
 
 def _say_agent(found: Status | None) -> None:
     if found is None:
-        say("no agent is running; the next run starts one")
+        say("no agent is running. The next run starts the agent")
         return
     say(f"agent: pid {found.pid}")
     say(f"cgroups: {found.cgroups or f'none: {found.cgroups_problem}'}")
@@ -109,7 +109,7 @@ def _attempt_text(attempt: AttemptStatus) -> str:
 def gpus(wide: bool, as_json: bool) -> None:
     """List the GPUs and CPU slots of this machine.
 
-    The list includes GPUs in quarantine.
+    The list includes quarantined GPUs.
     """
     home = find_home(os.environ)
     channel, greeting = connect(home)
@@ -151,43 +151,43 @@ def gpus(wide: bool, as_json: bool) -> None:
 def stop() -> None:
     """Stop the agent of this machine.
 
-    The command ends the agent, its warm interpreters, and the Ray and MLflow servers of this home. Running attempts
-    continue.
+    The command stops the agent, its warm interpreters, and the Ray and MLflow servers of the home directory. Running
+    attempts continue.
     """
     home = find_home(os.environ)
     ended = stop_agent(home.root)
     say("stopped" if ended else "no agent is running")
     if stop_ray(home.root):
-        say("Ray has stopped here; runs continue")
+        say("Ray has stopped on this machine. Runs continue")
     if said := stop_mlflow(home):
         say_lines(said)
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the server."""
+    """State of the server that a home directory uses."""
 
     url: str
     ok: bool
-    problem: str = ""  # Reason why the server is unusable, or "".
-    principal: str = ""  # Name and role of the caller, or "" if unknown.
+    problem: str = ""  # Reason why the server is unusable; "" if usable.
+    principal: str = ""  # Name and role of the caller; "" if unknown.
     version: str = ""
     waiting: int = 0  # Number of queued runs that the caller may see.
     going: int = 0  # Number of running runs that the caller may see.
     waits: tuple[str, ...] = ()  # Messages of a few of the caller's queued runs, oldest first.
-    nodes: dict[str, int] | None = None  # Number of nodes by state, or None if the caller may not see nodes.
-    draining: str = ""  # Operator who drains the server, and the reason, or "" without a drain.
-    unwell: tuple[str, ...] = ()  # Problems that the server itself reports.
-    checks: dict[str, float] = {}  # Duration of each health check in milliseconds, by name.
+    nodes: dict[str, int] | None = None  # Node counts by state; None if nodes are hidden from the caller.
+    draining: str = ""  # Operator and reason of a drain; "" without a drain.
+    unwell: tuple[str, ...] = ()  # Problems in the server's health report.
+    checks: dict[str, float] = {}  # Durations of the health checks in milliseconds, by check name.
 
     def lines(self) -> Iterator[str]:
-        """Yield the state as lines of text."""
+        """Yield the server state as lines of text."""
         if not self.ok:
-            yield f"server: {self.url or 'cannot be used'}: {self.problem}; run `sgpu doctor`"
+            yield f"server: {self.url or 'cannot be used'}: {self.problem} (run `sgpu doctor`)"
             return
         how = "unwell" if self.unwell else "ok"
         yield f"server: {self.url} · {how} · {self.version} · you are {self.principal}"
         for problem in self.unwell:
-            yield f"  {problem}; see `sgpu server logs` on its machine"
+            yield f"  {problem} (see `sgpu server logs` on the server's machine)"
         if looked := [f"{name} {ms:.0f} ms" for name, ms in self.checks.items() if ms]:
             yield f"health: {', '.join(looked)}"
         yield f"queue: {self.going} running, {self.waiting} waiting"
@@ -200,7 +200,10 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_status(home: Path) -> ServerState | None:
-    """Return the state of a home's server without waiting for the server. Return None without a server."""
+    """Return the state of the configured server without waiting for the server.
+
+    Return None if no server is configured.
+    """
     url = ""
     try:
         profile = find_profile(home, os.environ)
@@ -235,7 +238,7 @@ def server_status(home: Path) -> ServerState | None:
     own = [run for run in reversed(queued) if run.owner == me.name]
     waits = [f"{run.name or run.id} waits: {sentence_of(run)}" for run in own[:_WAITS_MAX]]
     if len(own) > _WAITS_MAX:
-        waits.append(f"and {len(own) - _WAITS_MAX} more of your runs: `sgpu runs --state QUEUED`")
+        waits.append(f"and {len(own) - _WAITS_MAX} more of your runs are waiting: `sgpu runs --state QUEUED`")
     return ServerState(
         url=url,
         ok=True,
@@ -258,15 +261,17 @@ _RUNS_LOOKED_AT = 200
 
 @click.command()
 @click.argument("store", required=False, default="")
-@click.option("--stop", "is_end", is_flag=True, help="Stop the server, or all of them without STORE.")
+@click.option(
+    "--stop", "is_end", is_flag=True, help="Stop the MLflow server of STORE, or all MLflow servers without STORE."
+)
 @json_option(JsonType("cli.json_types:MlflowState"))
 def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     """Start MLflow's server and print its address.
 
-    The command does not restart a running server. STORE is your own store (sqlite:////path/mlflow.db, or a directory),
-    which gets its own server.
+    If the MLflow server is already running, the command only prints the address. For your own STORE
+    (sqlite:////path/mlflow.db, or a directory), the command starts a separate MLflow server.
     """
-    home = durable_home("the MLflow server keeps its runs there")
+    home = durable_home("the MLflow server stores its runs in the home directory")
     if store and ":" not in store:
         store = os.path.abspath(store)
     if is_end:
@@ -286,7 +291,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
 
 
 def mlflow_servers(home: Home) -> list[MlflowServer]:
-    """Return the MLflow servers that this home has or had."""
+    """Return the current and former MLflow servers of a home directory."""
     return [server for server in servers(home) if server.stage != "none"]
 
 
@@ -297,7 +302,7 @@ def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
         if each.problem:
             parts += [f"{each.stage}: {each.problem}"]
         elif each.pid is None:
-            parts += ["not running; the next tracked run or `sgpu mlflow` starts it"]
+            parts += ["not running (starts with the next tracked run or `sgpu mlflow`)"]
         else:
             parts += [each.stage, f"MLflow {each.version}" if each.version else "", f"pid {each.pid}"]
             parts += [format_bytes(each.memory_bytes), f"used {format_duration_ms(round(each.used_s * 1000))} ago"]
@@ -305,7 +310,7 @@ def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
 
 
 def as_builtins(server: MlflowServer) -> dict[str, object]:
-    """Return an MLflow server as JSON values."""
+    """Return the state of an MLflow server as JSON values."""
     return {
         "uri": server.uri,
         "ready": server.stage == "ready",
@@ -322,24 +327,27 @@ def as_builtins(server: MlflowServer) -> dict[str, object]:
 
 
 def stop_mlflow(home: Home) -> str:
-    """Stop a home's MLflow servers unless running attempts may use them. Return a message."""
+    """Stop the MLflow servers unless running attempts may use these servers. Return a message."""
     running = [server for server in servers(home) if server.pid is not None]
     if not running:
         return ""
     if any(is_live(path) for each in run_ids(home.runs)[:_RUNS_LOOKED_AT] for path in (home.runs / each).glob("*")):
-        return "MLflow's server keeps running, because running runs may log to it; `sgpu mlflow --stop` stops it"
+        return (
+            "MLflow's server keeps running, because active runs may use the server. "
+            "Stop the server with `sgpu mlflow --stop`"
+        )
     stop_servers(home)
     return "MLflow's server has stopped"
 
 
 def _start(home: Home, store: str) -> None:
-    """Start an MLflow server unless it already answers. Print a notice if the start takes time."""
+    """Start an MLflow server unless one is already running. Print a notice before a slow start."""
     clock = SystemClock()
     python = _python(home, store)
     deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
     serving = ensure_server(home, python, store, environ=os.environ, now=True)
     if not serving.ready and (serving.is_restarting or not serving.problem):
-        say("sgpu: starting MLflow's server, which takes some seconds", err=True)
+        say("sgpu: starting MLflow's server (this takes a few seconds)", err=True)
     while not serving.ready:
         if serving.problem and not serving.is_restarting:
             raise ServerProblem(serving.problem, hint=f"read its log: {place_of(home, store).log}")
@@ -350,13 +358,13 @@ def _start(home: Home, store: str) -> None:
 
 
 def _python(home: Home, store: str) -> str:
-    """Return an interpreter that has MLflow: this interpreter, or the previous MLflow server's."""
+    """Return this interpreter if it has MLflow, or the previous MLflow server's interpreter."""
     if importlib.util.find_spec("mlflow") is not None:
         return sys.executable
     before = look(place_of(home, store), SystemClock())
     if before.pid is not None or os.path.exists(before.served_by):
         return before.served_by or before.python
     raise ServerProblem(
-        f"{sys.executable} has no MLflow, and no run of this home has been tracked with one",
-        hint="pip install 'serverless-gpu[mlflow]', or run `sgpu` of the environment that has MLflow",
+        f"{sys.executable} has no MLflow, and no earlier MLflow server exists in this home directory",
+        hint="run pip install 'serverless-gpu[mlflow]', or run `sgpu` from an environment that has MLflow",
     )

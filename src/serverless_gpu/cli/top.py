@@ -1,17 +1,18 @@
-"""`sgpu top`: shows this node live, or prints one frame.
+"""`sgpu top`: shows live telemetry of this node, or prints one frame.
 
     monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_table.py`) ─▶ Terminal
 
-`Feed` reads the monitor's frames. Device locks name the runs of other homes and users. Failure cases: The monitor
-cannot start, ends repeatedly (`Feed` retries every few seconds), or is silent. `problem` reports each of these
-failures.
+The class `Feed` reads frames from the node monitor. The device locks name runs of other users and other home
+directories. The monitor can fail to start, end repeatedly, or stop sending frames. `Feed` reconnects every few seconds.
+`Feed.problem` describes the current failure.
 
     with Terminal() as terminal:   alternate screen on, cursor off, no echo   ─▶   restored on every exit
         terminal.show(lines)       only lines that fit, without flicker
         terminal.wait(fds, 1.0)    until a descriptor is readable, a key is pressed or the window is resized
 
-Ctrl-Z restores the screen until `fg`. SIGTERM and a closed window end the command. A terminal may report no size. If
-stdin is not a terminal, Ctrl-C is the only key that works.
+Ctrl-Z restores the normal screen until the user runs `fg`. SIGTERM or closing the terminal window ends the command. If
+a terminal reports no size, the command assumes 80 columns and 24 lines. If stdin is not a terminal, the command reacts
+only to Ctrl-C.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ _KEYS = {
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Print one frame and exit; the default if stdout is not a terminal.")
+@click.option("--once", is_flag=True, help="Print one frame and exit (default if stdout is not a terminal).")
 @json_option(JsonType("cli.json_types:TopFrame"), text="Print one frame as JSON.")
 def top(once: bool, as_json: bool) -> None:
     """Show GPUs, runs and ranks, live.
 
-    The table shows each GPU with its owner, and each run with its ranks. The command redraws the table once a second.
+    The table lists the owner of each GPU and the ranks of each run. The command redraws the table once per second.
     """
     home = this_home()
     if starting_is_needed(home):
-        say("sgpu: starting the monitor of this node", err=True)
+        say("sgpu: starting this node's monitor", err=True)
     feed = Feed(lambda: start_stop.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
     feed.open()
     try:
@@ -91,7 +92,7 @@ def top(once: bool, as_json: bool) -> None:
 
 
 def starting_is_needed(home: Home) -> bool:
-    """Return True if no monitor is running."""
+    """Return True if the node monitor is not running."""
     channel = start_stop.connect(home.sockets())
     if channel is not None:
         channel.close()
@@ -99,7 +100,7 @@ def starting_is_needed(home: Home) -> bool:
 
 
 def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: str) -> tuple[list[str], int]:
-    """Return the lines that fit below `offset`, with the status as last line, and the corrected offset."""
+    """Return the visible lines from `offset` with a status line, and the corrected offset."""
     room = max(1, rows - 1)
     offset = max(0, min(offset, len(lines) - room))
     below = len(lines) - offset - room
@@ -122,7 +123,7 @@ def _table(feed: Feed, home: Home) -> TopTable | None:
 
 
 def _first_table(feed: Feed, home: Home) -> TopTable:
-    """Return the first frame with loads, which needs two samples.
+    """Return a table of the second frame, because device load needs two samples.
 
     Raise AgentUnavailable if the monitor sends no frame.
     """
@@ -158,11 +159,11 @@ def _live(feed: Feed, home: Home) -> None:
                 terminal.show(shown)
                 terminal.wait(feed.fds(), _FRAME_S)
     except KeyboardInterrupt:
-        pass  # Ctrl-C is the usual end of the command.
+        pass  # Users normally end the command with Ctrl-C.
 
 
 class Feed:
-    """Reads frames of the monitor. `connect` returns a connection and starts the monitor if needed."""
+    """Reads frames from the node monitor. `connect` starts the monitor if needed and returns a connection."""
 
     def __init__(self, connect: Callable[[], Channel], fakes: str, clock: Clock) -> None:
         self._connect = connect
@@ -171,13 +172,13 @@ class Feed:
         self._channel: Channel | None = None
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
-        self._is_same = False  # True if the connected monitor sent the last frame. A new monitor restarts its counters.
+        self._is_same = False  # True if the last frame came from the current monitor.
         self.frame: messages.NodeFrame | None = None
         self.before: messages.NodeFrame | None = None
 
     @property
     def problem(self) -> str:
-        """Return the reason why no new frames arrive, or ""."""
+        """Return the reason for missing frames, or "" if frames arrive."""
         if self._channel is None:
             return self._failure
         silent_ns = self._clock.boottime_ns() - self._heard_ns
@@ -200,7 +201,7 @@ class Feed:
         self._heard_ns = self._clock.boottime_ns()
 
     def take(self) -> bool:
-        """Read frames, and reconnect to a monitor that has ended. Return True if a new frame arrived."""
+        """Read frames, and reconnect if the monitor has ended. Return True if a new frame arrived."""
         if self._channel is None:
             self._open_again()
         new = False
@@ -213,7 +214,7 @@ class Feed:
                 word = None
             if word is None:
                 self.close()
-                self._failure = "the monitor has ended; sgpu starts it again"
+                self._failure = "the monitor has ended and sgpu restarts it"
             elif isinstance(word, messages.NodeFrame):
                 self.before = self.frame if self._is_same else None
                 self.frame, self._is_same, new = word, True, True
@@ -236,18 +237,18 @@ class Feed:
         except ServerlessGpuError as error:
             self._failure = error.message
         except OSError as error:
-            self._failure = f"the monitor cannot be reached: {error.strerror}"
+            self._failure = f"sgpu cannot connect to the monitor: {error.strerror}"
 
 
 def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str]) -> Around:
-    """Return the names, lock holders and quarantined devices, which a frame lacks."""
+    """Return the host name, user name, lock holders and quarantined devices."""
     holders: dict[str, DeviceOwner] = {}
     quarantined: dict[str, str] = {}
     by_kind: dict[DeviceKind, list[str]] = {}
     for device in devices:
         by_kind.setdefault(device.kind, []).append(device.uuid)
     for kind, uuids in by_kind.items():
-        # The locks do not exist yet or are not readable, so owners are unknown.
+        # If the device locks are missing or unreadable, the owners are unknown.
         with contextlib.suppress(StorageError):
             directory = lock_directory(kind, home)
             notes = DeviceLocks(directory).quarantined()
@@ -257,7 +258,7 @@ def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str
 
 
 def user_name(environ: Mapping[str, str]) -> str:
-    """Return this user's name, or the uid in a container without user names."""
+    """Return the current user's name, or the UID in a container without user names."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -270,13 +271,13 @@ def _holder(directory: Path, uuid: str) -> DeviceOwner | None:
         return None
     try:
         holder = from_json(note, LockHolder)
-    except msgspec.MsgspecError:  # The holder has just taken the lock, or is not a process of this package.
+    except msgspec.MsgspecError:  # The lock file has no valid note yet, or another program holds the lock.
         return DeviceOwner(run_id="", name="", rank=None, user="")
     return DeviceOwner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)
 
 
 class Terminal:
-    """The terminal of this command's stdout."""
+    """Full-screen output and key input on a terminal."""
 
     def __init__(self) -> None:
         self._out = sys.stdout.fileno()
@@ -288,7 +289,7 @@ class Terminal:
 
     @property
     def size(self) -> os.terminal_size:
-        """Return the columns and lines of the terminal, or the usual size if it reports none."""
+        """Return the terminal size, or 80 columns and 24 lines if the size is unknown."""
         try:
             size = os.get_terminal_size(self._out)
         except OSError:
@@ -306,16 +307,16 @@ class Terminal:
     ) -> None:
         self._give()
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what `signal` itself had returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # previous signal handler
         os.close(self._woken)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Replace the screen with lines. Raise OSError if the terminal is gone."""
+        """Replace the screen content. Raise OSError if the terminal is closed."""
         text = "\r\n".join(f"{line}\x1b[K" for line in lines[: self.size.lines])
         self._write(f"\x1b[H{text}\x1b[J")
 
     def wait(self, fds: Sequence[int], timeout_s: float) -> bool:
-        """Wait for a descriptor, a key or a resize. Return True if a descriptor is readable."""
+        """Wait for a readable descriptor, a key press or a resize. Return True if a descriptor is readable."""
         own = [fd for fd in (self._in, self._woken) if fd >= 0]
         readable, _, _ = select.select([*fds, *own], [], [], timeout_s)
         if self._woken in readable:
@@ -323,11 +324,11 @@ class Terminal:
         return any(fd in readable for fd in fds)
 
     def keys(self) -> list[str]:
-        """Return the keys pressed since the last call: ``"quit"`` and directions."""
+        """Return the key presses since the last call: ``"quit"`` and directions."""
         if self._in < 0 or not select.select([self._in], [], [], 0)[0]:
             return []
         pressed = os.read(self._in, 1024)
-        if not pressed:  # The window is closed.
+        if not pressed:  # The terminal window is closed.
             return ["quit"]
         return [_KEYS[key] for key in _KEY.findall(pressed) if key in _KEYS]
 
@@ -343,7 +344,7 @@ class Terminal:
             self._write(_LEAVE)
         if self._attributes is not None:
             with contextlib.suppress(termios.error):
-                termios.tcsetattr(self._in, termios.TCSANOW, self._attributes)  # type: ignore[arg-type]  # its own
+                termios.tcsetattr(self._in, termios.TCSANOW, self._attributes)  # type: ignore[arg-type]  # saved by `tcgetattr`
             self._attributes = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -351,7 +352,7 @@ class Terminal:
             sys.exit(_TERMINATED)
         if number == signal.SIGTSTP:
             self._give()
-            os.kill(os.getpid(), signal.SIGSTOP)  # Execution continues here after `fg`.
+            os.kill(os.getpid(), signal.SIGSTOP)  # After `fg`, execution continues on the next line.
             self._take()
         os.eventfd_write(self._woken, 1)
 

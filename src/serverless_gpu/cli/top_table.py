@@ -1,4 +1,4 @@
-"""Turns a monitor frame into a table, and the table into lines for a terminal of any size.
+"""Converts a monitor frame to a table, and formats the table for a terminal of any size.
 
     node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
     8 H100: 6 lent, 2 free · 4.2 kW
@@ -9,8 +9,9 @@
     run 01kaqw3e5r7t9y2u4i6o8p0a1s · train · RUNNING · 12 min 03 s
       rank 0: cpu 101 %, 3.1 GB, GPU 57.1 GiB   rank 1: cpu 99 %, 3.1 GB, GPU 57.1 GiB
 
-GPU memory is in GiB, as in nvidia-smi. Free CPU slots have no line. On a narrow terminal, the least important columns
-disappear first. Then `draw` shortens the bars, and finally cuts the lines. All functions of this module are pure.
+GPU memory is displayed in GiB, as in nvidia-smi. The table omits free CPU slots. On a narrow terminal, `draw` first
+removes the least important columns. If the lines are still too long, `draw` shortens the bars and truncates the lines.
+All functions in this module are pure.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_me
 _BAR_MIN, _BAR_MAX = 4, 18
 _NAME_MAX = 24
 _LAST_MAX = 23
-_BARS_KEEP = 6  # On a narrow terminal, columns with at least this `keep` remain longer than bars.
+_BARS_KEEP = 6  # `draw` shortens bars before it removes columns with at least this `keep`.
 _ID_SHOWN = 8
 _BOLD, _DIM, _GOOD, _WARN, _BAD = "1", "2", "36", "33", "31"
 
 
 class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """The owner of a device."""
+    """The run and user that hold a device."""
 
-    run_id: str  # Identifier of the run or session, or "" if unknown.
-    name: str  # or ""
-    rank: int | None  # Global rank that uses the device, or None.
+    run_id: str  # Identifier of the run or session; "" if unknown.
+    name: str  # Name of the run; "" if unknown.
+    rank: int | None  # Global rank that uses the device; None if unknown.
     user: str
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one device.
 
-    `owner` is None for a free device. `quarantined` is the reason for the quarantine, or "".
+    `owner` is None for a free device. `quarantined` is the quarantine reason, or "" without a quarantine.
     """
 
     device: Device
@@ -58,7 +59,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one attempt.
 
-    `began_ns` is in nanoseconds since 1970, and 0 before the ranks start.
+    `began_ns` is the start time of the ranks in nanoseconds since 1970, or 0 before the start.
     """
 
     run_id: str
@@ -79,7 +80,7 @@ class NetworkRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the node at `at_ns`, in nanoseconds since 1970."""
+    """State of the node at the time `at_ns` in nanoseconds since 1970."""
 
     at_ns: int
     node: str
@@ -90,17 +91,17 @@ class TopTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Around(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about the node that a frame lacks."""
+    """Information about the node that is not part of a frame."""
 
     node: str  # Host name of the machine.
-    user: str  # User who owns this home.
-    # Owner of each device, from the device locks. Includes runs of other homes and users.
+    user: str  # User who owns the home directory.
+    # Owners by device UUID, from the device locks, including runs of other users.
     holders: Mapping[str, DeviceOwner] = {}
-    quarantined: Mapping[str, str] = {}  # Quarantine reasons by device.
+    quarantined: Mapping[str, str] = {}  # Quarantine reasons by device UUID.
 
 
 def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopTable:
-    """Return a frame as a table. The network rates need the previous frame."""
+    """Return a frame as a table. Compute the network rates from the previous frame."""
     owners = {**around.holders, **_owners(frame.attempts, around.user)}
     gpus = frame.sample.gpus
     rows = tuple(
@@ -159,20 +160,20 @@ def _as_dict(value: msgspec.Struct) -> dict[str, object]:
 def _owners(attempts: Sequence[WatchedAttempt], user: str) -> dict[str, DeviceOwner]:
     """Return the owner of each device.
 
-    An attempt lists its devices in the order of its ranks on this node.
+    Each attempt lists its devices in rank order.
     """
     owners: dict[str, DeviceOwner] = {}
     for attempt in attempts:
         ranks = sorted(attempt.pids)
         for place, uuid in enumerate(attempt.devices):
-            # A program that starts once per node has one process here, which uses all devices of the attempt.
+            # With one process per node, rank 0 of the node uses all devices of the attempt.
             rank = ranks[place] if len(ranks) == len(attempt.devices) else ranks[0] if len(ranks) == 1 else None
             owners[uuid] = DeviceOwner(run_id=attempt.run_id, name=attempt.name, rank=rank, user=user)
     return owners
 
 
 def _ranks(attempts: Sequence[WatchedAttempt], samples: Sequence[RankSample]) -> list[tuple[RankSample, ...]]:
-    """Return the samples of each attempt's ranks. The samples are in rank order, without ended ranks."""
+    """Return the samples of each attempt's ranks. The samples are in rank order and omit ended ranks."""
     left = list(samples)
     found: list[tuple[RankSample, ...]] = []
     for attempt in attempts:
@@ -199,25 +200,25 @@ def _rate(now: int | None, then: int | None, seconds: float) -> float | None:
 
 
 class Style(NamedTuple):
-    """The capabilities of a terminal."""
+    """Colour and Unicode support of a terminal."""
 
     colour: bool
     unicode: bool
 
     def paint(self, text: str, code: str) -> str:
-        """Return text in a colour or weight if the terminal has colours."""
+        """Return coloured or bold text if the terminal supports colours."""
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text.strip() else text
 
 
 class _Cell(NamedTuple):
-    """Text and its colour or weight. Only the text determines the width."""
+    """Text of a table cell, and its colour or weight."""
 
     text: str
     code: str = ""
 
 
 class _Column(NamedTuple):
-    """A column of the table. If space is scarce, a column with a larger `keep` stays longer."""
+    """Table column. On a narrow terminal, columns with a smaller `keep` disappear first."""
 
     head: str
     keep: int
@@ -225,7 +226,7 @@ class _Column(NamedTuple):
 
 
 def draw(table: TopTable, *, columns: int, style: Style, user: str = "") -> list[str]:
-    """Return the lines of a frame for a number of columns. Devices of `user` show no owner."""
+    """Return the table as lines for a terminal width. Omit the owner of `user`'s devices."""
     lines = [*_head(table, columns, style), ""]
     lines += _devices(table, columns, style, user)
     lines += [*([""] if lines[-1] else []), *_runs(table, columns, style)]
@@ -254,7 +255,7 @@ def _head(table: TopTable, columns: int, style: Style) -> list[str]:
 
 
 def _summary(table: TopTable) -> list[str]:
-    """Return the number of devices, lent and free, and their power."""
+    """Return the number of lent and free devices, and the total power."""
     parts: list[str] = []
     for name in dict.fromkeys(_type_name(row) for row in table.devices):
         rows = [row for row in table.devices if _type_name(row) == name]
@@ -333,7 +334,7 @@ def _widths(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int) -> li
     plain = Style(colour=False, unicode=True)
     table = [_cells(row, shown, bar, plain) for row in rows]
     widths = [max([len(column.head), *(len(cells[at].text) for cells in table)]) for at, column in enumerate(shown)]
-    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # `draw` cuts the last column if space is scarce.
+    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # On a narrow terminal, `draw` truncates the last column.
 
 
 def _align(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, style: Style) -> list[str]:
@@ -412,7 +413,7 @@ def _bar(share: float, width: int, style: Style) -> str:
 
 
 def _ratio_text(used: int, total: int, form: Callable[[int], str]) -> str:
-    """Return text such as ``61.3/79.6 GiB``, in the unit of the total."""
+    """Return a ratio such as ``61.3/79.6 GiB``, in the unit of the total."""
     whole, unit = form(total).split(" ")
     scale = total / float(whole) if float(whole) else 1.0
     return f"{used / scale:.1f}/{whole} {unit}"
@@ -436,13 +437,13 @@ def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
     name = _clean(run.name)[:_NAME_MAX]
     lines = _wrap([part for part in (f"run {run.run_id}", name, run.state, took, attempt) if part], columns, style)
     link = f"  MLflow: {_clean(run.tracked)}"
-    if run.tracked and len(link) <= columns:  # A cut link would be useless.
+    if run.tracked and len(link) <= columns:  # A truncated link would be useless.
         lines.append(link)
     return lines + [f"  {line}" for line in _rank_lines(run.ranks, columns - 2)]
 
 
 def _rank_lines(ranks: Sequence[RankSample], columns: int) -> list[str]:
-    """Return the load of each rank, with as many ranks per line as fit."""
+    """Return lines with the load of each rank. Put as many ranks on a line as fit."""
     texts = [_rank_text(rank) for rank in ranks]
     if not texts:
         return []
@@ -462,5 +463,5 @@ def _rank_text(rank: RankSample) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return foreign text without characters that could move the cursor or change colours."""
+    """Return untrusted text without terminal control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in safe(text, tty=True))

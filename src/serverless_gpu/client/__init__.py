@@ -1,5 +1,5 @@
-"""The client package: checks before a run, the run handle, and the exceptions for the caller.
+"""Client package with pre-run checks, run handles and client-side exceptions.
 
-Users import this package through `serverless_gpu`. To read the code, start with `decorator.py`, then
+Users import the public names from `serverless_gpu`. Developers should start reading with `decorator.py` and
 `launch/launch.py`.
 """

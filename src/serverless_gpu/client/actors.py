@@ -1,16 +1,17 @@
-"""Keeps one object in each rank of a session between calls.
+"""Keeps one object per rank of a session alive between calls.
 
     with serverless_gpu.session(gpus=2) as session, session.actors(Model, "weights.pt") as model:
         model.predict.distributed(batch)      each rank creates its object once; each call runs in all ranks
 
-All calls use one run of the session. The ranks of this run connect to a Unix socket in a private directory of the
-client process. Calls and answers bypass the agent, the supervisor and the server. The ranks exit when the client closes
-the socket or exits. The supervisor then verifies and releases the devices of the run.
+All method calls use a single run of the session. The run's ranks connect to a Unix socket in the client's private
+directory. Method calls and answers bypass the agent, the supervisor and the server. The ranks exit when the client
+closes the socket or exits. The supervisor then verifies and releases the devices of the run.
 
-When a method raises in a rank, the client raises the same exception, and the ranks keep running. If another rank does
-not answer the call within the grace period, the client cancels the run. For example, a rank may wait in a collective
-operation for the failed rank. Ctrl-C during a call cancels the run. If a rank process dies, the call raises the error
-of the run. If no call arrives within the session's idle limit, the client closes the socket.
+If a method raises an exception in a rank, the client raises the same exception. The ranks keep running. After a rank
+fails, the client cancels the run if another rank does not answer within the grace period. For example, another rank may
+wait for the failed rank in a collective operation. Ctrl-C during a method call cancels the run. If a rank process dies,
+the method call raises the run's error. If the session's idle timeout expires between calls, the client closes the
+socket.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from serverless_gpu.errors import NotPicklable, ServerlessGpuError, SessionEnded
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.actor import receive_frame, send_frame
 
-_TICK_S = 0.2  # Seconds between two checks whether the run has ended.
+_TICK_S = 0.2  # Interval in seconds between checks of the run state.
 _PATH_BYTES_MAX = 100  # The kernel limits the address of a Unix socket to 107 bytes.
 _HINT = "create new actors with session.actors(...)"
 
@@ -43,14 +44,14 @@ Start = Callable[[str], Run[None]]
 
 
 class ActorMethod:
-    """A method that the caller can call on all actors at once."""
+    """Actor method that the caller can invoke in all ranks simultaneously."""
 
     def __init__(self, actors: Actors, name: str) -> None:
         self._actors = actors
         self._name = name
 
     def distributed(self, *args: object, **kwargs: object) -> list[Any]:
-        """Call the method on the object of every rank and return the results by global rank.
+        """Call the method in every rank and return the results by global rank.
 
         Raises:
             SessionEnded: the caller closed the actors, or the run has ended. The message gives the reason.
@@ -62,7 +63,7 @@ class ActorMethod:
 
 
 class Actors:
-    """Objects of one class, one in each rank. `session.actors(...)` creates them.
+    """One object of the same class in each rank, created by `session.actors(...)`.
 
     Attributes:
         run: the run whose ranks hold the objects.
@@ -86,7 +87,7 @@ class Actors:
             self._connect()
             self._answers()
         except BaseException:
-            self._abort("the setup of its ranks failed")
+            self._abort("the setup of the ranks failed")
             raise
         self._restart_timer()
 
@@ -107,28 +108,28 @@ class Actors:
         self.close()
 
     def close(self) -> None:
-        """End the ranks, and wait until the run's devices are free. A second call does nothing."""
+        """End the ranks, and wait until the run's devices are free. Further calls do nothing."""
         self._end("the caller closed the actors")
-        with contextlib.suppress(ServerlessGpuError):  # After a kill of the supervisor, the run has no receipt.
+        with contextlib.suppress(ServerlessGpuError):  # A run without a supervisor may have no receipt.
             self.run.receipt()
 
     def _call(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
         with self._lock:
             if self._ended_by:
                 raise SessionEnded(
-                    f"the actors of {self._cls.__qualname__} (run {self.run.id}) cannot be used: {self._ended_by}",
+                    f"the actors of {self._cls.__qualname__} (run {self.run.id}) have ended: {self._ended_by}",
                     hint=_HINT,
                 )
             request = self._request(name, args, kwargs)
             self._stop_timer()
             try:
                 for sock in self._socks.values():
-                    # If the rank process has exited, the next read from its socket reports the error.
+                    # If a rank process has exited, the next read from the rank's socket detects the exit.
                     with contextlib.suppress(OSError):
                         send_frame(sock, request)
                 answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
                 for rank, (is_value, failure) in answers.items():
-                    if not is_value:  # The dictionary keeps the order of answers, so the first failure is the earliest.
+                    if not is_value:  # Answers are in order of arrival, so raise the first failure.
                         raise self._with_note(self._error(rank, failure), len(answers))
                 return [answers[rank][1] for rank in sorted(answers)]
             except KeyboardInterrupt:
@@ -141,19 +142,19 @@ class Actors:
     def _request(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
         try:
             return payload.dumps((name, tuple(args), dict(kwargs)))
-        except Exception as error:  # noqa: BLE001 - pickle calls the user's __reduce__ and __getstate__
+        except Exception as error:  # noqa: BLE001 - user code in __reduce__ may raise
             cause = error
         raise NotPicklable(
             f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {cause}",
-            hint="pass plain data, arrays or CPU tensors; open files and connections inside the method",
+            hint="pass plain data, arrays or CPU tensors, and open files and connections inside the method",
         ) from cause
 
     def _with_note(self, error: BaseException, answered: int) -> BaseException:
         if answered < len(self._socks):
             add_note(
                 error,
-                f"{len(self._socks) - answered} other rank(s) did not return within grace={self._grace_s:g} s, "
-                "for example because they wait in a collective. The client cancelled all ranks of the actors: "
+                f"{len(self._socks) - answered} other rank(s) did not answer within grace={self._grace_s:g} s, "
+                "for example because of a collective operation. The client cancelled the actors' run. To continue, "
                 f"{_HINT}",
             )
         return error
@@ -186,22 +187,22 @@ class Actors:
                 if deadline is None and isinstance(answer, tuple) and not answer[0]:
                     deadline = time.monotonic() + self._grace_s
             if deadline is not None and time.monotonic() > deadline and len(answers) < len(self._socks):
-                self._abort("a call failed in one rank, and other ranks did not return")
+                self._abort("a call failed in one rank, and other ranks did not answer")
                 break
             if self.run.wait(0) and len(answers) < len(self._socks):
                 raise self._death()
         return answers
 
     def _death(self) -> BaseException:
-        """Return the error that ended the run, after a rank process has exited."""
+        """Return the error of the run after a rank process has exited."""
         self._end("a rank has ended")
         error = self.run._error(None)
         if error is None:
-            return SessionEnded(f"the ranks of run {self.run.id} have returned", hint=_HINT)
+            return SessionEnded(f"the ranks of run {self.run.id} have exited", hint=_HINT)
         if isinstance(error, ServerlessGpuError) and not error.hint:
-            error.hint = f"the actors have ended; {_HINT}"
+            error.hint = f"the actors have ended, so {_HINT}"
         else:
-            add_note(error, f"the actors have ended; {_HINT}")
+            add_note(error, f"the actors have ended, so {_HINT}")
         return error
 
     def _connect(self) -> None:
@@ -239,12 +240,12 @@ class Actors:
 
 
 def _end_idle(reference: weakref.ref[Actors], limit_s: float) -> None:
-    """End the actors because no call arrived within the idle limit."""
+    """End the actors after the idle timeout."""
     actors = reference()
-    # If another thread holds the lock, a call has just started.
+    # If another thread holds the lock, a method call has just started.
     if actors is not None and actors._lock.acquire(blocking=False):
         try:
-            actors._end(f"no call arrived for {limit_s:g} s (idle_timeout)")
+            actors._end(f"no method call arrived for {limit_s:g} s (idle_timeout)")
         finally:
             actors._lock.release()
 
@@ -258,7 +259,7 @@ def _private_directory() -> str:
 
 
 def _clean(owner: int, directory: str, socks: Mapping[int, socket.socket], listener: socket.socket) -> None:
-    """Close the sockets. In a forked child, close only the child's copies of the descriptors."""
+    """Close the sockets and delete the directory. In a forked child, close only the child's descriptors."""
     for sock in (*socks.values(), listener):
         if os.getpid() == owner:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Queries the status of a home directory's agent, and stops the agent."""
+"""Queries and stops the agent of a home directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_S = 10.0
 
 
 def agent_status(home: Path) -> protocol.Status | None:
-    """Return the status of the agent of a home directory, or None when no agent is running."""
+    """Return the status of a home directory's agent, or None if no agent is running."""
     connection = running_agent(Home(home))
     if connection is None:
         return None
@@ -34,22 +34,22 @@ def agent_status(home: Path) -> protocol.Status | None:
     finally:
         channel.close()
     if received is None or not isinstance(received[0], protocol.Status):
-        raise AgentUnavailable("the agent of this node ended before it sent its status")
+        raise AgentUnavailable("the agent of this node exited before sending its status")
     return received[0]
 
 
 def stop_agent(home: Path) -> bool:
-    """End the agent with its zygotes, uplinks and monitor. Return True if an agent was running.
+    """Stop the agent, zygotes, uplinks and monitor. Return True if the agent was running.
 
-    Running attempts continue, because a supervisor does not depend on the agent.
+    Running attempts continue, because supervisors do not depend on the agent.
     """
-    # The function imports these modules by name, because a status request does not need them. The function stops the
-    # uplinks first, because a running uplink would start another agent.
+    # Load the modules lazily, because a status request does not need them. Stop the uplinks first, because a running
+    # uplink would restart the agent.
     load("serverless_gpu.node.uplink.start_stop").stop_all(Home(home))
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    # The function stops the monitor last, because a running agent would start the monitor again.
+    # Stop the monitor last, because a running agent would restart the monitor.
     load("serverless_gpu.node.monitor.start_stop").stop(Home(home))
     return connection is not None
 
@@ -62,4 +62,6 @@ def _retire(channel: Channel, greeting: protocol.Greeting) -> None:
             protocol.send(channel, protocol.Retire())
         if not select.select([process], [], [], _END_S)[0]:
             signal.pidfd_send_signal(process, signal.SIGKILL)
-            raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not end within {_END_S:.0f} s and was killed")
+            raise AgentUnavailable(
+                f"the agent (pid {greeting.pid}) did not exit within {_END_S:.0f} s, so the client killed the agent"
+            )

@@ -1,26 +1,26 @@
 """Describes the calling process to the agent, and handles signals during blocking calls.
 
-The context holds the working directory, the environment variables and the import paths that ranks inherit. `origins`
-finds the files of modules that a zygote may have loaded from another location.
+The caller context contains the working directory, environment variables and import paths that ranks inherit. `origins`
+finds modules that a zygote may have loaded from a different file.
 
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  names to look up
 
-A zygote knows the file of each module that it has loaded. The zygote does not know the caller's directories. `origins`
-therefore searches for module names that occur in a directory of the caller and again later in `sys.path`. An example is
-a `calendar.py` beside the script. `origins` imports no module. Like Python's import system, the client reads a
-directory again only after its modification time has changed. The client treats an unreadable directory as empty and
+A zygote knows the files of its loaded modules but not the caller's directories. `origins` therefore searches for module
+names that exist in a caller's directory and again later in `sys.path`. For example, a file `calendar.py` beside the
+script shadows a standard library module. The function `origins` imports no modules. Like Python's import system, the
+client rereads a directory only after a modification time change. The client treats an unreadable directory as empty and
 skips zip files in `sys.path`.
 
-Most environment variables have the same meaning on another machine, for example credentials and settings of libraries.
-The client does not send variables that name a path, a process or a device of the caller's machine. The node sets local
-values for these variables. The client never sends the server's token as an environment variable.
+Most environment variables, such as credentials and library settings, have the same meaning on another machine. The
+client does not send environment variables that name local paths, processes or devices. The node sets its own values for
+path, process and device variables. The client never sends the server token as an environment variable.
 
 Blocking calls run inside `interruptible` and `terminable`. `asyncio.run` and an IPython kernel that runs an `async`
-cell install their own SIGINT handler. Their handler only cancels the current task at its next await, so Ctrl-C would
-not stop a blocking call. `interruptible` makes SIGINT raise `KeyboardInterrupt` during a blocking call. On SIGTERM, the
-client applies the option `on_interrupt` to the run, as on Ctrl-C. The client process then exits. The client does not
-replace signal handlers that the user installed.
+cell install their own SIGINT handler. An event loop's SIGINT handler only cancels the current task at the next await.
+Ctrl-C would therefore not stop a blocking call. `interruptible` makes SIGINT raise `KeyboardInterrupt` during a
+blocking call. On SIGTERM, as on Ctrl-C, the client applies the run option `on_interrupt`. After applying
+`on_interrupt`, the client process exits. The client does not replace the user's signal handlers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _NO_FILE = ("built-in", "frozen")
 _ENTRIES_MAX = 100_000
 _DIRECTORIES_MAX = 256
 _NAMES_MAX = 10_000
-_State = tuple[object, ...]  # Import settings that determine where Python finds a module.
-# Directory path → its modification time and the names in the directory.
+_State = tuple[object, ...]  # Snapshot of `sys.path` and `sys.meta_path`, which determine a module's origin.
+# Modification time and importable names by directory path.
 _listed: dict[str, tuple[int, frozenset[str]]] = {}
-# Module name → the import settings at the time of the search, and the file of the module.
+# Import settings and origin file by module name.
 _resolved: dict[str, tuple[_State, str]] = {}
 TOKEN = "SERVERLESS_GPU_TOKEN"
 _NAMES = frozenset(
@@ -102,19 +102,19 @@ _PREFIXES = (
 
 
 def caller_context() -> protocol.Context:
-    """Return the context of this process. Raise StorageError if the working directory does not exist."""
+    """Return the caller context. Raise StorageError if the working directory does not exist."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
         raise StorageError(
-            "the working directory of this process does not exist any more",
+            "the working directory of this process no longer exists",
             hint="change to an existing directory: os.chdir(...)",
         ) from None
     if not sys.executable or protocol.portable(sys.executable) != sys.executable:
-        raise UsageError(f"the path of this interpreter is unknown or not UTF-8: {sys.executable!r}")
+        raise UsageError(f"the path of this Python interpreter is unknown or not valid UTF-8: {sys.executable!r}")
     return protocol.Context(
         python=sys.executable,
-        flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # multiprocessing uses it, too
+        flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # private function
         environ={protocol.portable(name): protocol.portable(value) for name, value in os.environ.items()},
         cwd=protocol.portable(cwd),
         umask=_umask(),
@@ -126,8 +126,7 @@ def caller_context() -> protocol.Context:
 
 
 def _umask() -> int:
-    # `os.umask` can read the mask only by setting a new mask. Another thread could create a file with the temporary
-    # mask.
+    # `os.umask` would set a temporary mask, which another thread could use to create a file.
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
         for line in file:
             if line.startswith("Umask:"):
@@ -136,11 +135,11 @@ def _umask() -> int:
 
 
 def origins() -> dict[str, str]:
-    """Return the files of modules that a zygote may have loaded from another location."""
+    """Return the origin files of modules that a zygote may have loaded from a different file."""
     entries: Sequence[object] = sys.path
     path = [
         (entry, _importable_names(entry)) for entry in entries if isinstance(entry, str)
-    ]  # Python's import system also ignores entries of `sys.path` with other types.
+    ]  # Python's import system also ignores `sys.path` entries that are not strings.
     state = (*map(id, sys.meta_path), *path)
     return {
         name: origin for name in sorted({*PRELOAD_ROOTS, *_shadowed_names(path)}) if (origin := _origin(name, state))
@@ -148,12 +147,12 @@ def origins() -> dict[str, str]:
 
 
 def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return module names in the caller's directories that also occur later in `sys.path`."""
+    """Return the module names in the caller's directories that also exist later in `sys.path`."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
     found: set[str] = set()
-    # True while the loop is before the standard library in `sys.path`. If a site-packages directory precedes the
-    # standard library, the user has added the directory.
+    # True for `sys.path` entries before the standard library. A site-packages directory before the standard library is
+    # a user's addition.
     in_front = False
     for entry, names in reversed(path):
         if entry == library:
@@ -165,9 +164,9 @@ def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
 
 
 def _importable_names(entry: str) -> frozenset[str]:
-    """Return the names of modules that Python could import from a directory of `sys.path`."""
+    """Return the names of importable modules in a directory of `sys.path`."""
     try:
-        directory = os.path.abspath(entry)  # An empty entry of `sys.path` denotes the working directory.
+        directory = os.path.abspath(entry)  # An empty `sys.path` entry means the working directory.
         changed_ns = os.stat(directory).st_mtime_ns
         known = _listed.get(directory)
         if known is None or known[0] != changed_ns:
@@ -182,7 +181,7 @@ def _importable_names(entry: str) -> frozenset[str]:
 
 
 def _origin(name: str, state: _State) -> str:
-    """Return the file of a module in this process, or "" without a module or a file."""
+    """Return a module's origin file in this process, or "" if the module or the file does not exist."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return str(getattr(loaded, "__file__", None) or "")
@@ -191,7 +190,7 @@ def _origin(name: str, state: _State) -> str:
         return known[1]
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # An import finder that the user installed may raise.
+    except (ImportError, ValueError):  # A user's import finder may raise an exception.
         return ""
     if spec is None or not spec.origin or spec.origin in _NO_FILE:
         return ""
@@ -202,7 +201,7 @@ def _origin(name: str, state: _State) -> str:
 
 
 def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that keep their meaning on another machine."""
+    """Return the environment variables that have the same meaning on another machine."""
     return {
         name: value
         for name, value in environ.items()
@@ -211,7 +210,7 @@ def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_here(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for ranks on the caller's machine, without the server's token."""
+    """Return the environment variables for local ranks, without the server token."""
     return {name: value for name, value in environ.items() if name != TOKEN}
 
 
@@ -220,7 +219,7 @@ _LOOPS = ("asyncio", "ipykernel", "IPython", "tornado")
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Make Ctrl-C raise `KeyboardInterrupt` in this block, even if an event loop handles SIGINT."""
+    """Make Ctrl-C raise `KeyboardInterrupt` in the block, even if an event loop handles SIGINT."""
     handler: object = signal.getsignal(signal.SIGINT)
     while isinstance(handler, functools.partial):
         handler = handler.func
@@ -237,7 +236,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Make SIGTERM raise `KeyboardInterrupt` in this block, then end the process. Keep user handlers."""
+    """Make SIGTERM raise `KeyboardInterrupt` in the block and then end the process. Keep user handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -255,6 +254,6 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if received:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # The user may have closed or replaced the output stream.
+                with contextlib.suppress(Exception):  # User code may have closed or replaced the stream.
                     stream.flush()
             os.kill(os.getpid(), signal.SIGTERM)

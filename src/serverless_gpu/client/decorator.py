@@ -39,15 +39,15 @@ from serverless_gpu.node.base.home import find_home
 if TYPE_CHECKING:
     from serverless_gpu.client.estimating import Estimate
 
-_WHERE_RETURN_EXCEPTIONS = "the function receives the keywords of .map(); write .map(…).results(return_exceptions=True)"
-# The function imports this module at the first estimate, because a call does not need the module.
+_WHERE_RETURN_EXCEPTIONS = "pass return_exceptions to .results(): .map(…).results(return_exceptions=True)"
+# Only `estimate` loads this module, to keep other calls fast.
 _ESTIMATING = "serverless_gpu.client.estimating"
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class DistributedFunction(Generic[P, R]):
-    """A Python function that can run on many GPUs. A direct call runs the plain function in this process."""
+    """A Python function that can run on many GPUs. A direct call runs in this process."""
 
     __name__: str
     __qualname__: str
@@ -58,7 +58,7 @@ class DistributedFunction(Generic[P, R]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the plain function in this process."""
+        """Call the original function in this process."""
         return self.__wrapped__(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class DistributedFunction(Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> DistributedFunction[..., R]: ...
 
     def __get__(self, instance: object | None, owner: type | None = None) -> DistributedFunction[..., R]:
-        """Bind the function to an instance, so that the decorator also works for methods."""
+        """Bind the function to an instance to support decorated methods."""
         if instance is None:
             return self
         return DistributedFunction(cast("Callable[..., R]", types.MethodType(self.__wrapped__, instance)), self.spec)
@@ -79,7 +79,7 @@ class DistributedFunction(Generic[P, R]):
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run the function on every rank and return the results by global rank.
 
-        The rank process fills in the parameters ``rank`` and ``world_size`` if the caller does not pass them.
+        The rank process sets the parameters ``rank`` and ``world_size`` if the caller omits these parameters.
 
         Returns:
             The results, one per rank.
@@ -97,19 +97,19 @@ class DistributedFunction(Generic[P, R]):
             try:
                 error = run.follow()
             except KeyboardInterrupt:
-                # A new exception replaces about twenty internal frames of the traceback with one frame.
+                # Raising a new exception removes about twenty internal frames from the traceback.
                 raise in_notebooks(KeyboardInterrupt()) from None
         if error is not None:
             raise in_notebooks(error)
         return run.results()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Start the run and return its handle at once. Raise the same start errors as `distributed`."""
+        """Start a run and return its handle immediately. Raise the same start errors as `distributed`."""
         __tracebackhide__ = True
         return self._start(args, kwargs)
 
     def estimate(self, *args: P.args, **kwargs: P.kwargs) -> Estimate:
-        """Return the estimated start time of this call and the basis of the estimate. Start no run.
+        """Estimate the start time of a call without starting a run.
 
         Returns:
             An estimate with `start`, `seconds`, `is_bound` and `basis`. `start` and `seconds` are None if the start
@@ -128,10 +128,10 @@ class DistributedFunction(Generic[P, R]):
         return found
 
     def map(self, *iterables: Iterable[object], **kwargs: object) -> RunList[R]:
-        """Start one run per item and return the handles. `map(xs, ys)` calls f(x, y) for each pair.
+        """Start one run per item and return the run handles. `map(xs, ys)` calls f(x, y) for each pair.
 
-        If no GPU is free, a run waits in the queue. If one run fails to start, the client cancels the runs that it has
-        already started.
+        Runs wait in the queue until GPUs are free. If one run fails to start, the client cancels the runs of this call
+        that have already started.
 
         Args:
             iterables: one iterable per positional argument. The shortest iterable sets the number of runs.
@@ -142,13 +142,15 @@ class DistributedFunction(Generic[P, R]):
         """
         __tracebackhide__ = True
         if not iterables:
-            raise InvalidOption("map takes at least one iterable of arguments", hint="for one call, write .submit()")
+            raise InvalidOption(
+                "map requires at least one iterable of arguments", hint="for a single run, call .submit()"
+            )
         for iterable in iterables:
-            _refuse_single(iterable, "map", "write .map([…]), or .submit(…) for one call")
+            _refuse_single(iterable, "map", "call .map([…]), or .submit(…) for a single run")
         return self.starmap(zip(*iterables, strict=False), **kwargs)
 
     def starmap(self, items: Iterable[Iterable[object]], **kwargs: object) -> RunList[R]:
-        """Start one run per tuple of positional arguments, and return the handles.
+        """Start one run per tuple of positional arguments, and return the run handles.
 
         Args:
             items: tuples of positional arguments.
@@ -161,7 +163,7 @@ class DistributedFunction(Generic[P, R]):
         _refuse_single(items, "starmap", "write .starmap([(x, y), …])")
         runs: RunList[R] = RunList()
         try:
-            with shared_environment():  # All runs of this call share one scan of the environment.
+            with shared_environment():  # All runs of one `starmap` call share one environment scan.
                 for item in items:
                     _refuse_single(item, "starmap", "write .starmap([(x, y), …]), or .map(items)")
                     runs.append(self._start(tuple(item), kwargs))
@@ -173,8 +175,8 @@ class DistributedFunction(Generic[P, R]):
         return runs
 
     def _start(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool = False) -> Run[R]:
-        """Launch a run. Omit frames of this package from the traceback of an error."""
-        __tracebackhide__ = True  # IPython and pytest hide frames that define this local variable.
+        """Launch a run. Remove frames of this package from error tracebacks."""
+        __tracebackhide__ = True  # IPython and pytest hide frames with this local variable.
         try:
             run = self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
@@ -184,13 +186,13 @@ class DistributedFunction(Generic[P, R]):
         return run
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
-        """Launch a run. The subclass for sessions overrides this method."""
+        """Launch a run. The session subclass overrides this method."""
         return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
 def _refuse_single(items: object, name: str, hint: str) -> None:
     if not isinstance(items, Iterable):
-        raise InvalidOption(f"{name} takes iterables of arguments, not {items!r}", hint=hint)
+        raise InvalidOption(f"{name} requires iterables of arguments, not {items!r}", hint=hint)
 
 
 def distributed(
@@ -200,7 +202,7 @@ def distributed(
     timeout: float | str | None = None,
     **options: Unpack[Options],
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Decorate a function so that calls can run on GPUs of this machine or of a server's pool.
+    """Make a function callable on GPUs of this machine or of a server's pool.
 
     Args:
         gpus: number of GPUs, with one rank per GPU. None means every GPU of the node.
@@ -240,10 +242,10 @@ def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P
 def parse_options(
     gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]
 ) -> RunSpec:
-    """Return the run spec for a user's options.
+    """Build a run spec from a user's options.
 
-    If the catalogue lacks the GPU type, the function reads the user's configuration file, which can define GPU types.
-    Raises InvalidOption for an unknown option or a wrong type. Raises InvalidValue for an impossible value.
+    If the GPU catalogue lacks the GPU type, the function looks up the type in the user's configuration file. Raises
+    InvalidOption for an unknown option or a wrong type. Raises InvalidValue for an option value out of range.
     """
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())

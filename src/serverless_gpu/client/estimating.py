@@ -3,8 +3,8 @@
     local: devices of this machine (`outlook`)                    ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-An estimate runs the same checks as a call and raises the same errors. If the start time is unknown, the estimate
-contains the reason. For a local run, the client computes the start time from the runs that hold the devices:
+An estimate runs the same checks as a call and raises the same errors. If the start time is unknown, the estimate says
+why. For a local run, the client computes the start time from the runs that hold the devices:
 
     locks: holder of each device ─┬─ of this home ─▶ time limit ────────────────────────────▶ latest end
     tickets: waiting runs ────────┤              └─▶ durations of earlier runs of its name ─▶ expected end
@@ -13,7 +13,7 @@ contains the reason. For a local run, the client computes the start time from th
 The queue of a machine without a server is first come, first served. While other runs wait, the start time of a new run
 is unknown.
 
-An unusable lock directory raises `StorageError`. The client counts a device that does not answer as in use.
+An unusable lock directory raises `StorageError`. The client treats a device that does not answer as busy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     budgets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the start time as a sentence, and a line with the cost if a price is known."""
+        """Return the start time as a sentence. If a price is known, add a line with the cost."""
         is_priced = self.cost is not None and self.cost.micros_per_hour is not None
         return f"{self.start_text()}\n{self.cost}" if is_priced else self.start_text()
 
@@ -107,18 +107,18 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> Estimate:
-    """Return the estimated start time of a call. If a call would fail, raise its error."""
+    """Return the estimated start time of a call, or raise the error that the call would raise."""
     check_call(function, args, kwargs, spec)
     check_travels(function, args, kwargs, refusing_reducer(spec))
     return estimate_run(spec)
 
 
 def estimate_run(spec: RunSpec) -> Estimate:
-    """Return the estimated start time of a run with any payload. If a launch would fail, raise its error."""
+    """Return the estimated start time of a run, or raise the error that a launch would raise."""
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
     if spec.remote:
-        # The function imports the module by name, because only calls with a server need HTTP.
+        # The client imports the HTTP library only for remote calls, because the import is slow.
         return cast("Estimate", importlib.import_module("serverless_gpu.client.remote.estimate").estimate(spec))
     return _local_estimate(spec)
 
@@ -127,7 +127,7 @@ def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate 
     """Convert an estimate with times in nanoseconds since 1970 to an estimate in local time."""
     at_ns, basis = estimate.at_ns, estimate.basis
     if estimate.wait is not None:
-        # The estimate shows the queue position and the time separately.
+        # The estimate displays the queue position and the start time separately.
         wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)
         basis += f"; {wait_messages.sentence(wait, format_soon)}"
     left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
@@ -145,7 +145,7 @@ def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate 
 
 
 def unknown_estimate(why: str) -> Estimate:
-    """Return an estimate without a start time, with the reason why the time is unknown."""
+    """Return an estimate with an unknown start time and the reason."""
     return Estimate(start=None, seconds=None, basis=why)
 
 
@@ -231,12 +231,12 @@ def outlook(
 
 
 def expected_s(home: Home, name: str) -> float | None:
-    """Return the expected device time of runs of this name, or None with too few earlier runs."""
+    """Return the expected device time of runs with this name, or None if too few such runs have ended."""
     return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
 
 
 def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
-    """Return the number of devices that are in quarantine or used by other programs."""
+    """Return the number of devices that are quarantined or that other programs use."""
     if not uuids:
         return 0
     quarantined = retest_quarantined(locks, provider, uuids)
@@ -271,7 +271,7 @@ def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past
 
 
 def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
-    """Return the expected end of a run, and True if no later end is possible. None means unknown."""
+    """Return a run's expected end time, and True if the run cannot end later. None means unknown."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:
         return None, False
@@ -288,7 +288,7 @@ def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[
 
 
 def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
-    """Return device times of recent runs by name, newest first. Use only succeeded and timed-out runs."""
+    """Return the device times of recent successful and timed-out runs by run name, newest first."""
     past: dict[str, list[float]] = {name: [] for name in names}
     for run_id in run_ids(home.runs)[:_PAST_MAX] if names else ():
         record = read_run(home.runs, run_id)
@@ -300,7 +300,7 @@ def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
 
 
 def _when(lacking: int, having: Sequence[DeviceHolder]) -> tuple[int | None, bool]:
-    """Return the time when enough devices are free, and True if no later time is possible."""
+    """Return the time at which enough devices are free, and True if the time is an upper bound."""
     is_bound = True
     for holder in having:
         if holder.until_ns is None:

@@ -1,8 +1,8 @@
-"""Reads the telemetry of a run as series with the names that MLflow shows.
+"""Reads a run's telemetry as series with MLflow's metric names.
 
 logs/<node rank>.telemetry of every node and attempt ─▶ read_metrics() ─▶ {"system/node_0/gpu_0_…": Series}
 
-Pickle files of users contain the name of `Series` in this module, so nothing may move the class.
+The class `Series` must stay in `serverless_gpu.client.metrics`, because users' pickle files refer to this path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Series(NamedTuple):
 
 
 def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
-    """Return all series of a run by name. The order of the sample files does not matter."""
+    """Return a run's series by name. The sample files may be in any order."""
     found: dict[str, Series] = {}
     for data in files:
         header: Header | None = None
@@ -37,7 +37,7 @@ def read_metrics(files: Iterable[bytes]) -> dict[str, Series]:
                     one.times.append(line.at_ns / 1e9)
                     one.values.append(value)
     for name, one in found.items():
-        # The order of the files is arbitrary, and an administrator may have set a node's clock back.
+        # Samples may be out of order, because the files are unsorted and a node's clock may have been set back.
         if any(before > after for before, after in pairwise(one.times)):
             points = sorted(zip(one.times, one.values, strict=True))
             found[name] = Series([at for at, _ in points], [value for _, value in points])

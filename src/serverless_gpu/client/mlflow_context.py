@@ -1,14 +1,14 @@
-"""Determines the MLflow tracking of a call from the caller's variables and imported MLflow module.
+"""Determines a call's MLflow tracking from the caller's environment variables and MLflow module.
 
     MLFLOW_TRACKING_URI, …_EXPERIMENT_NAME, …_EXPERIMENT_ID, …_RUN_ID ─┐
     an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
     the program, its user, its commit, the arguments ──────────────────┘
 
-`resolve` neither imports MLflow nor uses the network, because each call waits for the result. The result contains no
-credentials, because the client writes the result to the run's directory and sends it to servers. Without MLflow in the
-caller's environment, only the server's MLflow tracks the run. If only the MLflow library can use a tracking URI, the
-client prints a warning and passes the URI to ranks unchanged. The client reads the program name, the user name and the
-Git commit from files and from its own process. Unknown values are "".
+`resolve` neither imports MLflow nor uses the network, because every call waits for `resolve`. The tracking data
+contains no credentials, because the client stores the data in the run directory and sends it to servers. If MLflow is
+not installed in the caller's environment, only the server's MLflow tracks the run. Only the MLflow library can use some
+tracking URIs. The client passes such a URI to the ranks unchanged and prints a warning. The client determines the
+program name, the user name and the Git commit without starting another program. Unknown values are "".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 RUN_ID = "MLFLOW_RUN_ID"
 ARGUMENT = "call."
-"""Prefix for logged argument names. The prefix avoids conflicts with parameters that user code logs."""
+"""Prefix of logged argument names, to avoid conflicts with parameters that user code logs."""
 _IN_A_RANK = "SGPU_RUN_ID"
 _FLUENT = "mlflow.tracking.fluent"
 _SERVICE = "mlflow.tracking._tracking_service.utils"
@@ -45,28 +45,28 @@ _RUN = re.compile(r"[a-zA-Z0-9][\w-]{0,255}")
 _EXPERIMENT = re.compile(r"[a-zA-Z0-9][\w-]{0,63}")
 _EXPERIMENT_CHARACTERS_MAX = 250
 _URI_CHARACTERS_MAX = 2_000
-_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # URIs with these schemes need no path.
+_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # MLflow URIs with these schemes need no path.
 _MEMORY = ("", ":memory:")
 _LOCAL_HOSTS = frozenset({"", "localhost"})
 _NOWHERE = (
-    f"this server does not track runs: {URI} names no MLflow server, and the server has no MLflow of its own "
-    "(start one: `sgpu up --mlflow`)"
+    f"this server does not track runs: {URI} names no MLflow server, and the server runs no MLflow server "
+    "(start MLflow: `sgpu up --mlflow`)"
 )
 _shown_notices: set[str] = set()
 INTERACTIVE = "interactive"
-_SESSION = "JPY_SESSION_NAME"  # Jupyter sets this variable to the path of the kernel's notebook.
-_EDITOR = "__vsc_ipynb_file__"  # VS Code sets this variable to the path of the notebook.
+_SESSION = "JPY_SESSION_NAME"  # Environment variable in which Jupyter stores the notebook's path.
+_EDITOR = "__vsc_ipynb_file__"  # Variable of `__main__` in which VS Code stores the notebook's path.
 _NOTEBOOK = ".ipynb"
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _ABOVE_MAX = 64
 _SMALL_BYTES = 4_096
 _PACKED_BYTES_MAX = 4_000_000
-# File of packed Git references → its modification time, its size and its text.
+# Packed Git reference file → modification time, size and text of the file.
 _packed: dict[Path, tuple[tuple[int, int], str]] = {}
 
 
 class TrackingStore(NamedTuple):
-    """The MLflow store of a run: a URI, or a message why the run cannot use the URI."""
+    """A run's MLflow store: a URI, or a message that explains why the URI is unusable."""
 
     uri: str = ""
     store: str = ""
@@ -74,25 +74,25 @@ class TrackingStore(NamedTuple):
 
 
 class RemoteTracking(NamedTuple):
-    """Facts about the server of a remote call that affect tracking."""
+    """Facts about a remote call's server that affect MLflow tracking."""
 
-    is_elsewhere: bool  # True if ranks may run on another machine, which cannot reach a local store.
+    is_elsewhere: bool  # True if ranks may run on another machine, which cannot use a local MLflow store.
     is_beside: bool  # True if the server runs on this machine, even if its nodes are other machines.
-    mlflow: Callable[[], str]  # Returns the URI of the server's MLflow, or "".
+    mlflow: Callable[[], str]  # Function that returns the server's MLflow URI, or "".
 
 
 class TrackingResolution(NamedTuple):
-    """The MLflow tracking of a call, or None, and a notice for the caller."""
+    """A call's MLflow tracking, if any, and a notice for the caller."""
 
     tracking: Tracking | None
     sentence: str = ""
 
 
 class _Driver(NamedTuple):
-    """State of the MLflow module in the caller's process."""
+    """State of the caller's MLflow module."""
 
     uri: str = ""  # MLflow's tracking URI.
-    is_set: bool = False  # False if the URI is MLflow's default tracking URI.
+    is_set: bool = False  # False if MLflow uses its default tracking URI.
     experiment_id: str = ""  # Experiment that the caller set with `set_experiment`, or "".
     run_id: str = ""  # ID of the active MLflow run, or "".
     run_experiment_id: str = ""  # Experiment ID of the active MLflow run.
@@ -101,7 +101,7 @@ class _Driver(NamedTuple):
 def resolve(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: RemoteTracking | None = None
 ) -> TrackingResolution:
-    """Return the MLflow tracking of a call. An error only reduces the tracking and never fails the call."""
+    """Return a call's MLflow tracking. An error reduces the tracking but never makes the call fail."""
     if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
         return TrackingResolution(None)
     is_installed = _is_installed()
@@ -113,8 +113,8 @@ def resolve(
     elsewhere = far is not None and far.is_elsewhere
     if place.store and elsewhere:
         sentence = (
-            f"the MLflow store {place.store} is on this machine, so it does not track runs on other machines; set "
-            f"{URI} to a server that both machines can reach"
+            f"the MLflow store {place.store} on this machine cannot track runs on other machines; set {URI} to an "
+            "MLflow server that both machines can reach"
         )
         place, driver = TrackingStore(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
@@ -127,14 +127,14 @@ def resolve(
         return TrackingResolution(None, sentence or _NOWHERE)
     host = urlsplit(place.uri).hostname or ""
     if elsewhere and (host in ("localhost", "::1") or host.startswith("127.")):
-        sentence = f"{place.uri} is a loopback address of this machine; nodes on other machines cannot reach it"
+        sentence = f"{place.uri} is a loopback address of this machine, which nodes on other machines cannot reach"
     return TrackingResolution(_tracking(spec, arguments, environ, place, driver), sentence)
 
 
 def with_tracking(
     spec: RunSpec, arguments: Mapping[str, object] | None = None, far: RemoteTracking | None = None
 ) -> RunSpec:
-    """Return a run spec with its MLflow tracking. Print the notice for the caller once."""
+    """Return a run spec with MLflow tracking. Print each tracking notice once."""
     found = resolve(spec, arguments or {}, os.environ, far)
     if found.sentence and found.sentence not in _shown_notices and not spec.quiet:
         _shown_notices.add(found.sentence)
@@ -143,10 +143,10 @@ def with_tracking(
 
 
 def place_of(uri: str, directory: str) -> TrackingStore:
-    """Return the MLflow store of a tracking URI. Relative paths start at `directory`."""
+    """Return the MLflow store of a tracking URI. Relative paths refer to `directory`."""
     text = uri.strip()
     if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
-        return TrackingStore(problem=f"{URI} is not a valid address of an MLflow server; runs are not tracked")
+        return TrackingStore(problem=f"{URI} is not a valid MLflow address, so serverless-gpu tracks no runs")
     scheme, colon, rest = text.partition(":")
     scheme = scheme.lower()
     if scheme not in _MLFLOW_SCHEMES and (not colon or "/" in scheme):
@@ -170,8 +170,8 @@ def _server(text: str) -> TrackingStore:
     except ValueError:
         host = None
     if not host or not text.isascii():
-        return TrackingStore(problem=f"{URI} is not a valid address of an MLflow server; runs are not tracked")
-    # The stored URI omits the user, the password and the query, because a query may contain a password.
+        return TrackingStore(problem=f"{URI} is not a valid MLflow address, so serverless-gpu tracks no runs")
+    # The stored tracking URI omits the user, the password and the query, because a query may contain a password.
     return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
 
@@ -180,7 +180,7 @@ def _directory(rest: str, directory: str) -> TrackingStore:
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in _LOCAL_HOSTS:
-            return TrackingStore(problem=f"MLflow's directory file:{rest} is on another machine; runs are not tracked")
+            return TrackingStore(problem=f"MLflow's directory file:{rest} is remote, so serverless-gpu tracks no runs")
         path = slash + path
     return TrackingStore(store=_path(directory, unquote(path)))
 
@@ -188,25 +188,28 @@ def _directory(rest: str, directory: str) -> TrackingStore:
 def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
     path, question, query = rest.removeprefix("//").removeprefix("/").partition("?")
     if path in _MEMORY or not rest.startswith("//"):
-        return TrackingStore(problem="MLflow's SQLite database is in the memory of this process; runs are not tracked")
+        return TrackingStore(problem="MLflow's SQLite database is in memory, so serverless-gpu tracks no runs")
     if not path.startswith("/"):
         path = quote(os.path.join(directory, "")) + path
     return TrackingStore(store=f"{scheme}:///{os.path.normpath(path)}{question}{query}")
 
 
 def _path(directory: str, path: str) -> str:
-    """Return the canonical path of a local store. Stores with equal paths share an MLflow server."""
+    """Return the canonical path of a local store.
+
+    Stores with the same canonical path share an MLflow server.
+    """
     return os.path.normpath(os.path.join(directory, path))
 
 
 def _is_installed() -> bool:
-    """Return True if ranks can import MLflow. Ignore a directory named mlflow without a module."""
+    """Return True if ranks can import MLflow. Ignore a directory named `mlflow` that is not a module."""
     loaded = sys.modules.get("mlflow")
     if loaded is not None:
         return True
     try:
         found = importlib.util.find_spec("mlflow")
-    except (ImportError, ValueError, AttributeError):  # An import finder that the user installed may raise.
+    except (ImportError, ValueError, AttributeError):  # A user's import finder may raise any exception.
         return False
     return found is not None and found.origin is not None
 
@@ -224,7 +227,7 @@ class _ActiveRun(Protocol):
 
 
 class _Fluent(Protocol):
-    """The part of MLflow's fluent interface that this module uses.
+    """The attributes of MLflow's fluent interface that serverless-gpu uses.
 
     `_active_experiment_id` is a private attribute of MLflow and may be absent.
     """
@@ -238,7 +241,7 @@ class _Service(Protocol):
 
 
 def _driver() -> _Driver:
-    """Return the state of an imported MLflow. Avoid calls that would use the network."""
+    """Return the state of an imported MLflow module without using the network."""
     fluent, service = sys.modules.get(_FLUENT), sys.modules.get(_SERVICE)
     if fluent is None or service is None:
         return _Driver()
@@ -251,14 +254,13 @@ def _driver() -> _Driver:
             run_id=_valid(_RUN, run.info.run_id) if run is not None else "",
             run_experiment_id=_valid(_EXPERIMENT, run.info.experiment_id) if run is not None else "",
         )
-    except Exception:  # noqa: BLE001 - MLflow may have another version, or another thread is importing it
+    except Exception:  # noqa: BLE001 - MLflow may have an unknown version, or another thread may be importing MLflow
         return _Driver()
 
 
 def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
     uri = environ.get(URI, "")
-    # An ID of a run or an experiment belongs to the store of the caller's MLflow module, which may be MLflow's default
-    # store.
+    # MLflow IDs of runs and experiments are valid only in the store that the caller's MLflow module uses.
     is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
     if driver.run_id or (not uri and (driver.is_set or is_numbered)):
         uri = driver.uri
@@ -266,7 +268,7 @@ def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
         return TrackingStore()
     try:
         return place_of(uri, os.getcwd())
-    except FileNotFoundError:  # If the working directory does not exist, the launch reports the error.
+    except FileNotFoundError:  # If the working directory does not exist, the launch fails with an error.
         return TrackingStore()
 
 
@@ -281,7 +283,7 @@ def _valid(pattern: re.Pattern[str], value: object) -> str:
 def _tracking(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], place: TrackingStore, driver: _Driver
 ) -> Tracking:
-    """Return the tracking data of the call. All texts are valid UTF-8."""
+    """Return a call's tracking data as valid UTF-8."""
     program = submitted_program(spec.payload) if isinstance(spec.payload, Command) else calling_program(environ)
     user = user_name()
     continued = _valid(_RUN, environ.get(RUN_ID))
@@ -315,7 +317,7 @@ def _params(arguments: Mapping[str, object]) -> dict[str, str]:
         return {f"{ARGUMENT}{name}": text for name, text in argument_texts(arguments).items()}
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - user classes may raise anything, and tracking must not fail the run
+    except BaseException:  # noqa: BLE001 - a user's class may raise any exception, which must not fail the run
         return {}
 
 
@@ -324,7 +326,7 @@ def _path_part(name: str) -> str:
 
 
 def _sendable(value: object) -> object:
-    """Return a value as valid UTF-8, because paths and variables may contain other bytes."""
+    """Return a value as valid UTF-8. Paths and environment variables may contain invalid bytes."""
     if isinstance(value, dict):
         return {_sendable(key): _sendable(inner) for key, inner in value.items()}
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -333,7 +335,7 @@ def _sendable(value: object) -> object:
 class Program(NamedTuple):
     """The script, notebook or command that called serverless-gpu."""
 
-    name: str  # File name without directory and suffix. Without a file, `INTERACTIVE`.
+    name: str  # File name of the program without directory and suffix. Without a file, `INTERACTIVE`.
     path: str = ""
     kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for the type of the program.
 
@@ -346,11 +348,11 @@ class Commit(NamedTuple):
 
 
 def calling_program(environ: Mapping[str, str]) -> Program:
-    """Return the script or the notebook that this process runs."""
+    """Return the script or notebook that the current process runs."""
     main = sys.modules.get("__main__")
     if "ipykernel" in sys.modules:
         path = str(getattr(main, _EDITOR, "") or environ.get(_SESSION, ""))
-        # In VS Code, the path has an additional suffix after the notebook's file extension.
+        # In VS Code, the notebook's path has a suffix after the file extension.
         name, ending, _ = os.path.basename(path).partition(_NOTEBOOK)
         if name and ending:
             return Program(name, os.path.join(os.path.dirname(path), name + ending), "NOTEBOOK")
@@ -366,7 +368,7 @@ def calling_program(environ: Mapping[str, str]) -> Program:
 
 
 def submitted_program(command: Command) -> Program:
-    """Return the script or module that a command runs. For another command, return its executable."""
+    """Return the script or module that a Python command runs, or the executable of any other command."""
     if command.argv[1:2] == ("-m",) and len(command.argv) > 2:
         return Program(command.argv[2])
     script = next((argument for argument in command.argv if argument.endswith(".py")), command.argv[0])
@@ -378,7 +380,7 @@ def user_name() -> str:
     """Return the name of the operating system user, or the user ID if the account has no name."""
     try:
         return getpass.getuser()
-    except (ImportError, KeyError, OSError):  # The type of the exception depends on the Python version.
+    except (ImportError, KeyError, OSError):  # The exception's type depends on the Python version.
         return f"uid {os.getuid()}"
 
 
@@ -433,7 +435,7 @@ def _in_packed(file: Path, reference: str) -> str:
 
 
 def _read(file: Path, most: int = _SMALL_BYTES) -> str:
-    # If the file is a pipe or a device, non-blocking mode prevents a hang.
+    # Opening a pipe or a device in blocking mode could hang.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, encoding="utf-8", errors="replace") as opened:
         return opened.read(most)

@@ -5,17 +5,18 @@
     dist.init_process_group("gloo")
     rank * 10                               the cell's result is the list of these values: [0, 10]
 
-Variables that the cell assigns exist only in the ranks. The magic raises every error, so that the notebook stops at the
-cell. The traceback omits the frames of IPython and of this package.
+Variables that the cell assigns exist only in the ranks. Any error stops the notebook at the cell. Tracebacks omit the
+frames of IPython and of serverless-gpu.
 
-The magic splits the cell's code so that the code can be pickled:
+The `%%distributed` magic splits the cell's code into parts that pickle accepts:
 
     text ─▶ statements · last expression · required notebook names ─▶ `distributed_cell(…)` in each rank
 
-The magic finds the required names statement by statement. The magic does not send a name that the cell always binds
-before its first use (`model = …`, an import, a loop variable). The notebook's value of this name may be large or
-impossible to pickle. If the analysis is inconclusive, the magic sends the name. The magic refuses invalid Python and
-notebook syntax (`%magic`, `!command`, top-level `await`). The error message contains the refused line.
+The cell magic determines the required names statement by statement. The cell magic does not send names that the cell
+always binds before their first use (`model = …`, imports, loop variables). The notebook's value of such a name may be
+large or impossible to pickle. If the cell magic cannot determine where the cell binds a name, the magic sends the
+name's value. The cell magic refuses invalid Python and notebook syntax (`%magic`, `!command`, top-level `await`). The
+error message quotes the invalid line.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from serverless_gpu.units import parse_duration_s
 
 # Names of parameters that `distributed_cell` passes to each rank.
 GIVEN = frozenset({"rank", "world_size"})
-# Names that IPython defines. Pickle refuses their values, and ranks define `exit` and `quit` themselves.
+# Names that IPython defines and whose values pickle refuses. Ranks define `exit` and `quit` themselves.
 _SHELL = frozenset({"get_ipython", "exit", "quit"})
-# Names that Python reads for a class or an annotation. Each rank has its own values.
+# Names that Python reads for a class or an annotation. Each rank defines these names itself.
 _OF_ANY_MODULE = {"__name__", "__annotations__"}
 _SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
 _NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
@@ -55,13 +56,13 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Compiler(Protocol):
-    """The part of IPython's compiler that this module uses."""
+    """The attributes of IPython's compiler that the cell magic uses."""
 
     flags: int
 
 
 class Shell(Protocol):
-    """The part of IPython's shell that this module uses."""
+    """The attributes of IPython's shell that the cell magic uses."""
 
     user_ns: dict[str, object]
     execution_count: int
@@ -73,7 +74,7 @@ class Shell(Protocol):
 
 
 def load_ipython_extension(ipython: Shell) -> None:
-    """Register `%%distributed`. IPython calls this function for `%load_ext serverless_gpu`."""
+    """Register `%%distributed`. Register the cell magic when IPython runs `%load_ext serverless_gpu`."""
 
     def magic(line: str, cell: str) -> object:
         return run_magic(ipython, line, cell)
@@ -85,10 +86,13 @@ def load_ipython_extension(ipython: Shell) -> None:
 
 
 def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
-    """Run a cell on every rank. Return the values of the cell, or None if the cell has no value to show."""
+    """Run a notebook cell on every rank.
+
+    Return each rank's value, or None if the cell has no value to show.
+    """
     with _shown_briefly():
         options, output = parse_line(line)
-        # Newer IPython versions increment the cell number before a cell runs, and older versions increment it
+        # Newer IPython versions increment the cell number before running a cell. Older versions increment the number
         # afterwards.
         history = getattr(shell.history_manager, "input_hist_raw", [])
         stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
@@ -112,7 +116,7 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
 
 
 def _seconds(text: str) -> object:
-    """Return a number of seconds, or text with a unit, which `distributed` parses."""
+    """Return a number of seconds, or unchanged text with a unit for `distributed` to parse."""
     try:
         return float(text)
     except ValueError:
@@ -120,7 +124,7 @@ def _seconds(text: str) -> object:
         return text
 
 
-# Options of `distributed`, with a parser for each value. None denotes a switch without a value.
+# Options of `distributed`, with a parser for each value. None stands for an option without a value.
 VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "gpus": (int, "a whole number"),
     "gpu_type": (str, "a name"),
@@ -158,7 +162,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
 
 
 def parse_line(line: str) -> tuple[dict[str, object], str]:
-    """Return the options in the line of a magic, and the variable name after ``-o`` or ""."""
+    """Return the options in a magic's line, and the variable name after ``-o`` or ""."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -230,18 +234,18 @@ Each option has the same meaning as for `distributed`.
 
 @contextlib.contextmanager
 def _shown_briefly() -> Iterator[None]:
-    """Make IPython show only an error's own text, without frames of IPython and of this package."""
+    """Make IPython show an error without the frames of IPython and serverless-gpu."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         text = _error_text(error)
-        with contextlib.suppress(Exception):  # An exception class of the user may refuse new attributes.
+        with contextlib.suppress(Exception):  # A user's exception class may refuse new attributes.
             object.__setattr__(error, "_render_traceback_", lambda: text.splitlines())
         raise
 
 
 def _cell_frames(message: str) -> str:
-    """Replace `distributed_cell` in an error message by a reference to the cell."""
+    """Replace `distributed_cell` in an error message with a reference to the notebook cell."""
     for ours, theirs in (
         ("the call to distributed_cell", "the cell"),
         ("argument `notebook` -> ", ""),
@@ -269,10 +273,10 @@ class Cell(NamedTuple):
 
 
 def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, name: str, flags: int = 0) -> Cell:
-    """Return the compiled code of a cell, and the names that the code needs from the notebook.
+    """Return a cell's compiled code, and the names that the code needs from the notebook.
 
-    `first_line` contains the magic and is line 1 of the cell. Tracebacks show the cell as `name`. `flags` are the
-    notebook's compiler flags. Raises UsageError with the reason if ranks cannot run the cell.
+    `first_line` is the cell's first line, which contains the magic. `name` is the cell's file name in tracebacks.
+    `flags` are the notebook's compiler flags. Raises UsageError if ranks cannot run the cell.
     """
     lines = [first_line, *text.splitlines()]
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
@@ -288,13 +292,13 @@ def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, na
 
 
 def ends_silently(text: str) -> bool:
-    """Return True if a cell ends with a semicolon, which suppresses its value."""
+    """Return True if a cell ends with a semicolon, which suppresses the cell's value."""
     code = [line.partition("#")[0].rstrip() for line in text.splitlines()]
     return next((line for line in reversed(code) if line), "").endswith(";")
 
 
 def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that code reads from its global scope, including names that may be local."""
+    """Return the names that code reads as globals, including names that may be local."""
     needed: set[str] = set()
     _walk(statements, set(), needed)
     return needed
@@ -306,7 +310,7 @@ def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
 def _parse(text: str, flags: int) -> ast.Module:
     try:
         tree = compile(text, "<cell>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-        # Only a full compilation reports `return` outside a function.
+        # Only full compilation reports a `return` outside a function.
         compile(text, "<cell>", "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         raise _refusal(text, error) from None
@@ -328,7 +332,7 @@ def _refusal(text: str, error: SyntaxError) -> UsageError:
         hint = "write an async function in the cell and run it with asyncio.run(...)"
         return UsageError(f"{where}: ranks cannot await at the top level: {line.strip()}", hint=hint)
     if "'return' outside function" in str(error.msg) or "'yield" in str(error.msg):
-        hint = "end the cell with an expression; its value becomes each rank's result"
+        hint = "end the cell with an expression, whose value becomes each rank's result"
         return UsageError(f"{where}: a cell cannot return or yield: {line.strip()}", hint=hint)
     return UsageError(f"{where} is not valid Python: {error.msg}: {line.strip()}")
 
@@ -337,7 +341,7 @@ def _refusal(text: str, error: SyntaxError) -> UsageError:
 
 
 def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> None:
-    """Add unbound names that statements read to `needed`, and names that they always bind to `bound`."""
+    """Add unbound names that statements read to `needed`, and names that statements bind to `bound`."""
     for statement in statements:
         match statement:
             case ast.For():
@@ -361,8 +365,8 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
                 code = _code(statement)
                 reads = _reads(code)
                 if isinstance(statement, _DEFINITIONS):
-                    # The body of a definition may use the defined name. A base class or a decorator reads the defined
-                    # name before Python binds it.
+                    # A definition's body may use the defined name. A base class or a decorator reads the name before
+                    # Python binds it.
                     reads = reads - ({statement.name} - {name for how, name in _operations(code) if how in _NOW})
                 needed |= reads - bound
                 if isinstance(statement, (*_SIMPLE, *_DEFINITIONS)):
@@ -370,7 +374,7 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
 
 
 def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str]) -> set[str]:
-    """Analyse alternative branches. Return the names that all branches bind."""
+    """Analyse alternative branches. Return the names that all branches of a statement bind."""
     after = []
     for branch in branches:
         own = set(bound)
@@ -380,7 +384,10 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
 
 
 def _bound_names(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
-    """Return the names that an assignment target binds. Record names that the target reads as needed."""
+    """Return the names that an assignment target binds.
+
+    Add the names that the target reads to the needed names.
+    """
     code = _code(ast.Assign([target], ast.Constant(0)))
     needed |= _reads(code) - bound
     return _stores(code)
@@ -405,7 +412,7 @@ def _stores(code: CodeType) -> set[str]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield each name in this code and in nested definitions, with the bytecode operation on the name."""
+    """Yield each name in a code object and its nested code objects, with the name's bytecode operation."""
     for step in dis.get_instructions(code):
         if step.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
             yield step.opname, str(step.argval)
@@ -425,7 +432,10 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
 
 
 def _reference_function(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
-    """Return a function that refers to these globals, so that pickle includes them. No code calls it."""
+    """Return a function that refers to the given globals, so that pickle includes the globals.
+
+    No code calls the function.
+    """
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
     assert isinstance(namespace, dict)

@@ -1,12 +1,12 @@
-"""Implements `ray_launch`, which runs a function as the Ray driver of the run's own Ray cluster.
+"""Implements `ray_launch`, which runs a function as the driver of a new Ray cluster.
 
     @ray_launch(gpus=8, gpu_type="H100")
     def sweep(): ...
 
     sweep.distributed()      a cluster of 8 GPUs with `sweep` as its driver; returns one result per node
 
-The number and the size of Ray's workers follow from the devices of the run. `ray_launch` therefore refuses options of
-Ray and of other launchers that set workers. The error message names the option to use instead.
+The run's devices determine the number and the size of Ray's workers. `ray_launch` therefore refuses options that
+configure workers in Ray and in other launchers. The error message names the option to use instead.
 """
 
 from __future__ import annotations
@@ -31,30 +31,22 @@ from serverless_gpu.model.spec import (
 P = ParamSpec("P")
 R = TypeVar("R")
 OWN = ("dashboard", "object_store_memory")
-"""Options that `ray_launch` accepts and `distributed` does not accept."""
+"""Options of `ray_launch` that `distributed` does not accept."""
 NOT_TAKEN = frozenset({"hang_timeout", "init"})
 """Options of `distributed` that have no meaning for a Ray driver."""
 VALID = tuple(sorted({"gpus", "gpu_type", "remote", "timeout", *OWN, *Options.__annotations__} - NOT_TAKEN))
-_WORKER_GPUS = (
-    "write gpus= for the GPUs of the whole cluster; set those of a task or an actor with @ray.remote(num_gpus=1)"
-)
-_WORKER_CPUS = (
-    "write cpus= for the cores of the whole run; set those of a task or an actor with @ray.remote(num_cpus=2)"
-)
-_SIZE = "write gpus=: the cluster uses the nodes that have these GPUs, and its size is fixed"
-_TYPE = "write gpu_type="
-_STORE = "write object_store_memory= for the object store of each node"
-_MEMORY = "write memory= for the host memory of the whole run"
-_DASHBOARD = "write dashboard=True; the run chooses the port and prints the link"
-_DIRECTORY = "remove this option: Ray writes its files to a directory of the run, and the run stores Ray's logs"
-_DRIVER = "pass it to ray.init(...) inside the function"
-_FIXED = (
-    "remove this option: the run starts Ray itself; pass options of the driver to ray.init(...) inside the function"
-)
-_WAITS = (
-    "remove this option: a Ray driver may wait for its tasks for hours; limit the run with timeout= or idle_timeout="
-)
-_GROUP = "remove this option: a driver is a single process; Ray Train creates the process group of its workers"
+_WORKER_GPUS = "set gpus= for the whole cluster, and use @ray.remote(num_gpus=1) for the GPUs of a task or an actor"
+_WORKER_CPUS = "set cpus= for the whole run, and use @ray.remote(num_cpus=2) for the cores of a task or an actor"
+_SIZE = "set gpus=, which determines the fixed size of the Ray cluster"
+_TYPE = "set gpu_type="
+_STORE = "set object_store_memory= for each node's object store"
+_MEMORY = "set memory= for the host memory of the whole run"
+_DASHBOARD = "set dashboard=True, so that the run chooses the dashboard's port and prints the link"
+_DIRECTORY = "remove this option, because Ray writes its files and logs to a directory of the run"
+_DRIVER = "pass this option to ray.init(...) inside the function"
+_FIXED = "remove this option, because the run starts Ray; pass driver options to ray.init(...) inside the function"
+_WAITS = "limit the run with timeout= or idle_timeout= instead, because a Ray driver may wait for tasks for hours"
+_GROUP = "remove this option, because Ray Train creates the process group of its workers"
 _MEANT = {
     _WORKER_GPUS: "num_gpus_per_worker gpus_per_worker gpus_per_node num_gpus_per_node num_gpus_worker_node "
     "num_gpus_head_node num_accelerators",
@@ -145,7 +137,10 @@ def _store_bytes(value: object) -> int:
 
 
 def _unknown(name: str) -> InvalidOption:
-    """Return the error for an unknown option. The error names a known replacement and all valid options."""
+    """Return the error for an unknown option.
+
+    The error names a replacement, if one is known, and all valid options.
+    """
     valid = "valid options: " + ", ".join(VALID)
     if name in _INSTEAD:
         return InvalidOption(f"ray_launch has no option {name!r}", hint=f"{_INSTEAD[name]}; {valid}")

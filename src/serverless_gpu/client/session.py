@@ -4,10 +4,10 @@
         s.distributed(train, lr=3e-4)      no wait for GPUs, no cold start
         s.distributed(evaluate)
 
-A process on the node (`node/supervisor/session.py`) holds the devices while the client process is connected to it.
-Between calls, a daemon thread of the client reads messages of this process: a warning about an idle session, or the end
-of the session. After the end of a session, the next call raises an error with the reason. The exit of the client
-process ends the session, but not the runs of the session.
+A session process on the node (`node/supervisor/session.py`) holds the devices while the client process is connected.
+Between calls, a daemon thread of the client reads the session process's messages: idle warnings and the session's end.
+A call in an ended session raises an error with the reason. When the client process exits, the session ends, but its
+runs continue.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _HAND_BACK_S = 30.0
 
 
 class _Hold(Run[None]):
-    """The handle of a session's process, with the message protocol of a run without ranks."""
+    """Handle of a session process, which uses the message protocol of a run without ranks."""
 
     devices: tuple[Device, ...] = ()
 
     def wait_held(self, display: Display) -> None:
-        """Wait until the session holds its devices, and show the reason for the wait."""
+        """Wait until the session holds its devices, and display the wait reason."""
         self._display = display
         self._hear_until(lambda: bool(self.devices) or self.over, None)
         if not self.devices:
-            raise self._error(None) or SessionEnded(f"session {self.id} ended before it had its devices")
+            raise self._error(None) or SessionEnded(f"session {self.id} ended before it got its devices")
 
     def listen(self) -> None:
         """Print messages about the session until the session ends."""
@@ -63,7 +63,7 @@ class _Hold(Run[None]):
 
     @property
     def over(self) -> bool:
-        """True after the end of the session."""
+        """True after the session has ended."""
         return self._stopped is not None or self._refused is not None or not self._source.is_open
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
@@ -77,8 +77,8 @@ class Session:
     """Reserved GPUs and a warm interpreter for several calls.
 
     `serverless_gpu.session(...)` creates a session. At the end of a `with` block, the session waits for its runs and
-    releases the devices. An exception in the block cancels the runs. `close()` has the same effect as the end of the
-    block.
+    releases the devices. An exception in the block cancels the session's runs. `close()` has the same effect as the end
+    of the block.
 
     Attributes:
         id: the session's identifier.
@@ -98,8 +98,8 @@ class Session:
         self._closed = False
         self._owner = os.getpid()
         own_sessions.add(self.id)
-        # Neither the thread nor the finalizer refers to the Session object, so that its garbage collection ends the
-        # session.
+        # The thread and the finalizer hold no reference to the Session object, so that garbage collection of the object
+        # ends the session.
         weakref.finalize(self, _end_in, self._owner, held)
         start_thread(held.listen, f"serverless-gpu-session-{held.id}")
 
@@ -140,16 +140,16 @@ class Session:
     def submit(self, function: Callable[P, R] | DistributedFunction[P, R], *args: P.args, **kwargs: P.kwargs) -> Run[R]:
         """Start a run on the session's devices and return its handle at once.
 
-        Raises the same errors as `distributed` before the run starts.
+        Before the run starts, the method raises the same errors as `distributed`.
         """
         return self._bind(function).submit(*args, **kwargs)
 
     def map(
         self, function: Callable[..., R] | DistributedFunction[..., R], *iterables: Iterable[object], **kwargs: object
     ) -> RunList[R]:
-        """Start one run per item and return their handles, like `map` of a decorated function.
+        """Start one run per item and return the run handles, like `map` of a decorated function.
 
-        The number of the session's devices limits the number of parallel runs. Decorate the function with `gpus=1` to
+        The number of devices in the session limits the number of parallel runs. Decorate the function with `gpus=1` to
         run one item per device.
         """
         return self._bind(function).map(*iterables, **kwargs)
@@ -160,14 +160,14 @@ class Session:
         items: Iterable[Iterable[object]],
         **kwargs: object,
     ) -> RunList[R]:
-        """Start one run per tuple of positional arguments, and return the handles."""
+        """Start one run per tuple of positional arguments and return the run handles."""
         return self._bind(function).starmap(items, **kwargs)
 
     def actors(self, cls: Callable[..., object], *args: object, **kwargs: object) -> Actors:
-        """Create one object of a class in each rank. The object and the rank's process persist between calls.
+        """Create one object of a class in each rank. The object and the rank process persist between calls.
 
-        Each rank calls ``cls(*args, **kwargs)``, then the object's ``setup()`` if it exists. The rank process fills in
-        the parameters `rank` and `world_size`. The session's idle limit also applies to the actors.
+        Each rank calls ``cls(*args, **kwargs)`` and then the object's ``setup()`` method, if any. The rank process
+        fills in the parameters `rank` and `world_size`. The session's idle limit also applies to the actors.
 
         Args:
             cls: a plain class, which gets every device of the session, or a decorated class, which gets the number of
@@ -204,13 +204,13 @@ class Session:
     def close(self) -> None:
         """Wait for the session's runs, release its devices and print its receipt.
 
-        A second call does nothing.
+        Closing a session twice has no effect.
 
         Raises:
             KeyboardInterrupt: the user pressed Ctrl-C during the wait. The devices are free, and the runs were
                 cancelled unless `on_interrupt` detaches them.
         """
-        # A forked child has a copy of this object, but only the parent process owns the session.
+        # A forked child process has a copy of the Session object, but only the parent process owns the session.
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -229,7 +229,7 @@ class Session:
     def _say_end(self) -> None:
         try:
             receipt = self._hold.receipt(_HAND_BACK_S)
-            # A new display is needed, because another notebook cell may have opened the session.
+            # `close` creates a new display, because another notebook cell may have opened the session.
             make_display(quiet=self._spec.quiet, logs=self._hold.directory / "logs").receipt(receipt)
         except (TimeoutError, ServerlessGpuError) as error:
             self._display.say(f"session {self.id}: {error}")
@@ -267,7 +267,10 @@ class Session:
             raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
 
     def _stop_runs(self, *, interrupted: bool) -> None:
-        """Cancel running runs and wait for their end. Skip runs that Ctrl-C detaches. Drop all handles."""
+        """Cancel the session's runs and wait until they end.
+
+        Skip runs with `on_interrupt="detach"`. Drop all handles.
+        """
         runs, self._runs = self._runs, []
         going = [run for run in runs if not run._abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
         if not going:
@@ -284,14 +287,14 @@ class Session:
 
 
 def _end_in(owner: int, held: _Hold) -> None:
-    """End the session in the process that opened it. Do nothing in a forked child."""
+    """End a session in the process that opened it. Do nothing in a forked child process."""
     if os.getpid() == owner:
         held.cancel()
 
 
 def _wait_for(runs: Sequence[Run[object]]) -> None:
     for run in runs:
-        with contextlib.suppress(ServerlessGpuError):  # After a kill of the supervisor, the run has no receipt.
+        with contextlib.suppress(ServerlessGpuError):  # If the supervisor was killed, the session has no receipt.
             run.receipt()
 
 
@@ -315,7 +318,7 @@ def session(
     idle_timeout: float = IDLE_TIMEOUT_S,
     **options: Unpack[SessionOptions],
 ) -> Session:
-    """Hold GPUs of this machine for several calls, and wait until they are free.
+    """Wait for free GPUs of this machine and hold the GPUs for several calls.
 
     Args:
         gpus: number of GPUs. None means every GPU of the node.
@@ -339,7 +342,7 @@ def session(
     spec = parse_options(gpus, gpu_type, others.pop("remote", False), timeout, others)
     if spec.remote:
         raise UsageError(
-            "a session holds devices of this machine; sessions through a server are not supported",
+            "a session can hold only devices of this machine, not devices of a server",
             hint="remove remote=True from the session, or call each function with remote=True",
         )
     idle_timeout_s = seconds("idle_timeout", idle_timeout)

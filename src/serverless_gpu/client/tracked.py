@@ -1,9 +1,9 @@
-"""Finds the MLflow run that tracks a run, from live messages or from files.
+"""Finds a run's MLflow run in live messages or in files.
 
     protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
 
-The link contains the server, the experiment and the run. If the link has another form, the module sets the server and
-the experiment to "".
+An MLflow link contains the server, the experiment and the MLflow run. For a link in any other format, the server and
+the experiment are "".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _TrackingFile(msgspec.Struct, frozen=True):
 
 
 def from_link(url: str, run_id: str = "") -> TrackedRun | None:
-    """Return the MLflow run of a link, or None for "". A known `run_id` overrides the link's run."""
+    """Return a link's MLflow run, or None for an empty link. A known `run_id` overrides the link's run."""
     found = _LINK.fullmatch(url)
     if found is None:
         return TrackedRun(run_id, url) if run_id else None
@@ -56,7 +56,7 @@ def from_link(url: str, run_id: str = "") -> TrackedRun | None:
 
 
 def from_directory(directory: Path) -> TrackedRun | None:
-    """Return the MLflow run from an attempt's directory on this machine, or None."""
+    """Return the MLflow run that a local attempt directory names, or None."""
     try:
         with (directory / _FILE).open("rb") as file:
             written = from_json(file.read(_FILE_BYTES_MAX), _TrackingFile)

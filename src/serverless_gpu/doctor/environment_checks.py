@@ -1,7 +1,7 @@
 """Checks the Python environment: imports, incompatible packages, and files that hide modules.
 
-Several checks use the facts about package imports. Each check reports the import failures whose text it recognizes.
-The check `imports` reports all remaining import failures.
+Several checks use the facts about package imports. Each of these checks reports the import failures whose error text it
+recognizes. The check `imports` reports all remaining import failures.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _requirements(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]
         return unknown(found.broken_problem, f"{facts.python_command} -m pip check")
     findings = []
     for broken in found.broken:
-        has = f"{broken.found} is installed" if broken.found else "it is not installed"
+        has = f"{broken.found} is installed" if broken.found else "the requirement is not installed"
         sentence = f"{broken.package} {broken.version} requires {broken.requirement}, and {has}"
         findings += warning(sentence, f"{facts.python_command} -m pip install '{broken.requirement}'")
     return findings or ok("torch and its related packages have all requirements")
@@ -151,9 +151,9 @@ def _hf_transfer(facts: MachineFacts) -> list[Finding]:
 
 
 def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
-    """Return a failure for each import that failed with a matching error text.
+    """Return a failure for each failed import whose error text matches a pattern.
 
-    Return a warning for an import that succeeded but printed a matching text.
+    Return a warning for a successful import whose output matches the pattern.
     """
     imports = facts.imports
     if isinstance(imports, UnknownFact):
@@ -233,8 +233,7 @@ CHECKS = (
             "Expected 96 from C header, got 88 from PyObject",
             "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.… as it may crash.",
         ),
-        cause="The installation of a package changed NumPy's version, but other packages were compiled against "
-        "the old version.",
+        cause="The installation of a package changed NumPy's version, but other packages require the old version.",
         mend="python -m pip install --upgrade --force-reinstall numpy <package>",
         probe=lambda facts: _matching(
             facts,
@@ -266,8 +265,8 @@ CHECKS = (
         group=CheckGroup.ENVIRONMENT,
         title="CUDA libraries of torch",
         symptoms=("ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory",),
-        cause="torch loads cuDNN, NCCL and other libraries from its own directory. Another installation replaced "
-        "or removed them.",
+        cause="torch loads cuDNN, NCCL and other libraries from its own directory. Another package's "
+        "installation has replaced or removed these libraries.",
         mend="python -m pip install --force-reinstall torch",
         probe=lambda facts: _matching(
             facts,
@@ -299,7 +298,7 @@ CHECKS = (
         group=CheckGroup.ENVIRONMENT,
         title="Requirements of torch and related packages",
         symptoms=("pip: … requires torch==…, but you have torch … which is incompatible",),
-        cause="pip installs the most recently requested package even if that breaks an installed one.",
+        cause="pip installs a requested package even if the installation breaks another package.",
         mend="run `python -m pip check` and install the packages that it names",
         probe=_requirements,
     ),
@@ -314,7 +313,7 @@ CHECKS = (
         ),
         cause="Python first searches the program's directory and PYTHONPATH. A file in the program's directory "
         "hides an installed module of the same name.",
-        mend="rename the file and delete its __pycache__",
+        mend="rename the file that hides the module, and delete its __pycache__",
         probe=_shadowed,
     ),
     Check(

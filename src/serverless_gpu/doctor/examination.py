@@ -1,6 +1,6 @@
-"""Runs all checks: gathers facts, judges them and writes the report as text or JSON.
+"""Runs all doctor checks and writes the report as text or JSON.
 
-`sgpu doctor` imports this module only when the command runs.
+The CLI imports this module only for `sgpu doctor`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CODE = 16
 
 
 def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
-    """Return the lines of the report, and True if a check failed.
+    """Return the report's lines, and True if a check failed.
 
-    `limit_s` is the time limit of each probe in seconds. `paint` colours the name of an outcome.
+    `limit_s` is each probe's time limit in seconds. `paint` colours the name of an outcome.
     """
     facts = gather(os.environ, limit_s)
     judged = judge(facts)
@@ -47,18 +47,18 @@ TABLE: tuple[Check, ...] = (
 
 
 def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
-    """Return the findings of each check that applies, in the order of the table of checks."""
+    """Return each applicable check's findings, in the order of the check table."""
     judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
     return [(check, findings) for check, findings in judged if findings]
 
 
 def has_failed(judged: Judged) -> bool:
-    """Return True if a check found a problem that prevents runs."""
+    """Return True if any check found a problem that prevents runs."""
     return any(finding.outcome is CheckOutcome.FAILED for _, findings in judged for finding in findings)
 
 
 def lines(judged: Judged, paint: Paint) -> Iterator[str]:
-    """Yield the report: one line for each ok finding, up to three lines for any other finding."""
+    """Yield the report's lines: one line per "ok" finding, and up to three lines for any other finding."""
     group = None
     unseen = _unseen(judged)
     for check, findings in judged:
@@ -70,7 +70,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
         for finding in findings:
             codes = unseen.get((check.group, finding.sentence), [check.code])
             if finding.outcome is CheckOutcome.UNKNOWN and codes[0] != check.code:
-                continue  # The first check's line names all checks with the same reason.
+                continue  # The report's line for the first check names all checks with the same reason.
             word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
             named = ", ".join(codes if finding.outcome is CheckOutcome.UNKNOWN else [check.code])
             yield f"  {word}  {named:<{_CODE}}  {_one_line(finding.sentence)}"
@@ -85,10 +85,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
 
 
 def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
-    """Return the checks with the outcome "unknown", by group and reason.
-
-    The report has one line per reason.
-    """
+    """Return the codes of "unknown" checks by group and reason. The report has one line per reason."""
     codes: dict[tuple[CheckGroup, str], list[str]] = {}
     for check, findings in judged:
         for finding in findings:
@@ -124,7 +121,7 @@ def as_builtins(judged: Judged, python: str) -> dict[str, object]:
 
 
 def _mend(check: Check, finding: Finding) -> str:
-    """Return the remedy of a finding. A finding "unknown" does not use the general remedy of its check."""
+    """Return a finding's remedy. An "unknown" finding does not use its check's general remedy."""
     general = check.mend if finding.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED) else ""
     return finding.mend or general
 
@@ -142,6 +139,6 @@ def _summary(judged: Judged) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return text without line breaks and control characters. The text may come from another program."""
+    """Return another program's text without line breaks and control characters."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
     return "".join(letter if letter.isprintable() else "?" for letter in joined)

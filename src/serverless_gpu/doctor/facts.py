@@ -1,7 +1,7 @@
-"""Values of a diagnosis: facts about this machine, checks that judge the facts, and findings.
+"""Data types of a diagnosis: facts about a machine, checks that judge the facts, and findings.
 
-Probes gather facts, and tests construct facts by hand. An area is `UnknownFact`, with a reason, if its probe failed or
-did not run.
+Probes gather the facts. Tests construct facts by hand. If an area's probe failed or did not run, the area's value is an
+`UnknownFact` with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UnknownFact(msgspec.Struct, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A file system at one path.
+    """The file system that contains a path.
 
     `files` is the number of inodes, or 0 if the file system does not count inodes.
     """
@@ -43,35 +43,35 @@ class Disk(msgspec.Struct, frozen=True):
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The home directory."""
 
-    root: str = ""  # Path of the home, or "" if no home is usable.
+    root: str = ""  # Path of the home directory, or "" if no directory is usable.
     problem: str = ""
     hint: str = ""
-    note: str = ""  # Reason why the home is not the requested directory, or "".
+    note: str = ""  # Reason why another home directory replaces the requested one, or "".
     filesystem: str = ""
     is_noexec: bool = False
     flock_refusal: str = ""  # Reason why the file system refuses file locks, or "".
     record_lock_refusal: str = ""  # Reason why the file system refuses SQLite's locks, or "".
     configuration_problem: str = ""
-    temporary_problem: str = ""  # Reason why temporary files cannot be created, or "".
+    temporary_problem: str = ""  # Reason why processes cannot create temporary files, or "".
     sockets: str = ""
     sockets_problem: str = ""
     disks: tuple[Disk, ...] = ()
 
 
 class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The run directories of the home."""
+    """The home directory's run directories."""
 
     count: int = 0
     size_bytes: int = 0
-    days: float | None = None  # Retention time of runs in days, or None for no limit.
-    size_bytes_max: int | None = None  # Maximum size of all ended runs, or None for no limit.
-    last_run: str = ""  # The latest run that has a receipt.
+    days: float | None = None  # Retention time of ended runs in days, or None for no limit.
+    size_bytes_max: int | None = None  # Maximum total size of ended runs, or None for no limit.
+    last_run: str = ""  # Identifier of the latest run that has a receipt.
     warm: bool = False
     warm_reason: str = ""
 
 
 class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent of this home."""
+    """The home directory's agent."""
 
     pid: int | None = None  # Process id of the agent, or None if no agent runs.
     version: str = ""
@@ -85,15 +85,15 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the server."""
+    """A node that belongs to the server."""
 
     name: str
     state: str
     sentence: str = ""
-    # Seconds since the last message of the node, by the server's clock, or None if unknown.
+    # Seconds since the node's last message by the server's clock, or None if unknown.
     silent_s: float | None = None
-    clock: str = ""  # Text about the clock difference that follows the node's name, or "" if the clocks agree.
-    drained: bool = False  # True if an operator drained the node, so that it starts no new runs.
+    clock: str = ""  # Text about the node's clock difference, which follows the node's name, or "" if the clocks agree.
+    drained: bool = False  # True if an operator has drained the node, which then starts no new runs.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,41 +101,42 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str = ""  # Address of the server, or "" if no server is configured.
     profile: str = ""  # File that names the server, or "" if environment variables name the server.
-    embedded: bool = False  # True if `sgpu up` of this home wrote the profile file.
-    problem: str = ""  # Reason why the server's configuration is not usable, or "".
+    embedded: bool = False  # True if `sgpu up` with this home directory wrote the profile file.
+    problem: str = ""  # Reason why the server profile is not usable, or "".
     hint: str = ""
-    is_private: bool = True  # True if only this user can read the token.
+    is_private: bool = True  # True if only the current user can read the token.
     away: str = ""  # Reason why the server does not answer, or "".
     unwell: tuple[str, ...] = ()  # Problems that the server's `/health` reports.
-    version: str = ""  # The server's version of this package.
-    # `protocol` is the server's protocol number, and `own_protocol` is the client's. `protocols` lists all protocols
-    # that the server accepts.
+    version: str = ""  # Version of serverless-gpu on the server.
+    # `protocol` is the server's protocol number. `own_protocol` is the client's protocol number. `protocols` lists all
+    # protocol numbers that the server accepts.
     protocol: int = 0
     protocols: tuple[int, ...] = ()
     own_protocol: int = 0
-    # Seconds by which the server's clock is ahead of this machine, or None if the server sent no time.
+    # Seconds by which the server's clock is ahead of this machine's clock, or None if the server sent no time.
     clock_ahead_s: int | None = None
-    principal: str = ""  # The owner of the token.
+    principal: str = ""  # Principal that owns the token.
     token_problem: str = ""  # Reason why the server rejects the token, or "".
-    nodes: tuple[ServerNode, ...] | None = None  # Nodes of the server, or None without permission to list nodes.
-    # Pools that run only the code of the first administrator, or None without permission to list pools.
+    nodes: tuple[ServerNode, ...] | None = None  # Nodes of the server, or None if the principal may not list nodes.
+    # Pools that run only the first administrator's code, or None if the principal may not list pools.
     closed_pools: tuple[str, ...] | None = None
     shared_pools: tuple[str, ...] = ()  # Pools in which several principals share one operating-system user.
-    principals: int | None = None  # Number of principals that may start runs, or None without permission to list users.
-    # Seconds until the server's certificate expires, negative after its expiry. None without a readable certificate.
+    # Number of principals that may start runs, or None if the principal may not list users.
+    principals: int | None = None
+    # Seconds until the server's certificate expires (negative after the expiry), or None if no certificate is readable.
     certificate_left_s: float | None = None
 
 
 class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The cgroup with which supervisors limit and end the process trees of runs."""
+    """The cgroup in which supervisors limit and end the runs' process trees."""
 
-    path: str = ""  # The cgroup v2 directory, or "".
+    path: str = ""  # Path of the cgroup v2 directory, or "".
     problem: str = ""
     controllers: tuple[str, ...] = ()
 
 
 class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of this process, which ranks inherit. None means no limit."""
+    """Resource limits of the doctor process, which ranks inherit. None means that no limit is set."""
 
     descriptors: int | None = None
     descriptors_hard: int | None = None
@@ -145,7 +146,7 @@ class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernel release, and the reason and remedy if pidfds do not work."""
+    """The kernel release, and the reason and remedy for unusable pidfds."""
 
     release: str = ""
     pidfd_refusal: str = ""
@@ -153,7 +154,7 @@ class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Loopback, ports and this machine's name."""
+    """The machine's loopback interface, ports and host name."""
 
     loopback_problem: str = ""
     port_problem: str = ""
@@ -164,16 +165,16 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a trial mount of an environment. `is_root` is True if the root user tried the mount."""
+    """The result of a trial mount of an environment. `is_root` is True if root tried the mount."""
 
     problem: str = ""
     is_root: bool = False
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory errors and compute capability of a GPU.
+    """A GPU's memory errors and compute capability.
 
-    None means that the GPU does not report the value.
+    A value is None if the GPU does not report the value.
     """
 
     capability: tuple[int, int] | None = None
@@ -185,7 +186,7 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs of this machine."""
 
-    on_bus: int = 0  # The number of NVIDIA display controllers on the PCI bus.
+    on_bus: int = 0  # Number of NVIDIA display controllers on the PCI bus.
     device_files: int = 0  # The number of `/dev/nvidia<n>` files.
     binding_problem: str = ""  # Reason why the NVML binding cannot be loaded, or "".
     driver: str = ""  # Driver version, or "" without a driver.
@@ -194,15 +195,15 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     unavailable: tuple[Unavailable, ...] = ()
     usage: dict[str, Usage] = {}
     health: dict[str, GpuHealth] = {}
-    held: dict[str, str] = {}  # The run that holds each device, by device UUID.
+    held: dict[str, str] = {}  # Identifier of the run that holds a device, by device UUID.
     quarantined: dict[str, tuple[str, str]] = {}  # Quarantine reason and path of the quarantine note, by device UUID.
     # Reason why the doctor cannot read the kernel log, or "". The kernel log contains the driver's GPU errors.
     kernel_log: str = ""
-    suspects: tuple[str, ...] = ()  # A message for each GPU that is probably broken.
+    suspects: tuple[str, ...] = ()  # Messages about GPUs that are probably broken.
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that hides another module of the same name."""
+    """A file that hides an installed module of the same name."""
 
     name: str
     file: str
@@ -242,7 +243,7 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The build and devices that torch reports. `devices` is None if torch did not answer."""
+    """The build and the number of devices that torch reports. `devices` is None if torch did not answer."""
 
     version: str = ""
     cuda: str = ""
@@ -253,7 +254,7 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of importing the usual packages, and the paths of the OpenMP runtimes that they loaded."""
+    """The outcome of importing common packages, and the OpenMP runtimes that the packages loaded."""
 
     modules: dict[str, Imported] = {}
     torch: TorchFacts | None = None
@@ -261,27 +262,27 @@ class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An MLflow server of this home."""
+    """One of the home directory's MLflow servers."""
 
     uri: str
     stage: str
-    store: str = ""  # Store of the server, without credentials, or "" for the home's own store.
+    store: str = ""  # MLflow store of the server, without credentials, or "" for the home directory's store.
     database: str = ""
-    file: str = ""  # Path of the store's database file, or "" for any other store.
+    file: str = ""  # Path of the MLflow store's database file, or "" for any other store.
     python: str = ""
     version: str = ""
     problem: str = ""
     pid: int | None = None
-    away: str = ""  # Reason why a server in the stage "ready" does not answer, or "".
+    away: str = ""  # Reason why an MLflow server in the stage "ready" does not answer, or "".
 
 
 class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The tracking destination of new runs, and the MLflow servers of this home."""
+    """The tracking destination of new runs, and the home directory's MLflow servers."""
 
     off: str = ""
     installed: bool = False
     uri: str = ""  # MLFLOW_TRACKING_URI without credentials.
-    # Reason why the tracking server does not answer, or "" if the server answers. None if the URI is not an HTTP
+    # Reason why the tracking server does not answer, "" if the server answers, or None if the URI is not an HTTP
     # address.
     away: str | None = None
     servers: tuple[TrackingServer, ...] = ()
@@ -296,16 +297,16 @@ class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The Ray cluster of this home's pool."""
+    """The Ray cluster of the home directory's pool."""
 
-    directory: str = ""  # Directory of the pool's files, or "" without a pool.
+    directory: str = ""  # Directory that contains the pool's files, or "" without a pool.
     address: str = ""
     version: str = ""
     without_token: tuple[str, ...] = ()  # Ray processes that require no token.
-    token_problem: str = ""  # Problem of the token file, such as other users who can read it, or "".
+    token_problem: str = ""  # Problem with the token file, for example that other users can read the file, or "".
     listeners: tuple[ListeningPort, ...] = ()
     addresses: tuple[str, ...] = ()
-    unfenced: str = ""  # Reason why ranks could end Ray, or "".
+    unfenced: str = ""  # Reason why ranks could end the pool's Ray processes, or "".
     processes: int = 0
 
 
@@ -335,12 +336,12 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def python_command(self) -> str:
-        """Return the interpreter, quoted for a shell command line."""
+        """Return the interpreter's path, quoted for a shell command line."""
         return shlex.quote(self.python)
 
 
 class CheckOutcome(StrEnum):
-    """The outcome of a check."""
+    """The result category of a doctor check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -349,7 +350,7 @@ class CheckOutcome(StrEnum):
 
 
 class CheckGroup(StrEnum):
-    """The area of a check, in the order of the report."""
+    """The area of a doctor check, in the report's order."""
 
     MACHINE = "machine"
     AGENT = "agent"
@@ -361,7 +362,7 @@ class CheckGroup(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A result of a check. `mend` is a remedy that replaces the general remedy of the check, or ""."""
+    """A finding of a doctor check. `mend` replaces the check's general remedy, unless `mend` is ""."""
 
     outcome: CheckOutcome
     sentence: str
@@ -373,25 +374,25 @@ A = TypeVar("A")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table of checks: a common problem, its cause and its remedy."""
+    """A doctor check for a common problem, with the problem's cause and remedy."""
 
     code: str  # Stable name of the check.
     group: CheckGroup  # Area of the check.
     title: str  # Short title of the check.
     symptoms: tuple[str, ...]  # Symptoms that users see, verbatim where possible.
-    cause: str  # The cause, in one or two sentences.
-    mend: str  # The remedy: a command or a sentence.
-    # Function that judges the facts, or None for a problem that only a run can show. A check without findings does not
-    # apply.
+    cause: str  # Cause of the problem in one or two sentences.
+    mend: str  # Remedy for the problem: a command or a sentence.
+    # Function that judges the facts, or None for a problem that only a run can show. A check that returns no findings
+    # does not apply.
     probe: Probe | None = None
 
 
 def about(
     look: Callable[[MachineFacts], A | UnknownFact],
 ) -> Callable[[Callable[[MachineFacts, A], Sequence[Finding]]], Probe]:
-    """Return a decorator for a check of one area.
+    """Return a decorator for a function that checks one area's facts.
 
-    Without facts about the area, the check reports "unknown".
+    If the area's facts are missing, the decorated check reports "unknown".
     """
 
     def decorate(judge: Callable[[MachineFacts, A], Sequence[Finding]]) -> Probe:
@@ -411,7 +412,7 @@ def ok(sentence: str) -> list[Finding]:
 
 
 def warning(sentence: str, mend: str = "") -> list[Finding]:
-    """Return a single finding with a problem that may affect runs later."""
+    """Return a single finding with a problem that may affect later runs."""
     return [Finding(CheckOutcome.WARNING, sentence, mend)]
 
 

@@ -22,7 +22,7 @@ from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.inventory import FAKE_VARIABLE
 
-# The oldest Linux driver for each CUDA major version, according to NVIDIA's "minor version compatibility".
+# Oldest Linux driver for each CUDA major version, according to NVIDIA's "minor version compatibility".
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 
 
@@ -30,7 +30,7 @@ OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 def _driver(facts: MachineFacts, gpus: GpuFacts) -> list[Finding]:
     if gpus.binding_problem:
         mend = f"{facts.python_command} -m pip install --force-reinstall nvidia-ml-py"
-        return failed(f"cannot look for GPUs: {gpus.binding_problem}", mend)
+        return failed(f"the doctor cannot look for GPUs: {gpus.binding_problem}", mend)
     nvml = [entry.reason for entry in gpus.unavailable if entry.name == "NVML"]
     if nvml:
         return failed(nvml[0])
@@ -148,15 +148,15 @@ def _busy(facts: MachineFacts) -> list[Finding]:
     for device in gpus.devices:
         usage, run = gpus.usage.get(device.uuid), gpus.held.get(device.uuid)
         if usage is None or usage.problem:
-            found += unknown(f"{device.uuid}: {usage.problem if usage else 'NVML said nothing about it'}")
+            found += unknown(f"{device.uuid}: {usage.problem if usage else 'NVML reported no usage for this GPU'}")
         elif run is None and (by := foreign(usage)) is not None:
             pids = " ".join(str(process.pid) for process in usage.processes)
             mend = (
-                f"if it is your process, end it: kill {pids}"
+                f"if these processes are yours, end them: kill {pids}"
                 if pids
-                else "end the process where it runs (in another container?)"
+                else "end the foreign process, which may run in another container"
             )
-            found += warning(f"{device.uuid} ({device.type}): {by}", f"{mend}; or use the GPU anyway: ignore_busy=True")
+            found += warning(f"{device.uuid} ({device.type}): {by}", f"{mend}; or use the GPU with ignore_busy=True")
     held = f", {len(gpus.held)} held by runs" if gpus.held else ""
     return found or ok(f"no foreign process on {len(gpus.devices)} GPUs{held}")
 
@@ -223,8 +223,8 @@ def _torch(facts: MachineFacts) -> TorchFacts | None:
 def _runs(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
     """Return True if a torch build has code for a GPU's compute capability.
 
-    Binary code runs only on a GPU of the same major version and the same or a newer minor version. The driver can
-    translate older PTX code.
+    Binary code requires a GPU of the same major version and the same or a newer minor version. The driver can also
+    compile older PTX code for the GPU.
     """
     for name in architectures:
         kind, _, digits = name.partition("_")
@@ -308,7 +308,7 @@ CHECKS = (
         title="CUDA_VISIBLE_DEVICES",
         symptoms=("NotEnoughGpus: …",),
         cause="A run uses only GPUs that the caller's CUDA_VISIBLE_DEVICES names.",
-        mend="unset CUDA_VISIBLE_DEVICES, or add the GPUs to it",
+        mend="unset CUDA_VISIBLE_DEVICES, or add the GPUs to the variable",
         probe=_visible_devices,
     ),
     Check(
@@ -317,7 +317,7 @@ CHECKS = (
         title="A GPU that runs cannot use",
         symptoms=("not usable: … in `sgpu gpus`",),
         cause="The GPU is divided into MIG slices, this user may not open the GPU, or the GPU does not answer.",
-        mend="run the command that the reason names",
+        mend="run the command that the reason in `sgpu gpus` names",
         probe=_unusable,
     ),
     Check(
@@ -326,7 +326,7 @@ CHECKS = (
         title="Foreign processes on a GPU",
         symptoms=("waiting for 1 H100: GPU-…: pid … (python) holds 40.0 GiB",),
         cause="A process outside of serverless-gpu uses the GPU, so runs cannot use it.",
-        mend="end that process, or use the GPU anyway with ignore_busy=True",
+        mend="end the foreign process, or use the GPU anyway with ignore_busy=True",
         probe=_busy,
     ),
     Check(

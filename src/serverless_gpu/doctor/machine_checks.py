@@ -1,4 +1,4 @@
-"""Checks the machine (home, disks, sockets, limits, ports, configuration) and its agent."""
+"""Checks the machine's home directory, disks, sockets, limits, ports and configuration, and the agent."""
 
 from __future__ import annotations
 
@@ -236,14 +236,14 @@ def _zygote(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
         return warning(f"runs of this interpreter start cold: {cold[0]}")
     if mine:
         return ok("; ".join(f"pid {zygote.pid} is {zygote.state}" for zygote in mine))
-    return ok("no zygote for this interpreter; its next run starts cold and creates a zygote")
+    return ok("this interpreter has no zygote; its next run starts cold and creates a zygote")
 
 
 @about(lambda facts: facts.runs)
 def _last_start(facts: MachineFacts, runs: RunsFacts) -> list[Finding]:
     if not runs.last_run:
         return ok("no run yet")
-    how = "warm" if runs.warm else f"cold: {runs.warm_reason or 'no reason was written down'}"
+    how = "warm" if runs.warm else f"cold: {runs.warm_reason or 'the receipt contains no reason'}"
     return [Finding(CheckOutcome.OK, f"run {runs.last_run} started {how}")]
 
 
@@ -253,8 +253,8 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="The home directory",
         symptoms=("StorageError: neither … nor … can be written to", "UserWarning: … cannot be written to"),
-        cause="The home directory holds run directories, locks and the configuration. It must belong to you and "
-        "be writable.",
+        cause="The home directory holds run directories, locks and the configuration. The home directory must "
+        "belong to you and be writable.",
         mend="set SERVERLESS_GPU_HOME to a directory you can write to",
         probe=_home,
     ),
@@ -393,7 +393,7 @@ CHECKS = (
             "mount environments: …",
         ),
         cause='With env="snapshot" the agent mounts a restored environment in a separate namespace, which takes '
-        "milliseconds. Where the kernel refuses namespaces, the agent uses hard links. The content is the "
+        "milliseconds. If the kernel refuses namespaces, the agent uses hard links. The content is the "
         "same, but each change of the environment then needs a new directory tree and a cold start.",
         mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
         "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
@@ -407,7 +407,7 @@ CHECKS = (
         title="config.toml",
         symptoms=("InvalidValue: …/config.toml has unknown tables: …",),
         cause="The agent reads the whole configuration and refuses a file with a mistake.",
-        mend="correct the file; docs/reference.md lists its tables",
+        mend="correct config.toml; docs/reference.md lists its tables",
         probe=_configuration,
     ),
     Check(
@@ -418,8 +418,8 @@ CHECKS = (
             "ResultUnavailableHere: rank 0 returned a value, but the files of run … were deleted",
             "InvalidValue: there is no run '…'",
         ),
-        cause="The agent deletes directories of ended runs after some days. Over the size limit, the agent "
-        "deletes the oldest run directories first.",
+        cause="The agent deletes directories of ended runs after some days. If ended runs exceed the "
+        "size limit, the agent deletes the oldest run directories first.",
         mend="set days and gib in the table [retention] of config.toml; 0 means no limit",
         probe=_retention,
     ),
@@ -433,7 +433,7 @@ CHECKS = (
         ),
         cause="One agent per user and home starts runs. An agent that is stopped (Ctrl-Z, SIGSTOP) or swapped out "
         "cannot answer.",
-        mend="kill -9 PID   (the message names the PID; running attempts continue; the next call starts another agent)",
+        mend="kill -9 PID, with the PID from the message   (running attempts continue)",
         probe=_agent,
     ),
     Check(

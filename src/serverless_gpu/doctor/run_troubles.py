@@ -1,4 +1,4 @@
-"""Lists problems that only a run can show: rows without a probe, for the troubleshooting page."""
+"""Lists problems that only a run can reveal, for the troubleshooting page."""
 
 from __future__ import annotations
 
@@ -14,81 +14,85 @@ CHECKS = (
         "not-picklable",
         "A captured object that pickle cannot serialize",
         ("NotPicklable: …", "TypeError: cannot pickle '_thread.lock' object"),
-        "The client sends the function, its arguments and captured objects to other processes. Locks, open files, "
-        "sockets, generators and database handles cannot be sent. The message names the object and the path to "
-        "it.",
-        "create such objects inside the function",
+        "The client sends the function, its arguments and captured objects to other processes. The client cannot "
+        "send locks, open files, sockets, generators or database handles. The error message names the object and its "
+        "attribute path.",
+        "create locks, files, sockets, generators and database handles inside the function",
     ),
     _row(
         "captured-dataset",
         "A call that sends gigabytes",
         (
             "serverless-gpu: every rank loads the … that this call to … carries; largest: …",
-            "calls are slow, and slower with more data in the notebook",
+            "each call becomes slower as the notebook holds more data",
         ),
-        "The function captures a data set or model from outside, and the client copies it for each call.",
-        "load data inside the function, or pass a path",
+        "The function captures a data set or model, and the client sends the captured object with each call.",
+        "load the data inside the function, or pass a file path as an argument",
     ),
     _row(
         "gpu-type-mismatch",
-        "GPUs of another type",
+        "A request for an unavailable GPU type",
         ("GpuTypeMismatch: …",),
-        "gpu_type= names another GPU type than this machine has.",
+        "The gpu_type= argument names a GPU type that this machine lacks.",
         "omit gpu_type to use the available GPUs, or give a type that `sgpu gpus` shows",
     ),
     _row(
         "waiting",
         "A run that does not start",
         ("serverless-gpu: waiting for 8 H100: GPU-… is held by run … of … (pid …, since …)",),
-        "Only one run at a time can use a device. The message names the run that holds the device.",
-        "wait, or cancel that run with `sgpu cancel`; `sgpu doctor` shows foreign processes and quarantine",
+        "A GPU serves one run at a time. The waiting message names the run that holds the GPU.",
+        "cancel the run that holds the GPU (sgpu cancel), or check for foreign processes and quarantined GPUs (sgpu "
+        "doctor)",
     ),
     _row(
         "hang",
         "A run that hangs",
-        ("no output for minutes while GPUs are at 100 % or at 0 %", "Watchdog caught collective operation timeout"),
-        "Ranks wait in a collective that one rank never reaches. The missing rank took another branch, had "
-        "another number of batches, returned early or failed silently.",
-        "read the run's hang-1.txt (`sgpu show` lists it), which has the Python stack of every rank; run the same "
-        "number of steps on each rank",
+        (
+            ("a run prints nothing for minutes while its GPUs show a utilisation of 100 % or 0 %"),
+            "Watchdog caught collective operation timeout",
+        ),
+        "Ranks wait in a collective that one rank never reaches. The missing rank took a different branch, had fewer "
+        "batches, returned early or failed silently.",
+        "compare the ranks' Python stacks in the run's hang-1.txt (sgpu show prints the path), and run equally many "
+        "steps on all ranks",
     ),
     _row(
         "output-of-other-ranks",
         "Output of rank 0 only",
-        ("prints of other ranks are missing",),
-        "The client shows the output of rank 0 live. The node stores the output of all ranks.",
-        'use ranks_log="all", or later: sgpu logs --rank all',
+        ("the output of all ranks except rank 0 is missing",),
+        "By default, the client streams the output of rank 0. The node stores the output of all ranks.",
+        'set ranks_log="all", or read the stored output of all ranks: sgpu logs --rank all',
     ),
     _row(
         "exit-137",
         "Host memory ran out",
         ("OutOfMemory: rank 0 was ended because host memory ran out", "exit code 137, Killed, no traceback"),
-        "The kernel killed a process because memory ran out. The limit is that of the machine, of the container, "
-        "or of memory=.",
-        "load less data per rank, use fewer DataLoader workers (each has its own copy), or set a larger memory= "
-        "or container limit",
+        "The kernel killed a process because host memory ran out. The machine, the container and the memory= "
+        "argument each limit host memory.",
+        "load less data per rank, use fewer DataLoader workers, or raise the memory limit of the run (memory=) or "
+        "the container",
     ),
     _row(
         "gpu-out-of-memory",
         "GPU memory ran out",
         ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate …", "reason gpu_oom"),
         "The model, optimizer, activations and batch of one rank do not fit on its GPU.",
-        "use a smaller batch, gradient accumulation or checkpointing, or FSDP; `sgpu doctor` shows foreign "
-        "processes on the GPU",
+        "use a smaller batch, gradient accumulation, gradient checkpointing or FSDP, and check for foreign GPU "
+        "processes (sgpu doctor)",
     ),
     _row(
         "cuda-fork",
         "CUDA in a forked process",
         ("RuntimeError: Cannot re-initialize CUDA in forked subprocess",),
         "The program used CUDA before it forked a DataLoader worker or multiprocessing child.",
-        "use CUDA only after all workers have started, or set multiprocessing_context='spawn'",
+        "initialize CUDA after all DataLoader workers have started, or set multiprocessing_context='spawn'",
     ),
     _row(
         "only-a-part-is-trained",
-        "Ranks that train on all data, or on one part only",
+        "Ranks that do not split the training data",
         ("the loss is the same with 1 and with 8 GPUs", "an epoch takes as long with 8 GPUs as with one"),
-        "Without a distributed sampler, all ranks read the same data. With DataParallel, one process does all the "
-        "work.",
+        "Without a distributed sampler, all ranks read the same data. DataParallel runs all model replicas in a "
+        "single process.",
         "use DistributedSampler(dataset) with set_epoch(), and DistributedDataParallel(model)",
     ),
     _row(
@@ -102,15 +106,16 @@ CHECKS = (
         "unused-parameters",
         "DDP with unused parameters",
         ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",),
-        "On this rank, some parameters did not contribute to the loss.",
-        "freeze them (requires_grad=False), or use DistributedDataParallel(model, find_unused_parameters=True)",
+        "Some model parameters on a rank did not contribute to the loss.",
+        "freeze the unused parameters (requires_grad=False), or use DistributedDataParallel(model, "
+        "find_unused_parameters=True)",
     ),
     _row(
         "ranks-differ",
         "Ranks that read different shards than expected",
         ("ranks read some samples twice or not at all",),
-        "The loader assigns shards by rank and worker. A different num_workers or seed on one rank changes the "
-        "assignment.",
+        "The data loader assigns shards by rank and worker. A different num_workers or seed on one rank changes the "
+        "shard assignment.",
         "use the same num_workers, seed and file list on every rank",
     ),
     _row(
@@ -124,47 +129,48 @@ CHECKS = (
         "tracked-by-all-ranks",
         "Parameters that every rank logs",
         ("MlflowException: Changing param values is not allowed",),
-        "All ranks of a program (`sgpu submit`) share one MLflow run, and they log different values of a "
-        "parameter. Ranks of a function do not share an MLflow run.",
-        "log from rank 0 only: if serverless_gpu.runtime.get_global_rank() == 0",
+        "All ranks of a program (`sgpu submit`) share one MLflow run. MLflow rejects different values for the same "
+        "parameter. The ranks of a function do not share an MLflow run.",
+        "log parameters only on rank 0: if serverless_gpu.runtime.get_global_rank() == 0",
     ),
     _row(
         "rank-exited",
         "A rank that exits without a result",
         ("RunError: rank 0 called sys.exit before it returned a result", "RankCrashed: rank 0 … before it returned"),
-        "sys.exit, os._exit or a signal ended the process. Its exit code is not a result.",
-        "return from the function; `sgpu logs --stream stderr` shows its last output",
+        "A call of sys.exit or os._exit, or a signal, ended the rank process. The client does not accept an exit "
+        "code as a result.",
+        "return a value from the function, and read the rank's last error output with `sgpu logs --stream stderr`",
     ),
     _row(
         "debugger",
         "breakpoint() in a rank",
         ("bdb.BdbQuit",),
-        "A rank has no terminal, so the debugger reads the end of its input and exits.",
+        "A rank has no terminal, so the debugger reaches the end of standard input and exits.",
         "`python <run directory>/_air.py` repeats rank 0 in a terminal, where breakpoint() stops; debugpy "
         "attaches an editor to a rank: docs/how-to/debugging.md",
     ),
     _row(
         "result-does-not-travel",
-        "A result that cannot be sent back",
+        "A result that the client cannot receive",
         ("ResultNotSerializable: …", "ResultTooLarge: …", "ResultUnavailableHere: …"),
-        "A rank pickles its result and the client loads it. The client must have all modules that the result needs.",
-        "return numbers, tensors, state_dict()s and paths",
+        "A rank pickles the function's result, and the client unpickles the result. The client must have every "
+        "module that the result needs.",
+        "return numbers, tensors, state dictionaries or file paths",
     ),
     _row(
         "supervisor-lost",
         "A run that is LOST",
         ("NodeLost: the run's supervisor process died …",),
-        "The supervisor of the run was killed: out of memory, a reboot, or the end of a container or login "
-        "session (KillUserProcesses=yes).",
-        "start the run again; `loginctl enable-linger` keeps processes after logout",
+        "The run's supervisor process died because of a memory shortage, a reboot, or the end of a container or "
+        "login session (KillUserProcesses=yes).",
+        "start the run again, and run `loginctl enable-linger` to keep processes after logout",
     ),
     _row(
         "ray-lost",
         "A Ray cluster that has ended",
         ("EngineHeadLost: Ray on node … is gone: its raylet ended while the run needed it", "reason engine_head_lost"),
-        "The GCS or a raylet of a `ray_launch` run ended. Possible causes: host memory ran out, the disk of /tmp "
-        "is full, or a process called `ray stop` or killed it. A cluster has one head and exists as long as its "
-        "run.",
+        "The GCS or a raylet of a `ray_launch` run exited. Possible causes are exhausted host memory, a full /tmp, a "
+        "call of `ray stop`, or a kill signal. The Ray cluster has a single head and ends with the run.",
         "read ray/<node>/ in the run's directory (`sgpu show` lists it), first gcs_server.out and raylet.out; run "
         "fewer tasks at once (num_cpus= of a task) to use less memory; with `retries=` a server starts another "
         "attempt",
@@ -173,7 +179,8 @@ CHECKS = (
         "utilisation-zero",
         "GPU utilisation shows 0 %",
         ("nvidia-smi shows 0 % although the run is working",),
-        "nvidia-smi samples utilisation. It can miss short kernels, and it shows 0 % while ranks wait for data.",
-        "check memory and step time; use more DataLoader workers, pin_memory=True and larger batches",
+        "nvidia-smi samples GPU utilisation and can miss short kernels. Utilisation is also 0 % while ranks wait for "
+        "data.",
+        "measure GPU memory and step time, then try more DataLoader workers, pin_memory=True or larger batches",
     ),
 )

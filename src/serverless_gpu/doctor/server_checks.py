@@ -1,8 +1,9 @@
-"""Checks servers: the server of remote calls, the Ray of a pool, and MLflow servers.
+"""Checks the server for remote calls, the Ray cluster of a pool, and MLflow servers.
 
-Without a server, the report has a single line about servers. The report for a machine outside of pools has no line
-about a pool (P-33). No finding about tracking prevents runs. A check returns no findings if an earlier check has found
-that its server is missing. Therefore a server that does not answer is one failure, not six.
+If no server is configured, the report contains a single line about servers. On a machine outside all pools, the pool
+checks return no findings (P-33). Tracking problems never prevent a run, so the tracking checks report warnings. If an
+early check finds an unreachable server, the later checks return no findings. An unreachable server therefore causes one
+failure instead of six.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def _profile(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.problem:
         return failed(server.problem, server.hint)
     if not server.url:
-        return ok("no server is configured; remote=True needs a server: sgpu up, or sgpu login URL")
+        return ok("no server for remote=True is configured (start a server with `sgpu up`, or run `sgpu login URL`)")
     if not server.is_private:
         sentence = f"other users can read the token in {server.profile}"
-        return failed(sentence, f"chmod 600 {server.profile}   (and replace the token: sgpu token create, sgpu login)")
+        return failed(sentence, f"chmod 600 {server.profile}   (then replace the token: sgpu token create, sgpu login)")
     return ok(f"{server.url}, by {server.profile or 'SERVERLESS_GPU_SERVER'}")
 
 
@@ -62,7 +63,7 @@ def _answers(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         return []
     if server.unwell:
         return failed("; ".join(server.unwell), "sgpu server logs --level warning   (on the server's machine)")
-    return ok(f"the server answers without problems: serverless-gpu {server.version}")
+    return ok(f"the server runs serverless-gpu {server.version} and reports no problems")
 
 
 @about(lambda facts: facts.server)
@@ -81,10 +82,12 @@ def _protocol(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         older = "the server" if server.protocol < server.own_protocol else "this package"
         return failed(sentence, f"upgrade {older}: pip install --upgrade serverless-gpu")
     if server.own_protocol != server.protocol:
-        text = f"protocol {server.own_protocol}, which the server accepts; its own is {server.protocol}"
+        text = f"the server uses protocol {server.protocol}, but still accepts protocol {server.own_protocol}"
         return ok(f"{text}: upgrade this package soon")
     if server.version != __version__:
-        return ok(f"protocol {server.protocol}; the server is {server.version}, this package {__version__}")
+        return ok(
+            f"server version {server.version} and client version {__version__} both use protocol {server.protocol}"
+        )
     return ok(f"protocol {server.protocol}")
 
 
@@ -95,19 +98,24 @@ def _nodes(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.nodes is None:
         return unknown("your role may not list nodes")
     if not server.nodes:
-        return failed("no node has joined, so no run can start") if server.embedded else warning("no node has joined")
+        return (
+            failed("no node has joined the server, so no run can start")
+            if server.embedded
+            else warning("no node has joined the server")
+        )
     found = []
     for node in server.nodes:
         is_silent = node.state != "UP" or (node.silent_s is not None and node.silent_s > _SILENT_S)
         if is_silent or node.sentence:
-            mend = f"sgpu node resume {node.name}   (when the work on the node is done)" if node.drained else ""
+            mend = f"sgpu node resume {node.name}   (after the maintenance of the node)" if node.drained else ""
             words = node.sentence or f"silent for {node.silent_s:.0f} s"
             found += warning(f"{node.name} is {node.state}: {words}", mend)
         if node.clock:
             mend = (
-                "run `timedatectl set-ntp true` on the node   (limits, leases and charges do not depend on its clock)"
+                "run `timedatectl set-ntp true` on the node   (limits, leases and charges do not depend on the "
+                "node's clock)"
             )
-            found += warning(f"{node.name} {node.clock}: the times that its runs record are wrong", mend)
+            found += warning(f"{node.name} {node.clock}: runs on this node record wrong times", mend)
     return found or ok(", ".join(f"{node.name} is up" for node in server.nodes))
 
 
@@ -123,14 +131,16 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.shared_pools:
         sentence = f"several principals share one operating-system user in {', '.join(server.shared_pools)}"
         mend = REVOKE.format(pool=server.shared_pools[0])
-        found += warning(f"{sentence}: each run can read files of the others", f"{mend}   (running attempts continue)")
+        found += warning(
+            (f"{sentence}: each run can read the files of all other runs"), f"{mend}   (running attempts continue)"
+        )
     if server.closed_pools:
         sentence = f"only the first administrator's runs start in {', '.join(server.closed_pools)}"
         mend = REMEDY.format(pool=server.closed_pools[0])
         found += warning(
-            f"{sentence}: runs of other principals wait", f"{mend}   (as an administrator who accepts the risk)"
+            f"{sentence}: runs of other principals wait", f"{mend}   (an administrator must accept the risk)"
         )
-    return found or ok("no pool has joined yet")
+    return found or ok("the server has no pool yet")
 
 
 @about(lambda facts: facts.server)
@@ -140,13 +150,15 @@ def _clock(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.clock_ahead_s is None:
         return unknown("the server did not send its time")
     apart = abs(server.clock_ahead_s)
-    sentence = f"the server's clock is {apart} s {'ahead of' if server.clock_ahead_s > 0 else 'behind'} this machine's"
+    sentence = (
+        f"the server's clock is {apart} s {'ahead of' if server.clock_ahead_s > 0 else 'behind'} this machine's clock"
+    )
     if apart >= _CLOCK_FAILS_S:
         return failed(sentence)
     return (
         warning(sentence)
         if apart >= _CLOCK_S
-        else ok("the server's clock differs from this machine's by a few seconds at most")
+        else ok("the clocks of the server and this machine differ by at most a few seconds")
     )
 
 
@@ -158,9 +170,9 @@ def _certificate(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
             return []
         is_seen = not server.url.startswith("https://")
         return (
-            ok("no certificate is needed: plain HTTP on this machine")
+            ok("plain HTTP on this machine needs no certificate")
             if is_seen
-            else unknown("the certificate could not be read")
+            else unknown("the doctor could not read the server's certificate")
         )
     apart = format_days_ms(round(abs(left_s) * 1000))
     if left_s <= 0:
@@ -178,20 +190,20 @@ CHECKS = (
             "ServerNotConfigured: remote=True needs a server, and none is configured",
             "ServerNotConfigured: SERVERLESS_GPU_SERVER is set, and SERVERLESS_GPU_TOKEN is not",
         ),
-        cause="SERVERLESS_GPU_SERVER or server.json of the home names the server of remote calls. `sgpu up` and "
-        "`sgpu login` write server.json. It holds the token, so only you may be able to read it.",
-        mend="sgpu up   (on this machine; or, for an existing server: sgpu login URL)",
+        cause="SERVERLESS_GPU_SERVER, or server.json in the home directory, names the server for remote calls. `sgpu "
+        "up` and `sgpu login` write server.json. The file contains your token, so no other user may have read access.",
+        mend="sgpu up   (to use an existing server instead, run `sgpu login URL`)",
         probe=_profile,
     ),
     Check(
         code="server-answers",
         group=CheckGroup.SERVER,
-        title="Answers of the server",
+        title="A server that does not answer",
         symptoms=(
             "ServerUnavailable: the server at http://127.0.0.1:7878 does not answer (ConnectError: …)",
             "serverless-gpu: the server at … does not answer; waiting for it",
         ),
-        cause="The server or a tunnel to the server has stopped, or the server's database or disk does not work.",
+        cause="The server or a tunnel to the server has stopped, or the server cannot use its database or disk.",
         mend="sgpu up",
         probe=_answers,
     ),
@@ -200,8 +212,8 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="The token",
         symptoms=("NotAuthenticated: …",),
-        cause="The server does not know the token. The token has expired, was revoked, or belongs to another server.",
-        mend="sgpu login URL   (with a token from `sgpu token create` or from the server's administrator)",
+        cause="The server rejects the token. The token has expired, was revoked, or belongs to another server.",
+        mend="sgpu login URL   (with a token from `sgpu token create` or the server's administrator)",
         probe=_token,
     ),
     Check(
@@ -209,8 +221,8 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="Versions of server and client",
         symptoms=("ServerProblem: the answer of … cannot be understood: …",),
-        cause="Server and client have versions of this package without a common protocol.",
-        mend="run `pip install --upgrade serverless-gpu` on the older side",
+        cause="The package versions of server and client have no protocol in common.",
+        mend="run `pip install --upgrade serverless-gpu` on the machine with the older version",
         probe=_protocol,
     ),
     Check(
@@ -225,11 +237,11 @@ CHECKS = (
             "sgpu node list shows DRAINING: starts no new runs: … drains it since …",
             "sgpu node list shows a node whose clock is ahead of or behind the server's",
         ),
-        cause="A node joins by itself and sends heartbeats every few seconds. A node without heartbeats is off, "
-        "disconnected, or its processes have ended. A node also measures the difference between its clock "
-        "and the server's. A node takes no new runs while it has a process that cannot be killed, for "
-        "example because a disk hangs.",
-        mend="restart `sgpu up` on the node; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
+        cause="A node joins the server automatically and sends heartbeats every few seconds. Heartbeats stop if the "
+        "machine is off or disconnected, or if its agent has ended. Each node measures the offset between its clock "
+        "and the server's clock. A node accepts no new runs while a process survives SIGKILL, for example because of "
+        "a hung disk.",
+        mend="restart `sgpu up` on the node, or remove a dead machine: sgpu node forget NAME --i-know-it-is-dead",
         probe=_nodes,
     ),
     Check(
@@ -240,11 +252,12 @@ CHECKS = (
             "a run stays QUEUED: pool 'default' runs the code of one principal only, because all runs there share one "
             "operating-system user; …",
         ),
-        cause="All runs of a node run as the operating-system user of the node's agent. So one principal's code "
-        "could read other principals' files, variables and secrets. On the server's machine, the code could "
-        "also read the server's key and tokens. Therefore a pool runs only the first administrator's code "
-        "until an administrator accepts the risk.",
-        mend="sgpu pool set NAME --isolation none   (--isolation unset reverts it; then: sgpu server rotate)",
+        cause="All runs on a node share the operating-system user of the node's agent. One principal's code could "
+        "therefore read other principals' files, variables and secrets. On the server's machine, the code could also "
+        "read the server's key and tokens. Therefore a pool runs only the first administrator's code until an "
+        "administrator accepts the risk.",
+        mend="sgpu pool set NAME --isolation none   (to revert the setting, use --isolation unset, then run `sgpu "
+        "server rotate`)",
         probe=_isolation,
     ),
     Check(
@@ -252,8 +265,8 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="Clocks of server and client",
         symptoms=("`sgpu runs` shows future times or negative durations",),
-        cause="The clocks of the machines differ. Limits and leases do not depend on clocks of other machines, "
-        "but displayed times and the expiry of tokens do.",
+        cause="The clocks of the server and the client differ. Limits and leases do not depend on other machines' "
+        "clocks, but displayed times and token expiry do.",
         mend="run `timedatectl set-ntp true` on the machine whose clock is wrong",
         probe=_clock,
     ),
@@ -262,10 +275,10 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="The server's certificate",
         symptoms=("ServerUnavailable: … CERTIFICATE_VERIFY_FAILED …",),
-        cause="The certificate has expired, is for another name, or comes from an authority that this machine "
-        "does not know.",
-        mend="renew the certificate files, then reload the server: systemctl reload serverless-gpu   (for your "
-        "own authority: sgpu login URL --ca FILE)",
+        cause="The certificate has expired, names another host, or comes from an authority that this machine does "
+        "not trust.",
+        mend="renew the certificate files and run `systemctl reload serverless-gpu`   (to trust a private authority, "
+        "run `sgpu login URL --ca FILE`)",
         probe=_certificate,
     ),
 )
@@ -278,11 +291,11 @@ def _pool_token(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if pool.token_problem:
         return failed(f"Ray's token, {pool.directory}/token: {pool.token_problem}", f"chmod 600 {pool.directory}/token")
     if not pool.processes:
-        return unknown("Ray is starting, or this user cannot see its processes")
+        return unknown("Ray is still starting, or another user owns Ray's processes")
     if pool.without_token:
-        sentence = f"any host that reaches Ray can use it: processes without a token: {', '.join(pool.without_token)}"
+        sentence = f"any host can run code on Ray processes without a token: {', '.join(pool.without_token)}"
         return failed(sentence, "sgpu stop   (then start `sgpu up` or `sgpu join` again)")
-    return ok("Ray requires the pool's token")
+    return ok("every Ray process requires the pool's token")
 
 
 @about(lambda facts: facts.pool)
@@ -291,7 +304,8 @@ def _pool_version(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
         return []
     if release(pool.version) < OLDEST:
         return failed(
-            f"the running Ray {pool.version} is too old for a pool", "pip install --upgrade ray   (on all machines)"
+            (f"the running Ray {pool.version} is too old for a pool"),
+            "pip install --upgrade ray   (on every machine of the pool)",
         )
     return ok(f"Ray {pool.version}, {pool.processes} processes")
 
@@ -314,11 +328,9 @@ def _pool_fence(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if not pool.directory:
         return []
     if pool.unfenced:
-        sentence = f"`ray stop` in a rank would end Ray here: {pool.unfenced}"
-        return warning(
-            sentence, 'use env="snapshot" or Linux 6.12; the keeper restarts Ray within seconds, and runs continue'
-        )
-    return ok("ranks can signal only processes that they started, so `ray stop` in a rank cannot end Ray")
+        sentence = f"a rank that calls `ray stop` would end this machine's Ray: {pool.unfenced}"
+        return warning(sentence, 'use env="snapshot" or Linux 6.12   (runs continue while the keeper restarts Ray)')
+    return ok("`ray stop` in a rank cannot end this machine's Ray, because ranks cannot signal Ray's processes")
 
 
 POOL_CHECKS = (
@@ -326,11 +338,10 @@ POOL_CHECKS = (
         code="pool-token",
         group=CheckGroup.SERVER,
         title="Access to the pool's Ray",
-        symptoms=("sgpu doctor reports that any host that reaches Ray can use it",),
-        cause="A Ray process without a token runs code for any host that reaches its ports. `sgpu up --engine "
-        "ray` and `sgpu join` start every Ray process with a token from a file that only their user can "
-        "read.",
-        mend="run chmod 600 on the named file, then start `sgpu up` or `sgpu join` again",
+        symptoms=("sgpu doctor reports that any host can run code on Ray processes without a token",),
+        cause="A Ray process without a token executes code from any host that reaches Ray's ports. `sgpu up --engine "
+        "ray` and `sgpu join` start every Ray process with a token from a private file.",
+        mend="run `chmod 600` on the token file, then start `sgpu up` or `sgpu join` again",
         probe=_pool_token,
     ),
     Check(
@@ -342,7 +353,7 @@ POOL_CHECKS = (
             "sgpu join: Ray is not installed for …",
         ),
         cause="All machines of a pool need the same version of Ray and the same minor version of Python.",
-        mend="pip install 'ray==VERSION'   (`sgpu join` names the version)",
+        mend="pip install 'ray==VERSION'   (`sgpu join` prints the required version)",
         probe=_pool_version,
     ),
     Check(
@@ -353,22 +364,22 @@ POOL_CHECKS = (
             "sgpu join: the server answers, but Ray at … does not: …",
             "sgpu join: port … is in use on this machine, and Ray needs …",
         ),
-        cause="Ray uses a hundred consecutive ports on each machine and listens on all addresses. Ray's ports "
-        "must be open between the machines of the pool, in both directions, and closed to all others. The "
-        "kernel's local ports, which rendezvous, NCCL and Gloo use, need the same rules.",
-        mend="configure the firewall; `sgpu up --ray-port PORT` or `sgpu join … --ray-port PORT` selects another "
-        "hundred ports",
+        cause="Ray uses a hundred consecutive ports on each machine and listens on all addresses. The firewall must "
+        "open Ray's ports between the pool's machines in both directions, and close the ports to all other hosts. "
+        "The kernel's ephemeral ports, which rendezvous, NCCL and Gloo use, need the same firewall rules.",
+        mend="open the ports in the firewall, or select another port range with `sgpu up --ray-port PORT` and `sgpu "
+        "join … --ray-port PORT`",
         probe=_pool_listeners,
     ),
     Check(
         code="pool-fence",
         group=CheckGroup.SERVER,
         title="Protection of the pool's Ray from ranks",
-        symptoms=("sgpu join: Ray ended after …; restarting it",),
-        cause="Ranks have the same user as Ray, and `ray stop` ends every Ray process that it finds. With Linux "
-        '6.12 or newer, ranks of root and ranks with env="snapshot" can signal only processes that they '
+        symptoms=("sgpu join: Ray exited after …; the keeper restarts Ray",),
+        cause="Ranks run as the same user as Ray, so `ray stop` in a rank ends every Ray process on the machine. "
+        'On Linux 6.12 or newer, ranks of root and ranks with env="snapshot" can signal only processes that they '
         "started.",
-        mend='use env="snapshot" or a newer kernel; runs continue even if Ray ends',
+        mend='use env="snapshot" or a newer kernel   (runs continue even if Ray ends)',
         probe=_pool_fence,
     ),
 )
@@ -379,13 +390,16 @@ def _tracking(facts: MachineFacts, tracking: TrackingFacts) -> list[Finding]:
     if tracking.off:
         return ok(f"off: {tracking.off}")
     if not tracking.installed:
-        return ok(f"MLflow is not installed for {facts.python}: runs are not tracked")
+        return ok(f"MLflow does not track runs, because MLflow is not installed for {facts.python}")
     if not tracking.uri:
-        return ok("runs are tracked in this home's store; `sgpu mlflow` prints the address")
+        return ok(
+            "MLflow tracks runs in the store of this home directory (to print the store's address, run `sgpu mlflow`)"
+        )
     if tracking.away:
         sentence = f"{tracking.uri} (MLFLOW_TRACKING_URI) does not answer: {tracking.away}"
         return warning(
-            sentence, f"curl {tracking.uri}/health   (or unset MLFLOW_TRACKING_URI to use this home's own store)"
+            sentence,
+            (f"curl {tracking.uri}/health   (or unset MLFLOW_TRACKING_URI to use the store of the home directory)"),
         )
     return ok(f"{tracking.uri}, by MLFLOW_TRACKING_URI{'' if tracking.away is None else '; it answers'}")
 
@@ -397,7 +411,7 @@ def _mlflow_servers(facts: MachineFacts, tracking: TrackingFacts) -> list[Findin
         if server.problem:
             found += warning(f"{server.uri}: {server.problem}", _mend_mlflow(server))
         elif server.stage == "ready" and server.away:
-            found += warning(f"{server.uri} (pid {server.pid}) does not answer: {server.away}")
+            found += warning(f"the MLflow server {server.uri} (pid {server.pid}) does not answer: {server.away}")
         else:
             version = f", MLflow {server.version}" if server.version else ""
             found += ok(f"{server.uri} is {server.stage}{version}")
@@ -421,25 +435,25 @@ TRACKING_CHECKS = (
         group=CheckGroup.TRACKING,
         title="The tracking server",
         symptoms=("MLflow at http://… does not answer (…)",),
-        cause="The MLflow server that MLFLOW_TRACKING_URI names does not answer. Runs continue without tracking. "
-        "The node stores unsent data and sends it later.",
-        mend="start that server, or unset MLFLOW_TRACKING_URI",
+        cause="The MLflow server that MLFLOW_TRACKING_URI names does not answer. Runs continue without tracking. The "
+        "node stores unsent tracking data and sends the data later.",
+        mend="start the MLflow server, or unset MLFLOW_TRACKING_URI",
         probe=_tracking,
     ),
     Check(
         code="mlflow-server",
         group=CheckGroup.TRACKING,
-        title="MLflow's server for this home's runs",
+        title="The MLflow server of the home directory",
         symptoms=(
             "… is not a database; move the file elsewhere, and the next start creates a new database",
             "… was written by another version of MLflow; serve the store with that version, or …",
             "… has only a part of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),
-        cause="MLflow's server runs in the environment that tracked the runs. That environment's MLflow is "
-        "incomplete, the database has another version or is not a database, or the server was killed. The "
-        "keeper retries the start with exponential backoff.",
-        mend="sgpu doctor   (names the command; then `sgpu mlflow` retries at once)",
+        cause="The MLflow server runs in the Python environment that tracked the runs. The server does not start if "
+        "the installed MLflow is incomplete, or if the database is invalid or has another version. The keeper "
+        "retries the start with exponential backoff.",
+        mend="sgpu doctor   (run the suggested command, then restart the server with `sgpu mlflow`)",
         probe=_mlflow_servers,
     ),
 )

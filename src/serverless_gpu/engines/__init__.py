@@ -1,5 +1,5 @@
-"""Engines, which place gangs on machines.
+"""Contains the engines, which place gangs on machines.
 
-`local.py` places gangs on this machine, `ray/` on a Ray cluster, `simulated_engine.py` on simulated machines. `base.py`
-defines the interface.
+`base.py` defines the engine interface. `local.py` uses the server's machine, `ray/` uses a Ray cluster, and
+`simulated_engine.py` simulates machines.
 """

@@ -1,16 +1,16 @@
-"""Defines the interface of engines. An engine lists nodes and starts an agent on each node of a gang.
+"""Defines the engine interface.
 
     scheduler ── plan(gang) ─▶ Request ── submit ─▶ Placed | Waiting | Impossible
               ── release(gang) ─▶
     reconciler ── recover() at the start · events() ─▶ NodeUp, NodeLost
 
-An engine makes no scheduling decisions. The agent of a node starts the gang that the engine placed on the node. The
-agent connects to the server (`wire/agents.py`). The engine transfers no orders, logs or results.
+An engine lists nodes, and starts an agent on each node of a gang. An engine makes no scheduling decisions. Each agent
+connects to the server (`wire/agents.py`) and starts its node's ranks. Orders, logs and results bypass the engine.
 
-The lease with the server decides whether an attempt is alive. After `NodeLost`, the scheduler must not use the node.
-The node's attempts may continue. A restart of an engine ends no attempt.
+An attempt is alive while it holds its lease from the server. After a `NodeLost` event, the scheduler must not use the
+lost node, although the node's attempts may continue. Attempts survive an engine restart.
 
-Every engine must pass the suite `testing/engines.py`, which is shipped as `serverless_gpu.testing.engines`.
+Every engine must pass the public test suite `serverless_gpu.testing.engines`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from serverless_gpu.model.hardware import Device
 
 
 class EngineNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as the engine describes it before the node's agent connects."""
+    """Description of a node before the node's agent connects to the server."""
 
     name: str
     devices: tuple[Device, ...] = ()
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of devices of one type that a gang has on one node."""
+    """Number of devices of one type that a gang uses on one node."""
 
     node: str
     gpu_type: str
@@ -39,7 +39,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks of one attempt. The engine places all ranks or none.
+    """All ranks of one attempt, which the engine places together or not at all.
 
     Attributes:
         id: text of the form `run:fence`. An engine treats two submissions with the same identifier as one gang.
@@ -50,7 +50,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The reservation that an engine would make for a gang, as a value.
+    """Description of the reservation that an engine would make for a gang.
 
     Attributes:
         text: description for people, which `sgpu submit --dry-run` prints.
@@ -61,19 +61,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine has reserved the gang's nodes. The nodes' agents run or start within seconds."""
+    """Answer for a gang whose nodes the engine has reserved. The nodes' agents start within seconds."""
 
     gang: Gang
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine cannot place the gang now, for the reason in `sentence`. The scheduler retries later."""
+    """Answer for a gang that must wait for the reason in `sentence`. The scheduler tries again later."""
 
     sentence: str
 
 
 class Impossible(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine can never place the gang, for the reason in `sentence`."""
+    """Answer for a gang that the engine can never place. `sentence` states the reason."""
 
     sentence: str
 
@@ -85,7 +85,7 @@ class NodeUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the scheduler must not use a node. The node's attempts may continue."""
+    """Reports that the scheduler must not use a node, although the node's attempts may continue."""
 
     node: str
     sentence: str
@@ -94,7 +94,7 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(abc.ABC):
     """A cluster or machine that can run gangs.
 
-    Methods return without long waits. Any thread may call a method.
+    Engine methods return quickly and are thread-safe.
 
     Attributes:
         queues: True if the engine puts `Waiting` gangs into its own queue.
@@ -116,20 +116,20 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve all nodes of a gang and start an agent on each node. A repeated call changes nothing."""
+        """Reserve all nodes of a gang and start an agent on each node. Repeated calls have no effect."""
 
     @abc.abstractmethod
     def release(self, gang: str) -> None:
-        """Release the nodes of a gang. Do nothing if the gang has no reservation."""
+        """Release the nodes of a gang, or do nothing for a gang without a reservation."""
 
     @abc.abstractmethod
     def recover(self) -> Sequence[str]:
-        """Return the gangs that have reservations after a restart of this process."""
+        """Return the gangs that still have reservations after a server restart."""
 
     @abc.abstractmethod
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Return the node changes since the last call, oldest first."""
+        """Return the node events since the last call, oldest first."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free the engine's resources in this process. Reservations and agents remain."""
+        """Free the engine's resources in the server process, but preserve reservations and agents."""

@@ -1,15 +1,14 @@
-"""Provides the server's own machine as an engine with one node, and keeps the node's uplink running.
+"""Implements the engine for the server's machine, a single node whose uplink the engine keeps running.
 
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
                                                else         ─▶ start it detached: it outlives this process
 
-The uplink does the work of a node. The local engine transfers no data and does not count devices. The node reports its
-devices, and the scheduler records which gang holds each device. A reservation is an empty file that the next server
-process finds.
+The uplink reports the node's devices to the server and starts gangs. The scheduler, not the engine, records the devices
+of each gang. The engine stores each reservation as an empty file, which the next server process reads.
 
-Failure cases: If the uplink is killed, the engine starts another uplink, which continues the running attempts. If the
-uplink cannot start (process limit, full disk), the engine reports the node as lost, with the reason. A later successful
-start makes the node available again.
+Failure cases: If the uplink is killed, the engine starts another uplink, which resumes control of running attempts. If
+the uplink cannot start, for example because of a full disk, the engine reports the node as lost. After a successful
+start of the uplink, the engine reports the node as up.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 
 
 class LocalEngine(Engine):
-    """The server's own machine as an engine.
+    """Offers the server's machine as a single node.
 
-    `home` is the home directory of the agent that runs the gangs. `directory` holds the files of this engine. The
-    engine creates the directory if needed. `environ` contains the environment variables that describe the node's
-    resources.
+    `home` is the home directory of the agent that runs the gangs. `directory` contains the engine's files. The engine
+    creates `directory` if needed. `environ` contains the environment variables that describe the node's resources.
     """
 
     def __init__(self, home: Home, directory: Path, *, profile: UplinkProfile, environ: Mapping[str, str]) -> None:
@@ -61,20 +59,20 @@ class LocalEngine(Engine):
         return [] if self._problem else [self._node]
 
     def has(self, node: str) -> bool:
-        """Return True if a node is this machine."""
+        """Return True if a node name refers to this machine."""
         return node == self._node.name
 
     def plan(self, gang: Gang) -> Request:
-        """Return the reservation of a gang that this machine's agent would start."""
+        """Return the reservation that `submit` would make for a gang."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
         return Request(gang=gang, text=f"start {gang.id} with the agent of this machine: {shares}")
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Record a reservation for a gang and start the uplink if it does not run."""
+        """Record a reservation for a gang, and start the uplink if necessary."""
         gang = request.gang
         for share in gang.shares:
             if share.node != self._node.name:
-                return Impossible(sentence=f"there is no node {share.node!r}: this machine is {self._node.name!r}")
+                return Impossible(sentence=f"the local engine has no node {share.node!r}, only {self._node.name!r}")
         with self._lock:
             problem = self._ensure()
             if problem:
@@ -92,7 +90,7 @@ class LocalEngine(Engine):
         return sorted(os.listdir(self._gangs))
 
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Start the uplink if it does not run. Return an event if the state of this machine has changed."""
+        """Start the uplink if necessary, and report a change of the node's state."""
         with self._lock:
             problem = self._ensure()
             if problem == self._told:
@@ -101,10 +99,10 @@ class LocalEngine(Engine):
         return [NodeLost(node=self._node.name, sentence=problem) if problem else NodeUp(node=self._node)]
 
     def close(self) -> None:
-        """Leave the uplink and its attempts running."""
+        """Do nothing: the uplink and running attempts continue."""
 
     def _ensure(self) -> str:
-        """Start the uplink if it does not run. Return "", or the reason why the start failed."""
+        """Start the uplink if necessary. Return the error of a failed start, or ""."""
         try:
             start_stop.ensure(self._home, self._profile_path, self._environ)
         except ServerlessGpuError as error:

@@ -1,4 +1,4 @@
-"""Simulates a cluster: its engine, its agents, their telemetry, and faults that a test injects.
+"""Simulates a cluster for tests: engine, agents, telemetry and injected faults.
 
     SimulatedEngine     passes the conformance suite like any other engine; counts capacity
     SimulatedAgent      one node, in process and on a test's clock. `step()` connects if needed, accepts orders,
@@ -6,19 +6,19 @@
                         its gangs to the current time, and reports
     SimulatedTelemetry  synthetic samples of one node, delivered to MLflow as on real nodes
 
-The engine and the agents never sleep, start no process and open no socket. The same calls in the same order return the
-same answers. Reservations outlive the engine (`Reservations`), as in a real cluster. `kill` ends only the connection.
-Attempts and unacknowledged reports stay on the node's disk. No attempt survives `reboot`. After one large step of the
-clock, each event has the same time as with small steps.
+The simulated engine and agents never sleep, start no process and open no socket. The simulation is deterministic. As in
+a real cluster, reservations outlive the engine (`Reservations`). After `kill`, attempts and unacknowledged reports stay
+on the node's simulated disk. `reboot` ends all attempts of a node. The times of events do not depend on the size of the
+clock's steps.
 
-The cluster, not the server, records every execution of user code in `executions`. Therefore tests do not depend on the
-server's own records. The simulated agents give the guarantees of real nodes. An agent executes an order once. A gang
-ends itself after `partition_grace_s` without an answer from the server. An agent stops a stale gang, keeps its files,
-and never reports the gang again.
+Each agent records every execution of user code in `executions`, so that tests can verify the server's records.
+Simulated agents give the same guarantees as real nodes. An agent executes each order once. A gang ends after
+`partition_grace_s` without an answer from the server. An agent stops a stale gang, preserves the gang's files, and
+never reports the gang again.
 
-A test injects faults with `answers` of the engine, and with `kill`, `start`, `reboot` and `forgets_to_acknowledge` of
-an agent. The attributes `reaches` and `hears` each cut one direction of the agent's connection. A test defines the
-behaviour of a gang with `SimulatedWork`.
+A test injects faults with the engine's `answers`, and with an agent's `kill`, `start`, `reboot` and
+`forgets_to_acknowledge`. An agent's attributes `reaches` and `hears` each cut one direction of the connection.
+`SimulatedWork` defines the behaviour of a gang.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ _STOPPED = {
     StopReason.DRAIN: Reason.DRAINED,
     StopReason.IDLE: Reason.IDLE,
 }
-_NONE = b"\x80\x04N."  # The pickled value None.
+_NONE = b"\x80\x04N."  # None as a pickle.
 
 
 _MEMORY_BYTES = 40 << 30
 _HOST_BYTES = 256 << 30
-_TURN_S = 170  # Period of the synthetic curves, in seconds.
+_TURN_S = 170  # Period of the synthetic sample curves in seconds.
 
 
 class Reservations:
-    """The reservations of a simulated cluster, which outlive the engine."""
+    """Reservations of a simulated cluster, which outlive the engine."""
 
     def __init__(self) -> None:
         self.gangs: dict[str, Gang] = {}
 
 
 class SimulatedEngine(Engine):
-    """An engine whose nodes have devices that gangs reserve."""
+    """An engine that tracks the free devices of simulated nodes."""
 
     def __init__(self, nodes: Sequence[EngineNode], reservations: Reservations | None = None) -> None:
         self._lock = threading.Lock()
@@ -108,16 +108,16 @@ class SimulatedEngine(Engine):
         self._lost: dict[str, str] = {}
         self._events: list[NodeUp | NodeLost] = [NodeUp(node=node) for node in nodes]
         self._reservations = reservations or Reservations()
-        # Injected fault: the next calls of `submit` return these answers, in order.
+        # Injected faults: answers that the next calls of `submit` return, in order.
         self.answers: list[Waiting | Impossible] = []
 
     def nodes(self) -> Sequence[EngineNode]:
-        """Return the nodes that are not lost."""
+        """Return the simulated nodes that are not lost."""
         with self._lock:
             return [node for name, node in self._nodes.items() if name not in self._lost]
 
     def has(self, node: str) -> bool:
-        """Return True if a node belongs to the cluster."""
+        """Return True if a node belongs to the simulated cluster."""
         with self._lock:
             return node in self._nodes
 
@@ -127,7 +127,7 @@ class SimulatedEngine(Engine):
         return Request(gang=gang, text=f"reserve for {gang.id}: {shares}")
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve a gang if all of its shares fit."""
+        """Reserve a gang if every share fits on its node."""
         with self._lock:
             gang = request.gang
             if gang.id in self._reservations.gangs:
@@ -141,7 +141,7 @@ class SimulatedEngine(Engine):
             return Placed(gang=gang)
 
     def release(self, gang: str) -> None:
-        """Remove the reservation of a gang if it has one."""
+        """Remove the reservation of a gang, if any."""
         with self._lock:
             self._reservations.gangs.pop(gang, None)
 
@@ -157,16 +157,16 @@ class SimulatedEngine(Engine):
             return events
 
     def close(self) -> None:
-        """Do nothing: reservations and agents stay."""
+        """Do nothing, because reservations and agents outlive the engine."""
 
     def lose(self, node: str, sentence: str) -> None:
-        """Mark a node as lost."""
+        """Simulate the loss of a node."""
         with self._lock:
             self._lost[node] = sentence
             self._events.append(NodeLost(node=node, sentence=sentence))
 
     def bring_back(self, node: str) -> None:
-        """Mark a lost node as up again."""
+        """Simulate the return of a lost node."""
         with self._lock:
             if self._lost.pop(node, None) is not None:
                 self._events.append(NodeUp(node=self._nodes[node]))
@@ -203,7 +203,7 @@ class SimulatedEngine(Engine):
 
 
 class Control(Protocol):
-    """The server's interface for agents: the requests of `wire/agents.py`, in process."""
+    """Interface of the server for simulated agents: the requests of `wire/agents.py` as in-process calls."""
 
     def hello(self, hello: AgentHello) -> AgentWelcome:
         """Register a node with the server."""
@@ -214,50 +214,50 @@ class Control(Protocol):
         ...
 
     def orders(self, node: str) -> Sequence[Order]:
-        """Return the orders that the node has not acknowledged."""
+        """Return the orders that a node has not acknowledged."""
         ...
 
     def take(self, node: str, taken: OrdersTaken) -> None:
-        """Acknowledge orders, so that the server does not send them again."""
+        """Acknowledge orders, so that the server does not send the orders again."""
         ...
 
     def report(self, token: str, gang: CrewKey, report: Report) -> ReportAnswer:
-        """Report the changes of an attempt."""
+        """Report the state changes of an attempt."""
         ...
 
 
 class Observer(Protocol):
-    """Observes the gangs of a node, as `SimulatedTelemetry` does."""
+    """Interface of an observer of a node's gangs, such as `SimulatedTelemetry`."""
 
     def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
-        """Record that user code begins."""
+        """Record the start of user code."""
         ...
 
     def seen(self, run_id: str, fence: int, until_ns: int) -> None:
-        """Record that user code has run until a time in nanoseconds since 1970."""
+        """Record that user code is running at a time in nanoseconds since 1970."""
         ...
 
     def ended(self, run_id: str, fence: int, reason: Reason) -> None:
-        """Record that user code has ended."""
+        """Record the end of user code."""
         ...
 
 
 class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated behaviour of a gang."""
+    """Simulated behaviour of a gang."""
 
     start_s: float | None = 0.1  # Seconds from the order to the start of user code, or None if user code never starts.
     run_s: float | None = 1.0  # Seconds from the start of user code to its end, or None to run until a stop request.
-    # The reason for the end of the gang. With a retryable reason, the gang ends before user code begins.
+    # Reason for the end of the gang. With a retryable reason, the gang ends before user code starts.
     reason: Reason = Reason.COMPLETED
-    output: bytes = b""  # Output that rank 0 writes at its start.
+    output: bytes = b""  # Output that rank 0 writes when user code starts.
     stop_s: float = 0.5  # Seconds from a stop request to the end of user code.
-    gate_s: float = 0.1  # Seconds from the gang's end to the release of its devices.
+    gate_s: float = 0.1  # Seconds from the end of a gang to the release of the gang's devices.
 
 
 class Execution(msgspec.Struct, kw_only=True):
-    """An execution of user code, with times of the cluster's clock.
+    """One execution of user code, with start and end times by the simulated clock.
 
-    `ended_ns` is None while the code runs.
+    `ended_ns` is None while user code runs.
     """
 
     run_id: str
@@ -269,7 +269,7 @@ class Execution(msgspec.Struct, kw_only=True):
 
 
 class _Attempt(msgspec.Struct, kw_only=True):
-    """The state that a node keeps on its disk for one attempt."""
+    """State of one attempt on the node's simulated disk."""
 
     start: Start
     work: SimulatedWork
@@ -288,7 +288,7 @@ class _Attempt(msgspec.Struct, kw_only=True):
 
 
 class SimulatedAgent:
-    """The simulated agent of one node."""
+    """Simulates the agent of one node."""
 
     def __init__(
         self,
@@ -304,11 +304,11 @@ class SimulatedAgent:
         self.executions: list[Execution] = []  # Every execution of user code on this node.
         # `reaches` is True if requests arrive at the server. `hears` is True if answers arrive at the agent.
         self.reaches = self.hears = self.alive = True
-        self.forgets_to_acknowledge = False  # True if the agent accepts orders without an acknowledgement.
-        # Stale gangs, which the agent has stopped. The agent keeps the files of a stale gang and never reports the gang
+        self.forgets_to_acknowledge = False  # True if the agent never acknowledges orders.
+        # Stale gangs, which the agent has stopped. The agent preserves a stale gang's files and never reports the gang
         # again.
         self.kept: list[CrewKey] = []
-        self.observer: Observer | None = None  # Observes what the gangs of this node do.
+        self.observer: Observer | None = None  # Observer of the node's gangs, for example telemetry.
         self.pool = ""
         self._clock, self._work = clock, work
         self._boots = 1
@@ -320,7 +320,7 @@ class SimulatedAgent:
 
     @property
     def boot_id(self) -> str:
-        """Return the identifier of this boot of the node."""
+        """Return the identifier of the node's current boot."""
         return f"{self.name}-boot-{self._boots}"
 
     @property
@@ -329,15 +329,15 @@ class SimulatedAgent:
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 
     def kill(self) -> None:
-        """End the agent as `kill -9` does. The gangs continue without an agent."""
+        """Simulate `kill -9` of the agent. The node's gangs continue without an agent."""
         self.alive = self._connected = False
 
     def start(self) -> None:
-        """Start the agent again. The agent finds its gangs on the node's disk."""
+        """Restart the agent, which finds its gangs on the node's simulated disk."""
         self.alive = True
 
     def reboot(self) -> None:
-        """Restart the machine: end all gangs and begin another boot."""
+        """Simulate a reboot of the machine, which ends all gangs."""
         now_ns = self._clock.boottime_ns()
         for attempt in self._attempts.values():
             self._live(attempt, now_ns)
@@ -349,7 +349,7 @@ class SimulatedAgent:
         self.alive = True
 
     def step(self) -> None:
-        """Run one cycle of the agent: connect if needed, accept orders, advance the gangs and report."""
+        """Run one cycle of the agent: connect if necessary, accept orders, advance the gangs and send reports."""
         now_ns = self._clock.boottime_ns()
         for attempt in list(self._attempts.values()):
             self._live(attempt, now_ns)
@@ -380,10 +380,10 @@ class SimulatedAgent:
 
     def _ask(self, request: Callable[[], T]) -> T:
         if not self.reaches:
-            raise ServerUnavailable("the request did not arrive")
+            raise ServerUnavailable("the simulated request did not arrive")
         answer = request()
         if not self.hears:
-            raise ServerUnavailable("the answer did not arrive")
+            raise ServerUnavailable("the simulated answer did not arrive")
         return answer
 
     def _hello(self) -> AgentHello:
@@ -410,7 +410,7 @@ class SimulatedAgent:
         gang = (order.run_id, order.fence)
         attempt = self._attempts.get(gang)
         if isinstance(order, ReportNow):
-            return False  # The agent sends a report at each step anyway.
+            return False  # The agent sends a report at each step regardless.
         if isinstance(order, Stop):
             if attempt is not None:
                 self._stop(attempt, order.reason, now_ns)
@@ -425,14 +425,14 @@ class SimulatedAgent:
             attempt.ends = (now_ns + round(attempt.work.stop_s * 1e9), _STOPPED[why])
 
     def _live(self, attempt: _Attempt, now_ns: int) -> None:
-        """Advance a gang to the current time."""
+        """Advance a gang to the current simulated time."""
         work, fence_ns = attempt.work, attempt.answered_ns + round(self._grace_s * 1e9)
         if attempt.ended is None and attempt.execution is None and work.start_s is not None and attempt.ends is None:
             begins_ns = attempt.ordered_ns + round(work.start_s * 1e9)
             if begins_ns <= min(now_ns, fence_ns):
                 self._begin(attempt, begins_ns)
         if self.observer is not None and attempt.execution is not None and attempt.ended is None:
-            # The observer records the gang until the current time, or until the gang's earlier end.
+            # The observer records the gang until the current time or the gang's end, whichever is earlier.
             until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
             late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
             self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
@@ -529,11 +529,11 @@ class SimulatedAgent:
 
 
 class SimulatedTelemetry:
-    """Produces synthetic telemetry of one simulated node and delivers it to MLflow as real nodes do.
+    """Produces synthetic telemetry for one simulated node, and delivers the samples to MLflow.
 
         SimulatedAgent ──began, seen, ended──▶ TelemetryFile (a file of samples per gang) ─▶ Delivery ─▶ tracker
 
-    Each second of the simulated clock has one sample. Delivery uses threads, as on a real node. The tracker is
+    Each second of the simulated clock yields one sample. Threads deliver the samples, as on a real node. The tracker is
     `testing.mlflow.FakeMlflow` or a real MLflow server.
     """
 
@@ -548,7 +548,7 @@ class SimulatedTelemetry:
         self._gangs: dict[tuple[str, int], _GangTelemetry] = {}
 
     def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
-        """Record that user code begins on these devices."""
+        """Record the start of user code on a gang's devices."""
         directory = self._directory / start.run_id / str(start.fence)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         header = Header(
@@ -576,14 +576,14 @@ class SimulatedTelemetry:
             gang.thread.start()
 
     def seen(self, run_id: str, fence: int, until_ns: int) -> None:
-        """Write the samples of a gang for all seconds up to a moment."""
+        """Write the samples of a gang for all seconds up to the given time."""
         gang = self._gangs.get((run_id, fence))
         while gang is not None and gang.next_ns <= until_ns:
             gang.recording.append(_made_up_sample(gang.next_ns, gang.recording.header, self._node_rank))
             gang.next_ns += SECOND_NS
 
     def ended(self, run_id: str, fence: int, reason: Reason) -> None:
-        """Record that a gang has ended and that its devices are free."""
+        """Record the end of a gang and the release of the gang's devices."""
         gang = self._gangs.get((run_id, fence))
         if gang is not None:
             gang.recording.flush()
@@ -625,7 +625,7 @@ class _TrackingListener:
 
 
 def _made_up_sample(at_ns: int, header: Header, node_rank: int) -> Sample:
-    """Return a synthetic sample, with a different wave for each device and node."""
+    """Return a synthetic sample whose values follow a different curve for each device and node."""
     seconds = (at_ns - header.origin_ns) / SECOND_NS
     waves = [
         0.5 + 0.5 * math.sin(2 * math.pi * (seconds / _TURN_S + 0.11 * (place + 3 * node_rank)))

@@ -1,6 +1,7 @@
-"""Captured environments: everything that a Python process can import, as content-addressed units.
+"""Captures and restores Python environments as content-addressed units.
 
-`scan/` finds installed files, `capture/` sends the files to a store, `restore/` makes a tree of them on a node, and
-`stores/` contains the stores. `service.py` captures an environment for a calling process. `documents.py` defines the
-values, and `snapshot_validation.py` checks values from other machines. Start with `documents.py`.
+`scan/` finds installed files, and `capture/` packs the files into a store. `restore/` assembles a tree of the files on
+a node. `stores/` contains the store implementations. `service.py` captures an environment for a calling process.
+`documents.py`, the best module to read first, defines the data types. `snapshot_validation.py` validates documents from
+other machines.
 """

@@ -1,4 +1,4 @@
-"""Defines the values of an environment: rows, units, snapshots, addresses, packages and progress.
+"""Defines the documents of an environment: rows, units, snapshots, addresses, packages and progress.
 
     snapshot ─ interpreter
              ├ root 0, the interpreter's own site-packages ─ unit numpy, unit torch, …, unit of unowned files
@@ -7,19 +7,19 @@
     unit     ─ rows (path, kind, size, sha256, link target)                              → its address
              └ packs, blocks, places: where the bytes of the rows lie in the store          not part of the address
 
-A row's path starts with its area. `site/` is the directory on `sys.path`. `prefix/` is the directory above `site/` that
-has `bin` and `share`. A unit therefore does not depend on Python versions, machines or users. The same wheel has the
-same address everywhere. The address of a unit is the BLAKE3 digest of its rows in order of their paths.
+Each row's path starts with an area. `site/` is the directory on `sys.path`. `prefix/` is the directory above `site/`
+that contains `bin` and `share`. Relative paths make a unit independent of Python versions, machines and users, so the
+same wheel has the same address everywhere. The address of a unit is the BLAKE3 digest of its rows, sorted by path.
 
-The address of a snapshot covers everything that a restore uses: the interpreter, the roots with ordered units, the
-generated files, and the snapshot's origin. Two documents with the same address can differ only in facts that have no
-effect on a restore (`UNADDRESSED_FACTS`). `snapshot_address_1` returns addresses of version 1, which cover fewer facts.
+A snapshot's address covers the interpreter, the roots with ordered units, the generated files, and the snapshot's
+origin. The address does not cover facts that have no effect on a restore (`UNADDRESSED_FACTS`). `snapshot_address_1`
+computes version 1 addresses, which cover fewer facts.
 
-`Packages` lists the installed packages, to compare two environments. `Packages` leaves out the project's own code,
-which may differ, and distributions that add no module. An editable install of the project adds no module, and its
-metadata names the project's version. Captures and restores report a `ProgressPoint`.
+`Packages` lists the installed packages for comparing two environments. The list omits the project's code, which may
+differ, and distributions without modules, such as an editable install of the project. Captures and restores report
+progress as `ProgressPoint`.
 
-Readers of a store use `stores/blobs.py`, which checks each document (`snapshot_validation.py`).
+Code that reads from a store uses `stores/blobs.py`, which validates each document with `snapshot_validation.py`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ import msgspec
 from blake3 import blake3
 
 VERSION = 1
-"""Format version of units and of the list of condemned objects."""
+"""Format version of units and of the store's list of condemned objects."""
 SNAPSHOT_VERSION = 2
-"""Format version of new snapshots. Readers also accept version 1."""
+"""Format version of new snapshots. Code that reads snapshots also accepts version 1."""
 UNADDRESSED_FACTS = ("captured_ns", "loaded", "variables", "left_out")
-"""Facts that a snapshot's address does not cover. Restore compiles the files in `loaded` first, and only displays all
-other facts.
+"""Fields of a snapshot's origin that the address does not cover, because they do not change the restored files.
 """
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Maximum number of content bytes in a block. A block is one zstd frame, and can be restored separately."""
+"""Maximum number of content bytes in a block. Each block is one zstd frame that a restore can decompress separately."""
 PACK_BYTES = 16 * 1024 * 1024
-"""Number of compressed bytes at which the packer closes a pack. Each pack is one object of a store."""
+"""Number of compressed bytes at which the packer closes a pack. Each pack is one object in a store."""
 _LISTED_MAX = 5
-"""Maximum number of packages that `difference` names. `difference` counts all further packages."""
+"""Maximum number of packages that `difference` names. The function only counts further packages."""
 
-RowKind = Literal["f", "x", "l", "d"]  # kind of a row: file, executable file, link, empty directory
+RowKind = Literal["f", "x", "l", "d"]  # Kinds of rows: file, executable file, link, empty directory.
 UnitKind = Literal["distribution", "unowned", "code"]
 RootKind = Literal["own", "library", "code"]
 Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
@@ -54,9 +53,9 @@ Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
 class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A file, link or empty directory of a unit."""
 
-    path: str  # area and path below the area, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names
+    path: str  # UTF-8 path that starts with the area, for example ``site/numpy/__init__.py``.
     kind: RowKind = "f"
-    size: int = 0  # Content bytes; 0 for links and directories.
+    size: int = 0  # Content size in bytes; 0 for links and directories.
     sha256: bytes = b""  # SHA-256 of the content, 32 bytes; empty for links and directories.
     target: str = ""
 
@@ -67,18 +66,18 @@ class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PackBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A zstd frame in a pack."""
+    """A block in a pack, compressed as one zstd frame."""
 
     pack: int
     offset: int
-    length: int  # Number of compressed bytes.
+    length: int  # Compressed size of the frame in bytes.
     size: int  # Number of content bytes, at most `BLOCK_BYTES`.
 
 
 class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The start of a file's content: a block, and a byte offset in its content.
+    """Position of a file's first byte: a block, and a byte offset in the block's content.
 
-    A file larger than a block starts at byte 0 and continues in the next blocks, which have no content of other files.
+    A file larger than a block starts at byte 0 of its first block. The following blocks contain no other file.
     """
 
     block: int
@@ -89,10 +88,10 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an environment, stored under ``units/<address>``."""
 
     address: str
-    rows: tuple[FileRow, ...]  # rows of the unit, sorted by path
+    rows: tuple[FileRow, ...]  # Rows of the unit, sorted by path.
     packs: tuple[str, ...] = ()
-    blocks: tuple[PackBlock, ...] = ()  # Blocks in an order in which a large file continues in the next block.
-    places: tuple[ContentPlace, ...] = ()  # Content place of each file that is not empty, in order of the rows.
+    blocks: tuple[PackBlock, ...] = ()  # Blocks of the unit, in which each large file is contiguous.
+    places: tuple[ContentPlace, ...] = ()  # Content place of each file that is not empty, in row order.
     version: int = VERSION
 
 
@@ -103,7 +102,7 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     version: str  # Version of Python, for example ``3.11.7``.
     abi: str  # ABI of extension modules, for example ``cpython-311-x86_64-linux-gnu``.
     platform: str  # Platform tag, for example ``linux-x86_64``.
-    glibc: str = ""  # Version of glibc on the machine of the capture, for example ``2.36``; "" without glibc.
+    glibc: str = ""  # Version of glibc on the captured machine, for example ``2.36``; "" without glibc.
 
     @property
     def minor(self) -> str:
@@ -112,55 +111,55 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
-    """The entry for a unit in a snapshot."""
+    """Entry for one unit in a snapshot."""
 
     address: str
     kind: UnitKind
-    # Normalized name of a distribution (``scikit-learn``), name of a code directory, or "" (unowned files).
+    # Normalized name of a distribution (``scikit-learn``), name of a code directory, or "" for unowned files.
     name: str = ""
-    version: str = ""  # Version of the distribution, or "".
+    version: str = ""  # Version of the distribution, or "" for other kinds of units.
     size: int = 0  # Number of content bytes of the unit.
     files: int = 0
-    # Import names of the unit's top-level files and directories, without endings.
+    # Import names of the unit's top-level modules and packages.
     modules: tuple[str, ...] = ()
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of one machine. Restore generates the file for each tree."""
+    """A small text file that contains machine-specific paths. Each restore generates the file."""
 
     path: str
-    # Content with placeholders: ``{{sgpu:2}}`` is the directory of root 2 (its site area), ``{{sgpu:python}}`` the
+    # Content with placeholders: Placeholders: ``{{sgpu:2}}`` is the site area of root 2, ``{{sgpu:python}}`` is the
     # interpreter.
     text: str
     executable: bool = False
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory on `sys.path`, as a list of units."""
+    """A directory on `sys.path`, described as a list of units."""
 
-    # ``own`` is root 0, the interpreter's own library. A ``library`` also holds distributions (user site, system site,
-    # `pip --target`). ``code`` is the user's project.
+    # Kind ``own`` is root 0, the interpreter's site-packages. Kind ``library`` is another directory with distributions,
+    # such as the user site. Kind ``code`` is the user's project.
     kind: RootKind
-    members: tuple[SnapshotMember, ...]  # Units of the root, in order of kind, name and address.
-    generated: tuple[Generated, ...] = ()  # Generated files, whose text differs on each machine.
-    # True if the root comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
+    members: tuple[SnapshotMember, ...]  # Units of the root, sorted by kind, name and address.
+    generated: tuple[Generated, ...] = ()  # Files whose text differs on each machine.
+    # True if the root precedes the standard library on `sys.path`, as PYTHONPATH does.
     before: bool = False
-    # True if the root is on `sys.path`. Only generated files may name the source of an editable install.
+    # True if the root is on `sys.path`. The root of an editable install may be reachable through generated files alone.
     on_path: bool = True
 
 
 class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """The origin of a snapshot. A snapshot's address covers the whole origin except `UNADDRESSED_FACTS`."""
+    """Origin of a snapshot. The snapshot's address covers all fields except `UNADDRESSED_FACTS`."""
 
     captured_ns: int = 0  # Time of the capture, in nanoseconds since 1970.
-    # Path of the base interpreter, outside of any virtual environment, for example ``/usr/bin/python3.11``.
+    # Path of the base interpreter outside any virtual environment, for example ``/usr/bin/python3.11``.
     python: str = ""
     prefix: str = ""
     originals: tuple[str, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
     loaded: tuple[tuple[str, ...], ...] = ()
-    variables: tuple[str, ...] = ()  # Names of the start-up variables that were set; values are never stored.
-    left_out: tuple[str, ...] = ()  # Messages about left-out files, with the reason for each file.
+    variables: tuple[str, ...] = ()  # Names of set start-up variables, without values.
+    left_out: tuple[str, ...] = ()  # Messages about omitted files, with the reason for each omission.
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +173,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Return the number of content bytes of all units."""
+        """Return the total content size of all units in bytes."""
         return sum(member.size for root in self.roots for member in root.members)
 
     @property
@@ -183,12 +182,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return sum(member.files for root in self.roots for member in root.members)
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of all units, each once, in order."""
+        """Return the addresses of all units in order, without duplicates."""
         return tuple(dict.fromkeys(member.address for root in self.roots for member in root.members))
 
 
 def unit_address(rows: Iterable[FileRow]) -> str:
-    """Return the address of a unit: BLAKE3 over its rows in order of their paths."""
+    """Return the address of a unit: the BLAKE3 digest of the unit's rows, sorted by path."""
     digest = blake3(b"serverless-gpu unit 1\n")
     for row in sorted(rows, key=_path):
         digest.update(f"{row.path}\0{row.kind}\0{row.size}\0{row.sha256.hex()}\0{row.target}\n".encode())
@@ -196,7 +195,7 @@ def unit_address(rows: Iterable[FileRow]) -> str:
 
 
 def snapshot_address(snapshot: Snapshot) -> str:
-    """Return the address of a snapshot, by the rules of its version."""
+    """Return the address of a snapshot, computed by the rules of its format version."""
     if snapshot.version == 1:
         return snapshot_address_1(snapshot.interpreter, snapshot.roots)
     python, facts = snapshot.interpreter, snapshot.facts
@@ -213,10 +212,10 @@ def snapshot_address(snapshot: Snapshot) -> str:
         (facts.python, facts.prefix, facts.originals, tuple(tuple(sorted(notes.items())) for notes in facts.notes)),
     )
     try:
-        # msgpack stores the lengths of lists and strings, so two different snapshots never give the same bytes.
+        # msgpack encodes the lengths of lists and strings, so different snapshots never have the same encoding.
         content = msgspec.msgpack.encode(covered)
     except UnicodeEncodeError:
-        # The rules refuse text that is not UTF-8, with an error that names the position of the text.
+        # The validation rejects text that is not UTF-8, with an error that names the position.
         content = ascii(covered).encode()
     return blake3(b"serverless-gpu snapshot 2\n" + content).hexdigest()
 
@@ -238,12 +237,12 @@ def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
 
 
 def in_order(members: Iterable[SnapshotMember]) -> tuple[SnapshotMember, ...]:
-    """Return members in the order of a root's list: by kind, name and address."""
+    """Sort the members of a root by kind, name and address."""
     return tuple(sorted(members, key=lambda member: (member.kind, member.name, member.address)))
 
 
 def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: SnapshotOrigin) -> Snapshot:
-    """Return a snapshot with its address and with the units of each root in order."""
+    """Create a snapshot with sorted units, and compute its address."""
     roots = tuple(msgspec.structs.replace(root, members=in_order(root.members)) for root in roots)
     made = Snapshot(address="", interpreter=interpreter, roots=roots, facts=facts)
     return msgspec.structs.replace(made, address=snapshot_address(made))
@@ -277,7 +276,7 @@ def are_same(one: Packages, other: Packages) -> bool:
 
 
 def difference(asked: Packages, accepted: Packages) -> str:
-    """Return the difference between requested and accepted packages as text, or "" if they are equal."""
+    """Describe the difference between requested and accepted packages, or return "" for equal packages."""
     if asked.python != accepted.python:
         return f"{asked.python} is not {accepted.python}"
     more = [label for address, label in asked.units.items() if address not in accepted.units]
@@ -288,16 +287,16 @@ def difference(asked: Packages, accepted: Packages) -> str:
 
 
 class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a capture or a restore, for display."""
+    """Progress of a capture or restore, for display."""
 
     phase: Phase
     bytes_done: int = 0  # Number of content bytes processed so far.
-    bytes_total: int = 0  # Number of all content bytes; 0 while unknown.
+    bytes_total: int = 0  # Total number of content bytes; 0 while unknown.
     files_done: int = 0
-    files_total: int = 0  # Number of all files; 0 while unknown.
-    moved_bytes: int = 0  # Number of compressed bytes that the store has sent or received.
+    files_total: int = 0  # Total number of files; 0 while unknown.
+    moved_bytes: int = 0  # Number of compressed bytes transferred so far.
     name: str = ""  # Item in progress, for example ``torch 2.13.0``, or "".
-    waits_for: str = ""  # Item that another process fetches while this process waits, or "".
+    waits_for: str = ""  # Item that another process is fetching, or "".
 
 
 Report = Callable[[ProgressPoint], None]

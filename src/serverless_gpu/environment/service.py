@@ -5,22 +5,22 @@
                                                                  └─ UnknownEnvironment, or changed ───┐
            ◀── CapturedEnvironment, CaptureProgress …, CaptureDone, CaptureFailed ──── child captures ◀┘
 
-After a check without changes, and after a capture, a process places watches on the libraries (`watch_process.py`). As
-long as no event occurs, the watches replace the check of every file, and the service only runs the gate.
+After a capture or an unchanged check, a forked process places watches on the libraries (`watch_process.py`). While no
+watch reports an event, the service only runs the gate and does not check every file.
 
-The service does all reading, hashing and compressing, never the user's process. The service has one thread and opens
-only directory stores. A forked child does all long work, so the service answers the next question at once. Questions
-about the same environment share a capture. A check answers only questions that arrived before its start. Questions that
-arrive during a check share the next check.
+The service reads, hashes and compresses all files outside of the user's process. The service has one thread and opens
+only directory stores. Forked children do all slow operations, so the service answers the next question at once.
+Concurrent questions about the same environment share one capture. An environment check answers only questions that
+arrived before the check started. All questions that arrive during a check share the next check.
 
-`client/launch/environment_process.py` contains the transports. `scan.py` recognizes environments, and
-`snapshot_capture.py` captures them.
+`client/launch/environment_process.py` implements the connections between a caller and the service. `scan.py` recognizes
+environments, and `snapshot_capture.py` captures them.
 
 Failure cases: If the capture fails, the disk is full, or the store does not answer, the service sends `CaptureFailed`
-with the error's code. The service also sends `CaptureFailed` if a child is killed. If the caller's process has ended or
-closed the connection, the service ends its children and exits. If watches are missing or report a change, the service
-checks every file and logs the reason. If the caller gives up (`Abandon`), the service ends an unwanted capture. The
-next capture uses the objects that the ended capture sent.
+with the error's code. If a child process is killed, the service also sends `CaptureFailed`. If the caller's process has
+ended or closed the connection, the service ends its children and exits. If watches are unavailable or report a change,
+the service checks every file and logs the reason. If the caller gives up (`Abandon`), the service ends a capture that
+no caller wants. The next capture uses the objects that the ended capture has already sent.
 """
 
 from __future__ import annotations
@@ -71,26 +71,29 @@ from serverless_gpu.operating_system import is_thread_limit, lacks_inodes, threa
 
 CHANGES_TOLD_MAX = 3
 WATCHED_MAX = 4
-"""Maximum number of watched environments. A new environment replaces the oldest environment."""
+"""Maximum number of environments that the service watches.
+
+A newly watched environment replaces the oldest watched environment.
+"""
 _REPORT_S = 0.1
-_NOT_THERE = "the server does not have the environment, or no longer has it"
+_NOT_THERE = "the server does not have the environment, or has deleted it"
 _SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
 
 
 class ServiceConnection(Protocol):
-    """The connection between the service and its caller."""
+    """Connection from the service to its caller."""
 
     def fileno(self) -> int: ...
 
     def send(self, data: bytes) -> None: ...
 
     def receive(self) -> bytes | None:
-        """Return the next message, or None when the caller has disconnected."""
+        """Return the next message from the caller, or None after the caller has disconnected."""
 
 
 class _Task(msgspec.Struct, kw_only=True):
-    """A child process and the questions that wait for its result, perhaps with a capture of changes."""
+    """A child process and the questions that wait for its result."""
 
     key: bytes
     described: dict[str, object]
@@ -100,11 +103,11 @@ class _Task(msgspec.Struct, kw_only=True):
     checks: bool
     found: CapturedEnvironment | None = None
     over: bool = False
-    unchanged: bool = False  # True if the index is up to date
+    unchanged: bool = False  # True if the environment's index is up to date
 
 
 class Service:
-    """Answers the questions of one caller."""
+    """Answers one caller's questions about environments."""
 
     def __init__(self, wire: ServiceConnection, index: Path) -> None:
         self._wire = wire
@@ -113,13 +116,14 @@ class Service:
         self._tasks: list[_Task] = []
         self._pending: dict[
             bytes, list[EnvironmentQuestion]
-        ] = {}  # questions that arrived after the running check had started
+        ] = {}  # questions that arrived after the running check started
         self._put_off: dict[
             bytes, list[EnvironmentQuestion]
         ] = {}  # questions that arrived while a child recorded a capture
         self._watches: dict[bytes, WatchProcess] = {}
         self._patience: dict[bytes, WatchBackoff] = {}
-        # Process IDs of terminated watching processes. The kernel needs time to close their watches.
+        # Process IDs of terminated watching processes. The kernel needs time to close the watches of a terminated
+        # process.
         self._ended: list[int] = []
         self._selector = selectors.DefaultSelector()
 
@@ -135,7 +139,7 @@ class Service:
         try:
             while all([key.data() for key, _ in self._selector.select()]):
                 self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
-        except OSError:  # The caller disconnected during an answer.
+        except OSError:  # The caller disconnected while the service sent an answer.
             pass
         for task in self._tasks:
             with contextlib.suppress(ProcessLookupError):
@@ -157,7 +161,7 @@ class Service:
         return True
 
     def _safely(self, asks: Sequence[EnvironmentQuestion], work: Callable[[], None]) -> None:
-        """Do work for questions, and answer all of the questions with an error that the work raises."""
+        """Answer questions with the block's error if the `with` block raises one."""
         try:
             work()
         except ServerlessGpuError as error:
@@ -200,7 +204,7 @@ class Service:
             self._take(ask, key)
 
     def _watched(self, key: bytes) -> bytes:
-        """Return the index generation whose libraries the watches prove unchanged, or b"" without proof."""
+        """Return the index generation whose libraries the watches prove unchanged, or b"" without a proof."""
         watch = self._watches.get(key)
         if watch is None or not watch.generation:
             return b""
@@ -210,7 +214,7 @@ class Service:
         return watched
 
     def _watch(self, key: bytes, description: Description) -> None:
-        """Start to watch the libraries of an environment, if the watches will probably save checks."""
+        """Start watching an environment's libraries if the watches will probably save checks."""
         if key in self._watches or not self._patience.setdefault(key, WatchBackoff()).is_due():
             return
         while len(self._patience) > ENTRIES_MAX:
@@ -244,7 +248,7 @@ class Service:
         patience = self._patience.setdefault(key, WatchBackoff())
         if patience.reason != reason:
             patience.reason = reason
-            print(f"the environment is not watched, so every file is checked: {reason}", file=sys.stderr)
+            print(f"no watches cover the environment, so every file is checked: {reason}", file=sys.stderr)
 
     def _leave(self) -> None:
         """Close inherited sockets in a watching process, so that peers notice the end of the service."""
@@ -260,16 +264,16 @@ class Service:
         for task in self._tasks:
             asks = [ask for ask in task.asks if ask.number != number]
             if task.asks and not asks and not task.checks:
-                # The service reaps the child when the child's socket reports the end.
+                # The service reaps the child process when the child's socket closes.
                 os.kill(task.pid, signal.SIGKILL)
             task.asks[:] = asks
 
     # --- child processes -----------------------------------------------------------------------------------------
 
     def _check(self, asks: list[EnvironmentQuestion], key: bytes, *, fresh: bool) -> None:
-        """Check every file, now or after the running check.
+        """Check every file of an environment, now or after the running check.
 
-        `fresh` is True if the gate has just found no change.
+        `fresh` is True if the gate has just found the environment unchanged.
         """
         if any(task.checks and task.key == key for task in self._tasks):
             self._pending.setdefault(key, []).extend(asks)
@@ -336,7 +340,7 @@ class Service:
         status = os.waitpid(task.pid, 0)[1]
         if not task.over:
             how = os.waitstatus_to_exitcode(status)
-            told = f"was ended by signal {-how}" if how < 0 else f"exited with code {how}"
+            told = f"was killed by signal {-how}" if how < 0 else f"exited with code {how}"
             doing = "checked" if task.checks else "captured"
             message = f"the process that {doing} the environment {told}"
             for ask in task.asks:
@@ -345,10 +349,11 @@ class Service:
         if waiting:
             self._safely(waiting, partial(self._check, waiting, task.key, fresh=False))
         if not task.checks:
-            self._recogniser = Recogniser(self._index)  # The new object reads the index that the child has written.
+            # A new `Recogniser` reads the index that the child has written.
+            self._recogniser = Recogniser(self._index)
             for ask in self._put_off.pop(task.key, []):
                 self._safely([ask], partial(self._answer, ask))
-            if task.key in self._watches:  # The watches belong to the previous index.
+            if task.key in self._watches:  # The existing watches belong to the previous index.
                 self._unwatch(task.key)
         if task.unchanged and not status:
             self._watch(task.key, read_description(task.described))
@@ -358,7 +363,10 @@ class Service:
 
 
 def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer], None]], None]) -> NoReturn:
-    """Do the work of a child process and exit. An error of the work becomes the answer."""
+    """Run a child process's task, then exit the process.
+
+    If the task raises an error, the child sends the error as its answer.
+    """
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -370,7 +378,7 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
             work(tell)
         except ServerlessGpuError as error:
             tell(_failed(number, error))
-        except BrokenPipeError:  # The service has ended, and so has its caller.
+        except BrokenPipeError:  # The service and its caller have ended.
             pass
         except OSError as error:
             tell(_failed(number, capture_error(error)))
@@ -421,7 +429,8 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
     tell(_found(ask, last, scan, blobs))
     taken = capture(scan, blobs, level=level, report=report)
     tell(_summary(ask.number, taken, (clock.boottime_ns() - started_ns) // 1_000_000))
-    recogniser.remember(taken.scan)  # No caller waits for this write, except a question that arrives before its end.
+    # Callers do not wait for this write, except for a question that arrives before the write ends.
+    recogniser.remember(taken.scan)
 
 
 def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
@@ -433,7 +442,7 @@ def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: S
     if not changes and is_served(ask.store) and not _has(ask, last):
         told = (f"the environment is captured for the server: {_NOT_THERE}", *told)
     elif not changes and not _is_stored(ask, last):
-        told = ("the environment is captured again, because the store no longer has it", *told)
+        told = ("the service captures the environment again, because the store no longer has it", *told)
     return CapturedEnvironment(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
 
@@ -460,10 +469,10 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
-    """Return True if a store still has a snapshot and its units.
+    """Return True if a store still contains a snapshot and its units.
 
-    The function does not query remote stores. A restore queries remote stores, and the check of files queries a
-    server's store.
+    The function returns True for remote stores without querying them. A later restore queries remote stores, and the
+    check of all files queries a server's store.
     """
     return is_remote(ask.store) or _has(ask, snapshot)
 
@@ -482,17 +491,16 @@ def _failed(number: int, error: ServerlessGpuError) -> CaptureFailed:
 
 
 def capture_error(error: OSError) -> StorageError:
-    """Return the error for refused access to files of the environment or of the home directory."""
+    """Return the error for an `OSError` on files of the environment or of the home directory."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full and error.filename is not None and lacks_inodes(Path(os.fsdecode(error.filename))):
         return StorageError(
-            f"the environment cannot be captured: no inodes left for {os.fsdecode(error.filename)}: its disk has "
-            "space, but cannot store one more file",
+            f"the environment cannot be captured, because no inodes are left for {os.fsdecode(error.filename)}",
             hint="delete files on this disk, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
     return StorageError(
         f"the environment cannot be captured: {error}",
         hint="free some disk space, or set SERVERLESS_GPU_HOME to a directory on another disk"
         if is_full
-        else "make the named file readable and the home directory writable; `sgpu doctor` checks both",
+        else "make this file readable and the home directory writable; `sgpu doctor` checks both",
     )

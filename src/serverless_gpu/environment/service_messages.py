@@ -1,6 +1,6 @@
 """Defines the messages between a caller and its environment service (`service.py`).
 
-The messages are separate from the service, so that the user's process does not load the service's dependencies.
+A separate module for the messages keeps the service's dependencies out of the user's process.
 """
 
 from __future__ import annotations
@@ -16,33 +16,39 @@ _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTP
 
 
 class StoreLocation(NamedTuple):
-    """The location of a store of environments, with the token for a server."""
+    """The location of an environment store, with the access token for a server."""
 
     url: str
     token: str = ""
-    ca: str = ""  # file with the certificates for a server's store; "" for the system's certificates
+    ca: str = ""  # CA certificate file for a server's store; "" for the system's certificates
 
 
 class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks if an environment is unchanged and stored. With `capture`, requests a capture otherwise."""
+    """Asks the service if an environment is unchanged and stored.
+
+    If `capture` is true, the service captures a changed or unstored environment.
+    """
 
     number: int
     description: dict[str, object]
     store: str
     environ: dict[str, str] = {}
     token: str = ""
-    ca: str = ""  # file with the certificates for a server's store; "" for the system's certificates
+    ca: str = ""  # CA certificate file for a server's store; "" for the system's certificates
     capture: bool = True
 
 
 class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Informs the service that the caller no longer waits for an answer."""
+    """Tells the service that the caller no longer waits for an answer."""
 
     number: int
 
 
 class Unchanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The environment looks unchanged. `FilesChecked` follows after a check of every file."""
+    """The quick check found the environment unchanged.
+
+    A `FilesChecked` message follows after the service has checked every file.
+    """
 
     number: int
     snapshot: str
@@ -55,7 +61,7 @@ class UnknownEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FilesChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The service has checked every file. `changes` describes the changed files."""
+    """The service has checked every file. The `changes` field describes the changed files."""
 
     number: int
     changes: tuple[str, ...] = ()
@@ -65,7 +71,7 @@ class CapturedEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The service has scanned the environment and starts to capture it."""
 
     number: int
-    first: bool  # True if no earlier capture is known
+    first: bool  # True if the service knows no earlier capture
     changes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -78,21 +84,21 @@ class CaptureProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Taking"):
 
 
 class CaptureDone(msgspec.Struct, frozen=True, kw_only=True, tag="Taken"):
-    """The environment is in the store."""
+    """The capture has stored the environment."""
 
     number: int
     snapshot: str
-    size: int  # number of content bytes of the environment
+    size: int  # total size of the environment's files in bytes
     files: int
     units: int
-    code_bytes: int  # number of content bytes of the project's code
+    code_bytes: int  # total size of the project's code files in bytes
     sent_units: int
     sent_bytes: int
     ms: int
 
 
 class CaptureFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The environment cannot be captured."""
+    """The service cannot capture the environment, for the given reason."""
 
     number: int
     code: str
@@ -111,20 +117,20 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Question | Answer) -> bytes:
-    """Return the bytes of a message."""
+    """Encode a message as bytes."""
     return _encoder.encode(message)
 
 
 def decode_question(data: bytes) -> Question:
-    """Return the question that the bytes of a message contain."""
+    """Decode a question from the bytes of a message."""
     return _questions.decode(data)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Return the answer that the bytes of a message contain."""
+    """Decode an answer from the bytes of a message."""
     return _answers.decode(data)
 
 
 def store_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that opening a store may need: credentials, endpoints, proxies."""
+    """Return the environment variables that stores use for credentials, endpoints and proxies."""
     return {name: value for name, value in environ.items() if name.upper().startswith(_STORE_PREFIXES)}

@@ -1,28 +1,29 @@
-"""Checks units and snapshots from other machines against rules and limits.
+"""Validates units and snapshots from other machines against rules and limits.
 
     check_snapshot  interpreter, roots, members ─ generated files ─ facts and notes
     check_together  a snapshot with its units: matching sizes, and no generated file on top of a file or below one
     check_unit      its address ─ rows (paths, kinds, links) ─ the position of their bytes (packs, blocks, places), and
                     the size that they can expand to
 
-The rules do no I/O and run in linear time. The rules run before the reader requests any content. Parts of a snapshot
-become part of a path (the interpreter's version), of a generated file (placeholders), or of a line in a terminal
-(names). The rules therefore check every text of a snapshot.
+The validation functions do no I/O and run in linear time. A reader validates a document before it requests any content.
+Texts from a snapshot occur in paths, in generated files and in terminal output. The module therefore validates every
+text of a snapshot.
 
-A unit names only regular files, links inside the tree and empty directories. The format has no modes, owners, devices,
-hard links or times, so the rules need not check them. Restore gives a file the mode 0444 or 0555.
+A unit contains only regular files, links inside of its tree, and empty directories. The unit format has no modes,
+owners, devices, hard links or times, so no rule covers them. Restore gives each file the mode 0444 or 0555.
 
-A path must denote the same file on every file system. Two names that differ only in case or in their Unicode form are
-one file on some machines, so the rules refuse such names everywhere. The rules follow a link's target name by name
-through the tree of the rows. Every directory on the way must be a real directory, so the rules agree with the kernel.
+A path must identify the same file on every file system. Names that differ only in case or Unicode form are one file on
+some machines, so the rules reject such names everywhere. The link check follows each component of a link's target
+through the tree of rows. Every directory on the target path must be a real directory, so the check agrees with the
+kernel.
 
-No two blocks share a byte of a pack, and no two files share a byte of a block. The number of compressed bytes, times a
-ratio, therefore limits the content of a unit. zstd compresses 4 MiB of zeros to 150 bytes. A ratio per block could not
-distinguish a decompression bomb from weights that were initialised with zeros. A whole unit may have 200 content bytes
-for each compressed byte, plus 256 MiB. A file of 256 MiB of zeros passes, but 1 GB of zeros in 1 MB does not. Real
-distributions have ratios of 2 to 20.
+No two blocks share a byte of a pack, and no two files share a byte of a block. The number of compressed bytes therefore
+limits a unit's content by a fixed ratio. zstd compresses 4 MiB of zeros to 150 bytes. A limit per block would also
+reject weights that were initialised with zeros. A unit may have 200 content bytes for each compressed byte, plus 256
+MiB. This limit accepts a file with 256 MiB of zeros, but rejects 1 GB of zeros in 1 MB. Real distributions have
+compression ratios of 2 to 20.
 
-Failure case: `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
+Failure case: The exception `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from serverless_gpu.errors import EnvironmentRejected
 
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
-# Control characters, and single surrogates, which represent bytes that are not UTF-8.
+# Control characters and lone surrogates, which represent bytes that are not valid UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _PLACEHOLDER = re.compile(r"\{\{sgpu:([^{}]*)\}\}")
 _NATIVE = re.compile(r"\.(so|pyd|dylib|pyc)(\.|$)", re.ASCII | re.IGNORECASE)
@@ -70,70 +71,72 @@ EMPTY_SHA256 = hashlib.sha256().digest()
 ROWS_MAX = 1_000_000
 """Maximum number of rows in a unit, and of files in a snapshot."""
 CONTENT_BYTES_MAX = 15 * 10**9
-"""Maximum number of content bytes in an environment, and so in a unit."""
+"""Maximum number of content bytes in an environment, and therefore in a unit."""
 PATH_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 DEPTH_MAX = 64
-"""Maximum number of names in a path, including its area."""
+"""Maximum number of components in a path, including its area."""
 LINK_HOPS_MAX = 8
-"""Maximum length of a chain of links in which each link points to the next."""
+"""Maximum number of links in a chain of links."""
 
 PACK_BYTES_MAX = 2 * PACK_BYTES
-"""Maximum size of a pack in bytes. A full pack exceeds `PACK_BYTES` by at most its last block."""
+"""Maximum size of a pack in bytes. The last block of a full pack may extend beyond `PACK_BYTES`."""
 PACKS_MAX = 100_000
 BLOCKS_MAX = 1_000_000
 RATIO_MAX = 200
 """Maximum number of content bytes in a unit per compressed byte, in addition to `FREE_RATIO_BYTES`."""
 FREE_RATIO_BYTES = 256 * 1024 * 1024
-"""Number of content bytes that a unit may have regardless of its compressed bytes."""
+"""Number of content bytes that any unit may have, regardless of its compressed size."""
 
 ROOTS_MAX = 64
 MEMBERS_MAX = 10_000
 TEXT_BYTES_MAX = 64 * 1024
-"""Maximum size of a generated file in bytes. Generated files are scripts and `.pth` files."""
+"""Maximum size of a generated file in bytes. The generated files are scripts and `.pth` files."""
 TEXTS_MAX = 10_000
 NOTE_NAMES = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
 NOTE_BYTES_MAX = 64 * 1024
 FACTS_MAX = 200_000
-"""Maximum number of entries in any list of facts."""
+"""Maximum number of entries in each list of capture facts."""
 FACT_BYTES_MAX = 8 * 1024
-"""Maximum length in bytes of one text or path among the facts."""
+"""Maximum length in bytes of a text or path among the capture facts."""
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Check the whole content of a snapshot, including its address.
+    """Validate the whole content of a snapshot, including its address.
 
-    The snapshot is decoded, but its content is not trusted.
+    The snapshot must already be decoded, but its content is untrusted.
     """
     if not is_digest(snapshot.address):
-        refuse("a snapshot", snapshot.address, "an address must be 64 hexadecimal digits")
+        refuse("a snapshot", snapshot.address, "the address must be 64 hexadecimal digits")
     what = f"snapshot {snapshot.address[:12]}"
     if snapshot.version not in (1, SNAPSHOT_VERSION):
-        refuse(what, "", f"its format is {snapshot.version!r}, but this program reads 1 and {SNAPSHOT_VERSION}")
+        refuse(
+            what, "", f"the snapshot's format is {snapshot.version!r}, but this program reads 1 and {SNAPSHOT_VERSION}"
+        )
     _check_interpreter(snapshot.interpreter, what)
     roots = snapshot.roots
     if not 1 <= len(roots) <= ROOTS_MAX:
-        refuse(what, "", f"it has {len(roots)} roots; 1 to {ROOTS_MAX} are allowed")
+        refuse(what, "", f"the snapshot has {len(roots)} roots, but 1 to {ROOTS_MAX} are allowed")
     for index, root in enumerate(roots):
         if (root.kind == "own") != (index == 0):
-            refuse(what, f"root {index}", "the first root, and no other, must be the interpreter's own")
+            refuse(what, f"root {index}", "the first root, and no other root, must be the interpreter's own")
         _check_root(index, root, len(roots), what)
     if snapshot.size > CONTENT_BYTES_MAX:
-        refuse(what, "", f"it holds {snapshot.size} bytes; at most {CONTENT_BYTES_MAX} are allowed")
+        refuse(what, "", f"the snapshot has {snapshot.size} bytes, but at most {CONTENT_BYTES_MAX} are allowed")
     if snapshot.files > ROWS_MAX:
-        refuse(what, "", f"it has {snapshot.files} files; at most {ROWS_MAX} are allowed")
+        refuse(what, "", f"the snapshot has {snapshot.files} files, but at most {ROWS_MAX} are allowed")
     _check_facts(snapshot.facts, len(roots), what)
     if snapshot_address(snapshot) != snapshot.address:
-        refuse(what, "", "its address does not match its content")
+        refuse(what, "", "the snapshot's address does not match its content")
     for index, root in enumerate(roots):
         if root.members != in_order(root.members):
-            refuse(what, f"root {index}", "units must be in order of kind, name and address")
+            refuse(what, f"root {index}", "units must be in order of their kind, name and address")
 
 
 def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
-    """Check a snapshot against its units.
+    """Validate a snapshot against the units that it lists.
 
-    The caller has already checked the snapshot and each unit separately.
+    The caller must already have validated the snapshot and each unit separately.
     """
     what = f"snapshot {snapshot.address[:12]}"
     for index, root in enumerate(snapshot.roots):
@@ -150,37 +153,37 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
                 refuse(
                     what,
                     member.name or member.address[:12],
-                    "its size and number of files differ from those of its unit",
+                    "the listed size and number of files differ from those of its unit",
                 )
             for row in unit.rows:
-                # Units may share directories and even files; the order of layers decides. The check therefore covers
-                # only generated files.
+                # Units may share directories and files, because the order of overlay layers determines precedence. This
+                # check therefore covers only generated files.
                 tree.meet(row.path, row.kind)
 
 
 def check_unit(unit: Unit) -> None:
-    """Check the whole content of a unit: its address, its rows, and the position of their bytes.
+    """Validate the whole content of a unit: its address, its rows, and the position of their bytes.
 
-    The unit is decoded, but its content is not trusted.
+    The unit must already be decoded, but its content is untrusted.
     """
     if not is_digest(unit.address):
-        refuse("a unit", unit.address, "an address must be 64 hexadecimal digits")
+        refuse("a unit", unit.address, "the address must be 64 hexadecimal digits")
     what = f"unit {unit.address[:12]}"
     if unit.version != VERSION:
-        refuse(what, "", f"its format is {unit.version!r}, but this program reads {VERSION}")
+        refuse(what, "", f"the unit's format is {unit.version!r}, but this program reads {VERSION}")
     for pack in unit.packs:
         if not is_digest(pack):
             refuse(what, pack, "the name of a pack must be 64 hexadecimal digits")
     check_rows(unit.rows, what)
     if unit_address(unit.rows) != unit.address:
-        refuse(what, "", "its address does not match its rows")
+        refuse(what, "", "the unit's address does not match its rows")
     check_blocks(unit, what)
 
 
 def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
-    """Check all rows of a unit: each row separately, and the tree that the rows form."""
+    """Validate all rows of a unit: each row separately, and the tree that the rows form."""
     if len(rows) > ROWS_MAX:
-        refuse(what, "", f"it has {len(rows)} rows; at most {ROWS_MAX} are allowed")
+        refuse(what, "", f"the unit has {len(rows)} rows, but at most {ROWS_MAX} are allowed")
     tree = RowTree(what)
     before, size = "", 0
     for row in rows:
@@ -191,7 +194,7 @@ def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
         before = row.path
         size += row.size
     if size > CONTENT_BYTES_MAX:
-        refuse(what, "", f"it holds {size} bytes; at most {CONTENT_BYTES_MAX} are allowed")
+        refuse(what, "", f"the unit has {size} bytes, but at most {CONTENT_BYTES_MAX} are allowed")
     for row in rows:
         if row.kind == "l":
             tree.targets[row.path] = row.target
@@ -200,13 +203,13 @@ def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
 
 
 def check_path(path: str, what: str = "a path") -> None:
-    """Check the path of a row: its area, names, lengths and depth."""
+    """Validate a row's path: its area, names, lengths and depth."""
     _check_text(path, what)
     if path.startswith("/"):
         refuse(what, path, "a path must not be absolute")
     area, _, rest = path.partition("/")
     if area not in AREAS or not rest:
-        refuse(what, path, "a path must start with site/ or prefix/ and continue after it")
+        refuse(what, path, "a path must start with site/ or prefix/, followed by a name")
     names = path.split("/")
     if len(names) > DEPTH_MAX:
         refuse(what, path, f"a path may have at most {DEPTH_MAX} names")
@@ -215,32 +218,32 @@ def check_path(path: str, what: str = "a path") -> None:
 
 
 def check_blocks(unit: Unit, what: str) -> None:
-    """Check the position of a unit's bytes."""
+    """Validate the positions of a unit's bytes in its blocks and packs."""
     if len(unit.packs) > PACKS_MAX or len(unit.blocks) > BLOCKS_MAX:
-        refuse(what, "", f"it may have at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
+        refuse(what, "", f"a unit may have at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
     for index, block in enumerate(unit.blocks):
         _check_block(index, block, len(unit.packs), what)
     _check_overlap(unit.blocks, what)
     filled = [row for row in unit.rows if row.has_content and row.size]
     if len(filled) != len(unit.places):
-        refuse(what, "", f"it has {len(unit.places)} places for {len(filled)} files that are not empty")
+        refuse(what, "", f"the unit has {len(unit.places)} places for {len(filled)} files with content")
     _check_places(filled, unit.places, unit.blocks, what)
     _check_ratio(unit, sum(row.size for row in filled), what)
 
 
 def _check_interpreter(python: Interpreter, what: str) -> None:
     if not _VERSION.fullmatch(python.version):
-        refuse(what, python.version, "the interpreter's version must be two or three numbers")
+        refuse(what, python.version, "the interpreter's version must consist of two or three numbers")
     for word in (python.implementation, python.abi, python.platform):
         if not _WORD.fullmatch(word):
-            refuse(what, word or "''", "implementation, ABI and platform must be plain words")
+            refuse(what, word or "''", "the interpreter's implementation, ABI and platform must be plain words")
     if python.glibc and not _VERSION.fullmatch(python.glibc):
-        refuse(what, python.glibc, "the version of glibc must be two numbers")
+        refuse(what, python.glibc, "the glibc version must consist of two numbers")
 
 
 def _check_root(index: int, root: Root, roots: int, what: str) -> None:
     if len(root.members) > MEMBERS_MAX or len(root.generated) > TEXTS_MAX:
-        refuse(what, f"root {index}", f"it may have at most {MEMBERS_MAX} units and {TEXTS_MAX} generated files")
+        refuse(what, f"root {index}", f"a root may have at most {MEMBERS_MAX} units and {TEXTS_MAX} generated files")
     if root.kind not in ("own", "library", "code"):
         refuse(what, f"root {index}", f"{root.kind!r} is not a valid kind of root")
     seen: set[str] = set()
@@ -257,7 +260,7 @@ def _check_root(index: int, root: Root, roots: int, what: str) -> None:
 
 def _check_member(member: SnapshotMember, root: Root, what: str) -> None:
     if not is_digest(member.address):
-        refuse(what, member.address, "an address must be 64 hexadecimal digits")
+        refuse(what, member.address, "the address must be 64 hexadecimal digits")
     if member.kind not in ("distribution", "unowned", "code") or (member.kind == "code") != (root.kind == "code"):
         refuse(
             what,
@@ -266,10 +269,10 @@ def _check_member(member: SnapshotMember, root: Root, what: str) -> None:
         )
     _check_texts((member.name, member.version, *member.modules), NAME_BYTES_MAX, what)
     if "/" in member.name or len(member.modules) > FACTS_MAX:
-        refuse(what, member.name, "a unit's name must not be a path, and its number of modules is limited")
+        refuse(what, member.name, "a unit's name must not be a path, and a unit must not list too many modules")
     if not 0 <= member.size <= CONTENT_BYTES_MAX or not 0 <= member.files <= ROWS_MAX:
         refuse(
-            what, member.name or member.address[:12], f"{member.size} bytes in {member.files} files are not possible"
+            what, member.name or member.address[:12], f"a unit cannot have {member.size} bytes in {member.files} files"
         )
 
 
@@ -287,9 +290,9 @@ def _check_generated(file: Generated, roots: int, what: str) -> None:
 
 def _check_facts(facts: SnapshotOrigin, roots: int, what: str) -> None:
     if not 0 <= facts.captured_ns < 2**63:
-        refuse(what, "captured_ns", "it is not a valid time")
+        refuse(what, "captured_ns", "the capture time is not valid")
     if max(len(facts.originals), len(facts.notes), len(facts.loaded)) > roots:
-        refuse(what, "facts", "the facts describe more roots than the snapshot has")
+        refuse(what, "facts", "the capture facts describe more roots than the snapshot has")
     _check_texts((facts.python, facts.prefix, *facts.originals), FACT_BYTES_MAX, what)
     _check_texts(facts.variables, FACT_BYTES_MAX, what)
     _check_texts(facts.left_out, FACT_BYTES_MAX, what)
@@ -317,7 +320,7 @@ def _check_notes(notes: Mapping[str, str], what: str) -> None:
 def _check_texts(texts: Iterable[str], bytes_max: int, what: str) -> None:
     for count, text in enumerate(texts):
         if count >= FACTS_MAX:
-            refuse(what, "facts", f"a list may have at most {FACTS_MAX} entries")
+            refuse(what, "facts", f"a list of facts may have at most {FACTS_MAX} entries")
         if _CONTROL.search(text) or len(text) > bytes_max or len(text.encode()) > bytes_max:
             refuse(what, text, f"a name or fact may have at most {bytes_max} bytes, without control characters")
 
@@ -326,18 +329,18 @@ def _bytes(text: str, what: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        refuse(what, "a text", "it is not UTF-8")
+        refuse(what, "a text", "the text is not UTF-8")
 
 
 class RowTree:
-    """The tree of a unit's rows, built row by row."""
+    """A tree of file rows that detects duplicate, colliding and invalid paths."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._kinds: dict[str, str] = dict.fromkeys(AREAS, _DIRECTORY)
-        self._folded: dict[str, str] = {area: area for area in AREAS}  # Path → folded form, which must be unique.
+        self._folded: dict[str, str] = {area: area for area in AREAS}  # Path → case-folded form, which must be unique.
         self._taken: dict[str, str] = {area: area for area in AREAS}  # Folded form → path.
-        self._clear = set(AREAS)  # Directories of units that do not collide with a generated file.
+        self._clear = set(AREAS)  # Unit directories that do not collide with a generated file.
         self.targets: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
@@ -351,27 +354,27 @@ class RowTree:
         self._put(path, directory, name, kind)
 
     def meet(self, path: str, kind: str) -> None:
-        """Check that no generated file lies at, above or below the path of a unit's row."""
+        """Check that no generated file is at, above or below the path of a unit's row."""
         there = self._taken.get(_fold_path(path))
-        # An empty directory may also exist in other units, like any directory.
+        # Other units may also contain the empty directory, like any directory.
         if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
-            refuse(self._what, there, f"a file is generated where a unit has {path!r}, or below it")
+            refuse(self._what, there, f"a generated file collides with a unit's path {path!r}")
         directory = path.rpartition("/")[0]
         while directory not in self._clear:
             there = self._taken.get(_fold_path(directory))
             if there is not None and self._kinds[there] != _DIRECTORY:
-                refuse(self._what, there, f"a file is generated where a unit has the directory {directory!r}")
+                refuse(self._what, there, f"a generated file collides with a unit's directory {directory!r}")
             self._clear.add(directory)
             directory = directory.rpartition("/")[0]
 
     def check_link(self, path: str) -> None:
-        """Check that a link leads to an entry of its unit, through at most a few other links."""
+        """Check that a link leads to an entry of the same unit, through at most a few other links."""
         at = path
         for _ in range(LINK_HOPS_MAX):
             at = self._follow(at, path)
             if self._kinds[at] != "l":
                 return
-        refuse(self._what, path, f"a link leads in a circle, or through more than {LINK_HOPS_MAX} other links")
+        refuse(self._what, path, f"a link must not lead in a circle, or through more than {LINK_HOPS_MAX} other links")
 
     def _follow(self, link: str, path: str) -> str:
         target = self.targets[link]
@@ -383,7 +386,7 @@ class RowTree:
             if name == "..":
                 at = at.rpartition("/")[0]
                 if not at:
-                    refuse(self._what, path, f"a link must stay in its tree, but {target!r} leads out of it")
+                    refuse(self._what, path, f"a link must stay in its tree, but {target!r} leads outside")
             elif name != ".":
                 at = f"{at}/{name}"
             kind = self._kinds.get(at)
@@ -414,7 +417,7 @@ class RowTree:
         folded = f"{self._folded[directory]}/{fold_name(name)}"
         other = self._taken.setdefault(folded, path)
         if other != path:
-            refuse(self._what, path, f"it is the same file as {other!r} on a system that ignores case or Unicode forms")
+            refuse(self._what, path, f"the path equals {other!r} on a system that ignores case or Unicode forms")
         self._kinds[path] = kind
         if kind == _DIRECTORY:
             self._folded[path] = folded
@@ -425,26 +428,26 @@ def _check_row(row: FileRow, what: str) -> None:
         refuse(what, row.path, f"{row.kind!r} is not a valid kind of row")
     if not row.has_content:
         if row.size or row.sha256:
-            refuse(what, row.path, "only files have a size and a digest")
+            refuse(what, row.path, "only files can have a size and a digest")
         if row.kind == "l":
             _check_text(row.target, what)
         elif row.target:
-            refuse(what, row.path, "only links have a target")
+            refuse(what, row.path, "only links can have a target")
         return
     if row.target:
-        refuse(what, row.path, "only links have a target")
+        refuse(what, row.path, "only links can have a target")
     if not 0 <= row.size <= CONTENT_BYTES_MAX:
         refuse(what, row.path, f"a size must be between 0 and {CONTENT_BYTES_MAX}, not {row.size}")
     if len(row.sha256) != 32 or (row.size == 0 and row.sha256 != EMPTY_SHA256):
-        refuse(what, row.path, "a digest must be the 32 bytes of SHA-256 of the content")
+        refuse(what, row.path, "a digest must be the content's SHA-256, with 32 bytes")
     if row.path.endswith(".pyc") and row.path.rpartition("/")[0].endswith("/__pycache__"):
-        # Python would run this bytecode in place of the source that people read.
-        refuse(what, row.path, "bytecode is made on the node, never sent")
+        # Python would run this bytecode instead of the source code that users read.
+        refuse(what, row.path, "nodes compile bytecode themselves, so a unit must not contain it")
 
 
 def _check_text(text: str, what: str) -> None:
     if _CONTROL.search(text):
-        refuse(what, text, "it has a control character, or bytes that are not UTF-8")
+        refuse(what, text, "the text has control characters, or bytes that are not UTF-8")
     if len(text) * 4 > PATH_BYTES_MAX and len(text.encode()) > PATH_BYTES_MAX:
         refuse(what, text, f"a path may have at most {PATH_BYTES_MAX} bytes")
 
@@ -463,29 +466,30 @@ def _fold_path(path: str) -> str:
 
 
 def _check_ratio(unit: Unit, content_bytes: int, what: str) -> None:
-    """Check that few compressed bytes do not expand to very much content."""
-    # Packs with equal content count once, because they are one object in the store.
+    """Check that the unit does not expand from few compressed bytes to very much content."""
+    # The check counts packs with equal content once, because the store has one object for them.
     first = {digest: index for index, digest in reversed(list(enumerate(unit.packs)))}
     once = set(first.values())
     sent = sum(block.length for block in unit.blocks if block.pack in once)
     made = sum(block.size for block in unit.blocks)
     if made > RATIO_MAX * sent + FREE_RATIO_BYTES:
         rule = (
-            f"{sent} bytes would expand to {made}; at most {RATIO_MAX} for each byte plus {FREE_RATIO_BYTES} "
+            f"{sent} bytes would expand to {made}, but at most {RATIO_MAX} for each byte plus {FREE_RATIO_BYTES} "
             "are allowed"
         )
         refuse(what, "", rule)
-    # Decompressing unused content also takes time. An edited unit may leave half of its old packs unused.
+    # Decompressing unused content also costs time. In an edited unit, up to half of the old packs' content may be
+    # unused.
     if made > 4 * content_bytes + FREE_RATIO_BYTES:
         refuse(
-            what, "", f"its blocks have {made} bytes of content, far more than the {content_bytes} bytes of its files"
+            what, "", f"the blocks have {made} bytes of content, far more than the {content_bytes} bytes of all files"
         )
 
 
 def _check_block(index: int, block: PackBlock, packs: int, what: str) -> None:
     name = f"block {index}"
     if not 0 <= block.pack < packs:
-        refuse(what, name, f"a block lies in pack {block.pack} of {packs}")
+        refuse(what, name, f"a block refers to pack {block.pack} of {packs}")
     if not 0 < block.size <= BLOCK_BYTES:
         refuse(what, name, f"a block must have 1 to {BLOCK_BYTES} bytes of content, not {block.size}")
     if block.offset < 0 or block.length < 1 or block.offset + block.length > PACK_BYTES_MAX:
@@ -507,22 +511,22 @@ def _check_places(
     parts: list[tuple[int, int, int, str]] = []  # block, start, end and path of each part of a file
     for row, place in zip(filled, places, strict=True):
         if not 0 <= place.block < len(blocks) or place.start < 0:
-            refuse(what, row.path, f"the file's place is block {place.block} of {len(blocks)}, byte {place.start}")
+            refuse(what, row.path, f"the file cannot start in block {place.block} of {len(blocks)}, byte {place.start}")
         block = blocks[place.block]
         if place.start + row.size <= block.size:
             parts.append((place.block, place.start, place.start + row.size, row.path))
             continue
         if place.start:
-            refuse(what, row.path, "a file that ends outside its block must start at the block's first byte")
+            refuse(what, row.path, "a file that continues in the next block must start at the block's first byte")
         parts += _run(row, place.block, blocks, what)
     parts.sort()
     for before, part in itertools.pairwise(parts):
         if before[0] == part[0] and before[2] > part[1]:
-            refuse(what, part[3], f"the file shares bytes with {before[3]!r}")
+            refuse(what, part[3], f"the file's content shares bytes with {before[3]!r}")
 
 
 def _run(row: FileRow, first: int, blocks: Sequence[PackBlock], what: str) -> list[tuple[int, int, int, str]]:
-    """Return the blocks that the content of a large file fills."""
+    """Return the parts of all blocks that a large file's content fills."""
     parts, left, index = [], row.size, first
     while left:
         if index >= len(blocks):
@@ -547,8 +551,8 @@ def is_digest(text: str) -> bool:
 
 
 def fold_name(name: str) -> str:
-    """Return a form of a name that is equal for names that differ only in case or Unicode form."""
+    """Return a form of a name that ignores differences in case and Unicode form."""
     if name.isascii():
         return name.lower()
-    # Case folding can undo the normalization, so the function normalizes before and after case folding.
+    # Case folding can undo Unicode normalization, so the function normalizes before and after folding.
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

@@ -1,16 +1,16 @@
-"""Keeps watches (`scan/watcher.py`) in a separate process, which reports changes of the libraries.
+"""Runs file watches (`scan/watcher.py`) in a separate process that reports library changes.
 
     service ── fork ─▶ place, check everything ──── "=" and the generation of the index ──▶ service
             ── "?" ──▶ queue of events, stats ─────── "=": unchanged · "!" and a reason ───▶
                        └ a change in between: "!" and a reason; the process ends
 
-The process is separate because placing watches takes as long as a full check, and the kernel takes tens of milliseconds
-to remove 50,000 watches. The service waits neither for placing nor for removing watches. A failure of the process only
-costs speed: without an answer, the service checks every file.
+Placing watches takes as long as a full check. Removing 50,000 watches takes the kernel tens of milliseconds. The
+separate process spares the service both delays. If the watch process does not answer, the service checks every file.
 
-Failure cases: If watches are not available, the process sends "!" with the reason. If the process is killed, the
-service reads an end of file. If the process does not answer, the service kills the process after a second. If the
-service has ended, the process reads an end of file and exits, even if the service is killed during the fork.
+Failure cases: If the kernel refuses the watches, the watch process sends "!" and the reason. If the watch process dies,
+the service reads an end of file. If the watch process does not answer within a second, the service kills the watch
+process. After the service ends, the watch process reads an end of file and exits, even if the service dies during the
+fork.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 from serverless_gpu.errors import ServerlessGpuError
 
 ANSWER_S_MAX = 1.0
-"""Seconds without an answer after which the service checks every file. A check takes a tenth of this time."""
+"""Seconds that the service waits for an answer before it checks every file.
+
+A watch check takes a tenth of the limit.
+"""
 LOOKS_MAX = 15
 """Maximum number of full checks between two attempts to place watches."""
 _PACKET_BYTES_MAX = 4096
@@ -39,10 +42,9 @@ _NAME = "sgpu-watch"
 
 
 class WatchProcess:
-    """The service's handle of a watching process.
+    """The environment service's handle of its watch process.
 
-    In the new process, `leave` closes inherited descriptors that must not stay open. Raises OSError: the system cannot
-    start a process.
+    `leave` closes inherited file descriptors in the forked watch process. Raises OSError if the fork fails.
     """
 
     def __init__(self, recogniser: Recogniser, description: Description, leave: Callable[[], None]) -> None:
@@ -50,9 +52,9 @@ class WatchProcess:
         self.generation = b""
         """Generation of the index that the watches cover, or b"" before the watches are placed."""
         self.saved = 0
-        """Number of full checks that the process's answers have saved."""
+        """Number of full checks that the watch process's answers have saved."""
         self.reason = ""
-        """Reason why the process has ended."""
+        """Reason why the watch process has ended."""
         sys.stderr.flush()
         try:
             self.pid = os.fork()
@@ -67,7 +69,7 @@ class WatchProcess:
         self.sock.settimeout(ANSWER_S_MAX)
 
     def hear(self) -> bool:
-        """Read an unsolicited message from the process, and return True if the process continues."""
+        """Read an unsolicited message from the watch process. Return True if the watch process continues."""
         answer = self._receive()
         if answer[:1] == b"=":
             self.generation = answer[1:]
@@ -75,10 +77,10 @@ class WatchProcess:
         return self._end(answer)
 
     def ask(self) -> bytes:
-        """Return the index generation whose libraries are proven unchanged, or b"" without proof."""
+        """Return the index generation with proven unchanged libraries, or b"" without a proof."""
         if not self.generation:
             return b""
-        with contextlib.suppress(OSError):  # The process has ended, but its last message can still be read.
+        with contextlib.suppress(OSError):  # The socket still holds the last message of an ended watch process.
             self.sock.send(b"?")
         answer = self._receive()
         if answer == b"=":
@@ -87,7 +89,7 @@ class WatchProcess:
         return b""
 
     def close(self) -> None:
-        """Kill the watching process."""
+        """Kill the watch process and close its socket."""
         self.sock.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -107,7 +109,7 @@ class WatchProcess:
 
 
 class WatchBackoff:
-    """Counts the full checks before new watches. The number doubles after watches that saved no check."""
+    """Backoff for placing watches. The pause in full checks doubles after watches that saved no check."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -116,7 +118,7 @@ class WatchBackoff:
         self._left = 0
 
     def is_due(self) -> bool:
-        """Return True if the service should place watches after this check."""
+        """Return True if the service should place watches after the current full check."""
         self._left -= 1
         return self._left < 0
 
@@ -129,7 +131,7 @@ class WatchBackoff:
 def _be_watcher(
     sock: socket.socket, recogniser: Recogniser, description: Description, leave: Callable[[], None]
 ) -> NoReturn:
-    """Place watches, answer questions, and exit. An error becomes the last message."""
+    """Place file watches, answer the service's queries, and exit. Report an error in the last message."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,7 +144,7 @@ def _be_watcher(
             reason = _answer(sock, watcher)
         except (Unwatchable, OSError, ServerlessGpuError) as error:
             reason = str(error)
-        with contextlib.suppress(OSError):  # The service has ended.
+        with contextlib.suppress(OSError):  # Ignore the error if the service has ended.
             sock.send(b"!" + reason[:_REASON_CHARACTERS_MAX].encode(errors="replace"))
         code = 0
     finally:
@@ -153,7 +155,7 @@ def _be_watcher(
 
 
 def _answer(sock: socket.socket, watcher: LibraryWatcher) -> str:
-    """Answer questions until an event invalidates the watches, and return the reason."""
+    """Answer the service's queries until a file event invalidates the watches, and return the reason."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     poller.register(watcher, select.POLLIN)

@@ -7,8 +7,8 @@
 
 The auth middleware calls `reach` to decide whether a principal may use a route at all. The route then calls `covers`
 for the object that the request names. A principal that requests an object out of its reach receives `NotFound`, never
-`NotAllowed`. A refusal would reveal that the object exists. A token may have fewer rights than its owner, never more. A
-second table (`SCOPES`) restricts the role of a token to the token's scopes.
+`NotAllowed`. `NotAllowed` would reveal that the object exists. A token may have fewer rights than its owner, never
+more. The table `SCOPES` restricts a token's role to the token's scopes.
 
 A node's token belongs to exactly one node, with one name and one home directory:
 
@@ -18,8 +18,8 @@ A node's token belongs to exactly one node, with one name and one home directory
     a second process of a home                         ─▶ refused while the first process is connected
 
 The server recognises a node's home directory by its instance, a random value that the agent stores in the directory. A
-restarted container counts as another machine with the same home directory. Each agent process generates a number at its
-start. By this number, the server distinguishes two agent processes that use one home directory.
+restarted container counts as another machine with the same home directory. Each agent process generates a random number
+at startup. The number lets the server distinguish two agent processes that use the same home directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class AccessReach(StrEnum):
-    """The objects of a resource that a role may access."""
+    """Subset of a resource's objects that a role may access."""
 
     NONE = "none"
     OWN = "own"
@@ -48,8 +48,8 @@ class Resource(StrEnum):
 
     # Runs with their attempts, logs, files and receipts. Write access permits submitting or stopping a run.
     RUNS = "runs"
-    NODES = "nodes"  # Nodes as users see them. Write access permits deleting a node.
-    # Settings of a node: drain, calendar and excluded GPUs. The reach "own" covers nodes that the caller owns.
+    NODES = "nodes"  # Nodes with their state and devices. Write access permits deleting a node.
+    # Node settings: drain, calendar and excluded GPUs. The reach "own" covers nodes that the caller owns.
     RULES = "node-rules"
     POOLS = "pools"
     # Fair shares of the queue and device usage. The reach "team" covers the caller and the caller's teams.
@@ -60,14 +60,14 @@ class Resource(StrEnum):
     USAGE = "usage"  # Device usage and its cost. The reach "team" covers the caller and the caller's teams.
     # Objects of captured environments. The reach "own" permits reading by address, and "all" also listing and deletion.
     ENVIRONMENTS = "environments"
-    BLOBS = "blobs"  # Chunks of payloads and outputs, by digest.
-    AGENTS = "agents"  # Requests that a node sends for itself, such as join and heartbeat.
-    # A token from a join file only permits a machine to join as a node. The server then issues the machine another
-    # token with the scope "agent". An agent token cannot admit further machines.
+    BLOBS = "blobs"  # Chunks of payloads and outputs, addressed by digest.
+    AGENTS = "agents"  # Requests that a node sends about itself, such as join and heartbeat.
+    # A join token permits only joining a machine as a node. After the join, the server issues the machine a token with
+    # the scope "agent". An agent token cannot admit further machines.
     JOINING = "joining"
-    # Server orders to a node. Only the node's own token can read the orders, because orders contain callers'
-    # environment variables and attempts' tokens. Reading orders is a write, because the server then marks the orders as
-    # sent.
+    # Orders that the server sends to a node. Only the node's own token can read the orders, because orders contain
+    # callers' environment variables and attempts' tokens. Reading orders requires write access, because the server
+    # marks read orders as sent.
     ORDERS = "orders"
     USERS = "users"
     TEAMS = "teams"  # Teams and their members.
@@ -81,8 +81,8 @@ class Resource(StrEnum):
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
 
-# Role → resource → reach for reading and for writing. A role cannot access a resource that is missing in the role's
-# table row.
+# Maps each role and resource to the reach for reading and for writing. A role cannot access a resource that is missing
+# in the role's table row.
 POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
@@ -152,7 +152,7 @@ _ROWS: Mapping[str, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
 }
 _RESOURCES: Mapping[str, Resource] = {resource.value: resource for resource in Resource}
 
-# Scope of a token → the resources that the scope covers. True means that the scope also permits changes.
+# Maps each token scope to the resources that the scope covers. The value True also permits changes to a resource.
 SCOPES: Mapping[str, Mapping[Resource, bool]] = {
     "read": {resource: False for resource in Resource if resource is not Resource.ORDERS},
     "agent": {
@@ -213,13 +213,14 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     machine: str  # The machine that currently stores the node's home directory.
-    instance: str = ""  # Instance of the node's home directory. "" from an agent version that reports no instance.
+    # Random identifier of the node's home directory. Empty if an old agent version reports no instance.
+    instance: str = ""
 
 
 class TokenBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The node that a token belongs to."""
+    """Binding of a token to exactly one node."""
 
-    # The node that the token is bound to. The name "" denotes the first node that sends a hello message.
+    # The node that the token is bound to. An empty name binds the token to the first node that sends a hello message.
     node: NodeIdentity
     approved: bool  # True after an administrator approved the node, or after a join token admitted the node.
 
@@ -228,9 +229,9 @@ class HelloDecision(StrEnum):
     """The server's answer to a node's hello message with a valid token."""
 
     ADMITTED = "admitted"
-    BOUND = "bound"  # True if the hello message binds the token to the node.
-    MOVED = "moved"  # True if another machine now uses the node's home directory.
-    PENDING = "pending"  # True if an administrator must approve the node's name.
+    BOUND = "bound"  # The hello message binds the token to the node.
+    MOVED = "moved"  # Another machine now uses the node's home directory.
+    PENDING = "pending"  # An administrator must approve the node's name.
 
 
 class HelloRefused(msgspec.Struct, frozen=True):
@@ -253,7 +254,7 @@ def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecisi
     if bound.name != said.name:
         return HelloRefused(f"the token of {said.name!r} belongs to the node {bound.name!r}", _OWN_TOKEN)
     if bound.instance != said.instance and (bound.instance or bound.machine != said.machine):
-        what = "home of this machine" if bound.machine == said.machine else "machine"
+        what = "home directory of this machine" if bound.machine == said.machine else "machine"
         return HelloRefused(f"the token of {said.name!r} belongs to a node of this name in another {what}", _OWN_TOKEN)
     if bound.machine != said.machine and not said.instance:
         return HelloRefused(f"the token of {said.name!r} belongs to a node of this name on another machine", _OWN_TOKEN)
@@ -265,7 +266,7 @@ def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecisi
 
 
 def second_process(before: str, said: str, *, connected: bool) -> bool:
-    """Return True if a second agent process says hello while the first agent process is still connected.
+    """Return True if a second agent process sends hello while the first agent process is still connected.
 
     The kernel closes the connections of a killed agent, so the server accepts the next agent process without delay.
     """

@@ -1,8 +1,8 @@
 """Formats a call's arguments as short texts, for users who view the run.
 
 The module formats only values whose text is cheap to compute, short and free of secrets. The `repr` of a user's class
-may take seconds or raise, so this module never calls it. The module leaves out names and values that look like secrets,
-because the server stores the texts and shows them to other users.
+may take seconds or raise, so this module never calls it. The module omits names and values that look like secrets,
+because the server shows the texts to other users.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _LEFT_OUT = frozenset({"rank", "world_size"})
 
 
 def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
-    """Return the arguments of a call as texts, one per entry for a dictionary or dataclass.
+    """Return a call's arguments as texts, with one text per entry of a dictionary or dataclass.
 
-    Omits the arguments `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of at most `CHARACTERS_MAX`
-    characters, in UTF-8.
+    The result omits the arguments `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of at most
+    `CHARACTERS_MAX` characters, in UTF-8.
     """
     texts: dict[str, str] = {}
     for name, text in _entry_texts({name: value for name, value in arguments.items() if name not in _LEFT_OUT}, "", 0):
@@ -138,7 +138,7 @@ def _text(value: object) -> str | None:
     if kind.__module__.partition(".")[0] in _ARRAYS:
         package, shape = kind.__module__.partition(".")[0], getattr(value, "shape", None)
         if package == "numpy" and shape == ():
-            return _plain(value.item())  # type: ignore[attr-defined]  # one of NumPy's own numbers
+            return _plain(value.item())  # type: ignore[attr-defined]  # NumPy scalars have the method `item`.
         name = f"{package}.{kind.__qualname__}"
         if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
             return f"{name} ({', '.join(f'{size}' for size in shape)})"

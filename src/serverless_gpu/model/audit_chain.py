@@ -2,9 +2,9 @@
 
     sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
 
-Entries have numbers without gaps. Changing, removing or inserting an entry changes the digest of every later entry. A
-reader with a copy of a later digest (`sgpu audit export`) detects the change. The chain alone does not reveal the
-removal of the last entries. Only a comparison with an exported copy reveals their removal.
+Audit entries have consecutive numbers. Changing, removing or inserting an entry changes the digest of every later
+entry. A reader who exported a later digest (`sgpu audit export`) detects the change. The chain alone does not reveal
+that its last entries are missing. Only a comparison with an exported copy shows missing entries at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 GENESIS = "0" * 64
-"""The digest before the first entry."""
+"""Digest that precedes the first entry of an audit chain."""
 
 
 class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def digest(previous: str, link: ChainedEntry) -> str:
 def follow(links: Iterable[ChainedEntry], *, after: ChainHead) -> tuple[ChainHead, str]:
     """Verify an audit chain from a known head up to the first defect.
 
-    Returns the last intact entry and the defect of the next entry. The defect is "" for an intact chain.
+    Returns the last intact entry and the defect of the next entry. The defect text is empty for an intact chain.
     """
     head = after
     for link in links:

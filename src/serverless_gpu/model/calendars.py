@@ -4,12 +4,12 @@
     2026-03-29 in Europe/Berlin           23 hours: from 2026-03-28 23:00 UTC until 2026-03-29 22:00 UTC
     "mon-fri 19:00-07:00", "sat-sun"      ─▶ `Calendar`: whether a node is shared now, and the time of the next change
 
-The ledger has one row per day. Reports and budgets add up days with the functions of this module, so that weeks and
+The ledger has one row per day. Reports and budgets use the same functions to add up days, so that their weeks and
 months agree. The caller passes time zones as `zoneinfo` objects.
 
-The local time of the calendar's zone decides when a node is shared. Clock changes need no special rule. On a day that
-skips an hour, a sharing window within that hour does not occur. On a day that repeats an hour, a window within that
-hour occurs twice. A sharing window whose end is earlier than its start ends on the next day.
+The local time of the calendar's zone decides when a node is shared. If a clock change skips an hour, a sharing window
+within the skipped hour does not occur. If a clock change repeats an hour, a sharing window within the repeated hour
+occurs twice. A sharing window whose end is earlier than its start ends on the next day.
 
 Failure cases: a day after the year 9999 raises `OverflowError`. An invalid window raises `InvalidValue` with the valid
 forms.
@@ -112,14 +112,15 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
     return midnight_ns(days.start, zone), midnight_ns(days.stop, zone)
 
 
-# --- weekly hours of shared nodes -----------------------------------------------------------------------------------
+# --- weekly sharing windows of nodes ----------------------------------------------------------------------------------
 
 
 WINDOWS_MAX = 32
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES = 24 * 60
-# Numbers of days to search for the next change of sharing. The next change is usually within 4 days. A window recurs
-# after a week, or after two weeks when a clock change skips the window.
+# Numbers of days to search for the next sharing change, first the short search and then the long search. The next
+# sharing change is usually within 4 days. A sharing window recurs after a week, or after two weeks if a clock change
+# skips the window.
 _AHEAD_DAYS = (4, 17)
 _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
@@ -130,12 +131,12 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
 
     days: tuple[int, ...]  # Weekdays on which the window begins, 0 for Monday.
     begins: int = 0  # Start of the window in minutes since midnight.
-    # End of the window in minutes since midnight. More than `begins`, and over 1440 for the next day.
+    # End of the window in minutes since midnight, always greater than `begins`. An end above 1440 is on the next day.
     ends: int = _DAY_MINUTES
 
     @property
     def text(self) -> str:
-        """Return the window in the form that `parse_window` reads."""
+        """Return the sharing window in the format that `parse_window` reads."""
         days = "" if len(self.days) == len(_WEEKDAYS) else ",".join(_ranges(self.days))
         ends = self.ends - _DAY_MINUTES if self.ends > _DAY_MINUTES else self.ends
         times = "" if (self.begins, self.ends) == (0, _DAY_MINUTES) else f"{_clock(self.begins)}-{_clock(ends)}"
@@ -143,24 +144,25 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calendar(msgspec.Struct, frozen=True, kw_only=True):
-    """The weekly times at which a node is shared."""
+    """Weekly times at which other principals may use a node."""
 
-    windows: tuple[WeeklyWindow, ...]  # Sharing windows. Without windows the node is always shared.
+    # Weekly sharing windows of the node. A node without sharing windows is always shared.
+    windows: tuple[WeeklyWindow, ...]
     zone: datetime.tzinfo  # Time zone of the windows.
 
 
 def parse_calendar(texts: Sequence[str], zone: datetime.tzinfo) -> Calendar:
-    """Return a calendar from text. Raises InvalidValue for an invalid window, or for too many windows."""
+    """Parse the sharing windows of a calendar. Raises InvalidValue for an invalid or superfluous window."""
     if len(texts) > WINDOWS_MAX:
         raise InvalidValue(f"a calendar cannot have {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
     return Calendar(windows=tuple(parse_window(text) for text in texts), zone=zone)
 
 
 def parse_window(text: str) -> WeeklyWindow:
-    """Return the weekly window from a text such as ``"mon-fri 19:00-07:00"``."""
+    """Parse a weekly sharing window such as ``"mon-fri 19:00-07:00"``."""
     words = text.lower().replace("–", "-").split()
     if not words or len(words) > 2:
-        raise _bad(text, "expected days, times or both")
+        raise _bad(text, "a window needs days, times or both")
     if len(words) == 2 or not _is_times(words[0]):
         days = _parse_days(words[0], text)
     else:
@@ -199,9 +201,9 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
 
 
 def _seconds(calendar: Calendar, now: int, days: int) -> tuple[list[int], int]:
-    """Return possible change times in seconds, and the second up to which the list is complete.
+    """Return possible times of sharing changes in seconds, and the second up to which they are complete.
 
-    Possible changes are the starts and ends of windows, and clock changes.
+    Sharing may change at the start or end of a window and at a clock change.
     """
     yesterday = datetime.datetime.fromtimestamp(now, calendar.zone).date() - datetime.timedelta(days=1)
     minutes = {minute % _DAY_MINUTES for window in calendar.windows for minute in (window.begins, window.ends)}
@@ -269,7 +271,7 @@ def _parse_times(word: str, text: str) -> tuple[int, int]:
     if minute > 59 or last_minute > 59 or begins >= _DAY_MINUTES or ends > _DAY_MINUTES:
         raise _bad(text, f"{word!r} is not within 00:00 to 24:00")
     if begins == ends:
-        raise _bad(text, f"{word!r} is an empty range; write the days alone for whole days")
+        raise _bad(text, f"{word!r} is an empty range of times, so write only the days to share whole days")
     return begins, ends if ends > begins else ends + _DAY_MINUTES
 
 

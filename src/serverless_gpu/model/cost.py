@@ -4,7 +4,8 @@
     devices, tariff ─┬─ × the time limit ──────────────────────────┐
                      └─ × duration of earlier runs of its name ────┴▶ `CostEstimate`   maximum and expected cost
 
-The functions round each cost up to a whole micro once, like a charge. Without a price, clients show only the time.
+The functions round each cost up to a whole micro once, as the ledger does. For devices without a price, clients show
+only the device time.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import CPU, time_unit
 from serverless_gpu.model.receipt import TextPrinter
 
-_MICROS_MAX = 10**18  # One trillion currency units, so that the amount fits in 64 bits.
-_NOT_BILLED = "lost by the platform, or used after the grace period of a stop"
+_MICROS_MAX = 10**18  # Maximum cost: one trillion currency units, which fits in 64 bits.
+_NOT_BILLED = "device time of platform failures, or after the grace period of a stop"
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     __str__ = text
 
     def amount(self) -> str:
-        """Return the amount as text: ``"23.92 USD"``, ``"unpriced"`` or ``"nothing used"``."""
+        """Return the cost as text, such as ``"23.92 USD"``, ``"unpriced"`` or ``"nothing used"``."""
         if self.micros is not None:
             return units.format_micros(self.micros, self.currency)
         return "unpriced" if self.billed_ms else "nothing to pay" if self.gpu_ms else "nothing used"
@@ -100,7 +101,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         rows = {label: value for label, value in self.rows().items() if label != "cost"}
         return markup.table(self.amount(), said, list(rows.items()))
 
-    # IPython displays a cost with this method.
+    # IPython displays a cost with `_repr_html_`.
     _repr_html_ = html
 
     def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
@@ -139,7 +140,7 @@ def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: boo
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
     last = found[-1] if found else AttemptUse(lines=())
-    # The sum omits costs in a currency that the server used earlier.
+    # The total cost omits amounts in a currency that the server used earlier.
     ours = [line for each in found if each.currency == last.currency for line in each.lines]
     priced = [line.micros for line in ours if line.micros is not None]
     priced_ms = sum(line.billed_ms for line in ours if line.micros is not None)
@@ -168,29 +169,29 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     count: int  # Number of devices.
     cpus: int = 0  # Requested cores, or 0 if the user requested no cores.
     memory_bytes: int = 0  # Requested host memory in bytes, or 0 if the user requested no memory.
-    tariff: Tariff = UNPRICED  # Prices in force now.
+    tariff: Tariff = UNPRICED  # Prices that currently apply to the devices.
 
     def text(self) -> str:
-        """Return the count and type of the devices: ``"8 H100"``, ``"1 CPU slot"``."""
+        """Return the number and type of the devices, such as ``"8 H100"`` or ``"1 CPU slot"``."""
         if self.gpu_type == CPU:
             return f"{self.count} CPU slot{'' if self.count == 1 else 's'}"
         return f"{self.count} {self.gpu_type or 'GPUs'}"
 
 
 class AttemptDuration(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limit and expected duration of an attempt, in seconds, or None if unknown."""
+    """Time limit and expected duration of an attempt, in seconds."""
 
     # Time limit from the first line of user code, including the grace period after the stop request.
     limit_s: float | None = None
-    limit: str = "timeout"  # Name of the limit: ``"timeout"`` or ``"the policy's longest time"``.
-    # Expected duration: the 80th percentile of the device times of earlier runs of the same name.
+    limit: str = "timeout"  # Name of the time limit, either ``"timeout"`` or ``"the policy's longest time"``.
+    # Expected duration, the 80th percentile of the device times of earlier runs with the same name.
     expected_s: float | None = None
     tries: int = 1  # Maximum number of attempts if the run's own code fails.
     resumes: bool = False  # True if the run continues as another attempt after each preemption.
 
 
 class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The estimated cost of a run, as if a client submitted the run now.
+    """Estimated cost of a run at current prices.
 
     Attributes:
         currency: currency of all amounts.
@@ -218,7 +219,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     gpu_type: str = ""
 
     def text(self) -> str:
-        """Return a text such as ``"about 7.97 USD, at most 23.92 USD: 8 H100 × 2.99 USD = …"``."""
+        """Return the expected cost, the maximum cost and the calculation in one line."""
         about = self._amount(self.expected_micros, self.expected_gpu_ms)
         most = self._amount(self.at_timeout_micros, self.at_timeout_gpu_ms)
         rate = (
@@ -250,14 +251,14 @@ def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -
         rate     = devices × price of one + cores × price of one + GiB × price of one      per hour; priced parts only
         at most  = rate × time limit × attempts                                            about = rate × expected time
 
-    `advice` names the command that sets a price, for devices without one.
+    `advice` names the command that sets a price for unpriced devices.
     """
     tariff = devices.tariff
     most_ms = None if lasting.limit_s is None else round(lasting.limit_s * 1000) * lasting.tries
     about_ms = None if lasting.expected_s is None else round(lasting.expected_s * 1000)
-    past = "too few runs of its name have succeeded to estimate the duration"
+    past = "too few earlier runs of the same name succeeded to estimate the duration"
     if lasting.expected_s is not None:
-        past = f"4 of 5 earlier runs of its name took {_duration(lasting.expected_s)} or less"
+        past = f"4 of 5 earlier runs of the same name took {_duration(lasting.expected_s)} or less"
     return CostEstimate(
         currency=tariff.currency,
         micros_per_hour=_micros(devices, units.MS_PER_HOUR),
@@ -275,7 +276,7 @@ def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -
 def _micros(devices: Devices, ms: int) -> int | None:
     """Return the cost of the devices for a duration, rounded up once.
 
-    Returns None without a price, or above `_MICROS_MAX`.
+    Returns None if the devices have no price or the cost exceeds `_MICROS_MAX`.
     """
     found = pricing.cost_of(
         devices.tariff,
@@ -289,7 +290,7 @@ def _micros(devices: Devices, ms: int) -> int | None:
 
 
 def _rate_text(devices: Devices, advice: str) -> str:
-    """Return the text of the price per hour as a sum: devices, cores and memory."""
+    """Return the price per hour as text, as the sum of devices, cores and memory."""
     tariff = devices.tariff
     rate = _micros(devices, units.MS_PER_HOUR)
     if tariff.gpu_micros_per_hour is None:
@@ -305,7 +306,7 @@ def _rate_text(devices: Devices, advice: str) -> str:
         parts.append(f"{cores} cores × {price(tariff.core_micros_per_hour)}")
     if devices.memory_bytes and tariff.memory_micros_per_hour:
         parts.append(f"{devices.memory_bytes / (1 << 30):g} GiB × {price(tariff.memory_micros_per_hour)}")
-    return f"{' + '.join(parts)} = {'too much to say' if rate is None else f'{price(rate)} an hour'}"
+    return f"{' + '.join(parts)} = {'more than the maximum amount' if rate is None else f'{price(rate)} an hour'}"
 
 
 def _length_text(lasting: AttemptDuration) -> str:

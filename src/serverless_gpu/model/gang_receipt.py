@@ -1,12 +1,12 @@
-"""Receipt of a run on several nodes, combined from the receipts and charges of the nodes.
+"""Receipt of a multi-node run, combined from the nodes' receipts and charges.
 
     node 0 ─ receipt, charge ─┐
     node 1 ─ receipt, charge ─┼─▶ `together`   amounts: sums of the charges, each rounded once
     node 2 ─ no receipt, charge ┘              times: those of the slowest node; notes: prefixed with the node's name
 
 The ledger computes the device usage and cost of each node from the final reason of the whole attempt. A node that stops
-at the server's request does not know whether the server bills its time. A device counts as free only after a report
-from the device's node. The state of devices on a silent node is unknown.
+at the server's request does not know whether the server bills the device time. A device counts as free only after a
+report from the device's node. The state of devices on a silent node is unknown.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     receipt: Receipt | None  # The node's receipt, or None if no receipt arrived.
-    used: Charge  # Charge for the node's facts, at the attempt's tariff and with the attempt's final reason.
+    used: Charge  # Charge for the node's facts at the attempt's tariff and final reason.
     gpus: int = 0  # Number of the attempt's devices on the node.
 
 
 class GangOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Final values that all nodes of an attempt share."""
+    """Final values of an attempt that all its nodes share."""
 
     state: str
     reason: Reason | None  # Reason of the attempt's end, or None if the state needs no explanation.
@@ -56,7 +56,7 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
         return None
     receipts = [receipt for _, receipt in found]
     used = _sum(each.used for each in accounts)
-    # For each segment, use the time of the slowest node. For `first_line_ms`, use the earliest time of all nodes.
+    # Each segment has the time of the slowest node. `first_line_ms` is the earliest time of all nodes.
     parts = [receipt.segments for receipt in receipts]
     slowest = {name: _most(getattr(part, name) for part in parts) for name in Segments.__struct_fields__}
     lines = [part.first_line_ms for part in parts if part.first_line_ms is not None]
@@ -85,7 +85,7 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
 
 
 def _sum(charges: Iterable[Charge]) -> Charge:
-    """Return the sum of charges that are already rounded, as in the ledger."""
+    """Return the sum of rounded charges, as the ledger does."""
     found = list(charges)
     priced = [charge.micros for charge in found if charge.micros is not None]
     names = ("gpus", "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "core_micros", "memory_micros", "dbu_micros")
@@ -98,7 +98,7 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt], str]) -> str:
-    """Return the text once if all nodes have the same text, else the text of each node."""
+    """Return the text of all nodes once if their texts are equal, else one text per node."""
     texts = [(node, word(receipt)) for node, receipt in found]
     if len({text for _, text in texts}) == 1:
         return texts[0][1]
@@ -108,14 +108,15 @@ def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt],
 def _gate(accounts: Sequence[CrewAccount]) -> str:
     """Return the evidence that the nodes released their devices.
 
-    Lists devices that are not free first, because clients may truncate the text.
+    The text begins with devices that are not free, because clients may truncate the text.
     """
     texts = {each.receipt.gate for each in accounts if each.receipt is not None}
     is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
     if is_free and len(texts) == 1:
         return f"on each of {len(accounts)} nodes, {texts.pop()}"
     missing = [
-        f"nothing is known of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} on {each.node}"
+        f"the server does not know the state of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} "
+        f"on {each.node}"
         for each in accounts
         if each.receipt is None
     ]
@@ -126,13 +127,13 @@ def _gate(accounts: Sequence[CrewAccount]) -> str:
 
 
 def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:
-    """Return the receipt's notes: common notes once, and other notes with the node's name."""
+    """Return the receipt's notes, with the node's name in notes that not all nodes share."""
     every = [each.receipt.notes for each in accounts if each.receipt is not None]
     common = [note for note in every[0] if all(note in notes for notes in every)] if len(every) == len(accounts) else []
     found = list(common)
     for each in accounts:
         if each.receipt is None:
-            found.append(f"{each.node} has sent no receipt: its charge ends with its last report")
+            found.append(f"node {each.node} has sent no receipt, so its charge ends with its last report")
         else:
             own = [note for note in each.receipt.notes if note not in common]
             found += [f"{each.node}: {note}" for note in own]

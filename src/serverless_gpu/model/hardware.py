@@ -1,7 +1,7 @@
 """GPU types and devices: the catalogue, and parsers for names, product strings and fakes.
 
 A *type* is a GPU name that users write (``H100``). A *device* is one card, fake device or CPU slot of a machine. The
-agent, not this module, detects devices (NVML) and locks devices.
+agent detects devices through NVML and locks devices.
 
 Failure cases: an unknown name raises `UnknownGpuType` with the known names. An unknown product string becomes a
 separate type, so that a machine with a rare card still works.
@@ -22,12 +22,12 @@ from serverless_gpu.errors import InvalidValue, UnknownGpuType
 GIB = 2**30
 CPU = "CPU"
 
-# Maximum number of fake devices of one machine, so that a typing error does not create a million locks.
+# Maximum number of fake devices per machine, so that a typing error does not create a million locks.
 FAKE_DEVICES_MAX = 1024
 
 # Minimum percentage of the nominal memory that a whole card reports. Real cards report 92 to 100 %, because the driver
-# and error correction reserve memory. A card below the minimum is a slice (virtual GPU) or a smaller card of the same
-# name (laptop).
+# and error correction reserve memory. A card below the minimum is a virtual GPU, or a smaller laptop card of the same
+# name.
 _MEMORY_SHARE_PERCENT = 85
 
 # Suffixes that turn a card name into another card: an "RTX 3090 Ti" is not an RTX 3090.
@@ -37,7 +37,7 @@ _SHAPE = re.compile(r"GPU\d+X(.+)")
 
 
 class DeviceKind(StrEnum):
-    """The kind of a device: real GPU, fake device or CPU slot."""
+    """Kind of a device: real GPU, fake device or CPU slot."""
 
     GPU = "gpu"
     FAKE = "fake"
@@ -45,7 +45,7 @@ class DeviceKind(StrEnum):
 
 
 class GpuType(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of card, under the name that users write.
+    """A card model, under the name that users write.
 
     Attributes:
         name: name in requests, receipts and prices.
@@ -61,7 +61,7 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not _key(self.name):
-            raise InvalidValue(f"a GPU type cannot be named {self.name!r}", hint="use letters and digits")
+            raise InvalidValue(f"a GPU type cannot be named {self.name!r}", hint="use letters and digits in the name")
         if self.memory_bytes < 0:
             raise InvalidValue(f"GPU type {self.name} cannot have {self.memory_bytes} bytes of memory")
 
@@ -108,7 +108,7 @@ def canonical(name: str, own: Sequence[GpuType] = ()) -> str:
 
 
 def is_listed(name: str, own: Sequence[GpuType] = ()) -> bool:
-    """Return True if a name, in any spelling, is a GPU type of the catalogue or of `own`."""
+    """Return True if the catalogue or `own` contains a GPU type with a name, in any spelling."""
     return _lookup(name, own) is not None
 
 
@@ -119,15 +119,15 @@ def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
 
 
 def families_of(gpu_type: str) -> tuple[str, ...]:
-    """Return the families of a GPU type, in the catalogue's spelling."""
+    """Return the families of a GPU type, spelled as in the catalogue."""
     return tuple(family for family, members in FAMILIES.items() if gpu_type in members)
 
 
 def time_unit(gpu_types: Iterable[str] = ()) -> str:
     """Return the unit of device time, without the suffix ``-seconds`` or ``-hours``.
 
-    The unit is ``"GPU"``, ``"CPU slot"``, or ``"device"`` for a mix of GPUs and CPU slots. Unknown types count as a
-    mix.
+    The unit is ``"GPU"``, ``"CPU slot"``, or ``"device"`` for a mix of GPUs and CPU slots. Unknown device types count
+    as a mix of both.
     """
     types = set(gpu_types)
     if types == {CPU}:
@@ -136,9 +136,9 @@ def time_unit(gpu_types: Iterable[str] = ()) -> str:
 
 
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of devices of a node by type, and the number of unavailable devices by type.
+    """Return a node's total and unavailable devices, both counted by type.
 
-    Fake devices of a type replace the real devices.
+    Fake devices of a type replace the real devices of that type.
     """
     faked = {device.type for device in devices if device.kind is DeviceKind.FAKE}
     counted = [device for device in devices if device.kind is DeviceKind.FAKE or device.type not in faked]
@@ -150,10 +150,10 @@ def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[
 def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> str:
     """Return the GPU type name of a card.
 
-    The function prefers the most specific product fragment, then the nearest memory size. A MIG slice or virtual GPU is
-    not a whole card. The type of a slice is its product string, unless a type in `own` names the product string.
+    The function prefers the most specific product fragment, and then the nearest memory size. A MIG slice or virtual
+    GPU is not a whole card. The type of a slice is its product string, unless a type in `own` names the product string.
 
-    Returns the product string if no type fits. `memory_bytes` is 0 when unknown.
+    If no type fits, the function returns the product string. `memory_bytes` is 0 when unknown.
     """
     words = _words(product)
     for types in (own, CATALOGUE):
@@ -172,17 +172,18 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
 def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
     """Return the fake devices that ``SERVERLESS_GPU_FAKE`` describes.
 
-    The text has the form ``"H100:4,A10:2"``. Raises InvalidValue for an invalid text, and UnknownGpuType.
+    The text has the form ``"H100:4,A10:2"``. Raises InvalidValue for an invalid text, and UnknownGpuType for an unknown
+    type.
     """
     counts: dict[str, tuple[GpuType, int]] = {}
     for entry in text.split(","):
         name, _, digits = entry.strip().rpartition(":")
         if not name:
-            raise _bad_fake(text, f"{entry.strip()!r} is not a type and a count")
+            raise _bad_fake(text, f"{entry.strip()!r} does not name a type and a count")
         gpu_type = find_type(name, own)
         if gpu_type.name in counts:
             raise _bad_fake(text, f"{gpu_type.name} is named twice")
-        # `isascii` excludes digits of other scripts, which int() would accept. The length check prevents huge numbers.
+        # `isascii` excludes digits of other scripts, which int() would accept. The length check rejects huge numbers.
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
             raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
         counts[gpu_type.name] = (gpu_type, int(digits))
@@ -236,12 +237,14 @@ def _unknown(name: str, own: Sequence[GpuType]) -> UnknownGpuType:
     near = next((known for known in names if [_key(known)] == close), None)
     return UnknownGpuType(
         f"unknown GPU type {name!r}; known types: {', '.join(names)}",
-        hint=f"did you mean {near!r}?" if near else "use one of these names; case, spaces, '-' and '_' do not matter",
+        hint=f"did you mean {near!r}?"
+        if near
+        else "use one of the known names, in any spelling of case, spaces, '-' and '_'",
     )
 
 
 def _key(name: str) -> str:
-    """Return a key that is the same for all spellings of a name."""
+    """Return a lookup key that is the same for all spellings of a name."""
     return name.upper().translate(_IGNORED)
 
 
@@ -254,7 +257,7 @@ def _words(product: str) -> tuple[str, ...]:
 
 
 def _contains(words: tuple[str, ...], fragment: tuple[str, ...]) -> bool:
-    """Return True if a product string names exactly one card: A10 does not match A100 or A10G."""
+    """Return True if a product string names exactly one card, so that A10 does not match A100."""
     if not fragment or ("MIG" in words) != ("MIG" in fragment):
         return False
     size = len(fragment)
@@ -271,8 +274,7 @@ def _type(name: str, gib: int, products: tuple[str, ...], aliases: tuple[str, ..
     return GpuType(name=name, memory_bytes=gib * GIB, aliases=aliases, products=products)
 
 
-# Product strings come from `nvidia-smi -L`. A100 is a family: users request A100, but no card has A100 as its type.
-# A100 therefore has no products.
+# Product strings come from `nvidia-smi -L`. The family A100 has no products, because no card has A100 as its type.
 CATALOGUE: tuple[GpuType, ...] = (
     _type("A10", 24, ("A10",), ("A10-24GB",)),
     _type("A10G", 24, ("A10G",), ("A10G-24GB",)),
@@ -315,8 +317,8 @@ CATALOGUE: tuple[GpuType, ...] = (
     _type(CPU, 0, ()),
 )
 
-# A request for a family accepts any member.
+# Families of GPU types. A request for a family accepts any member.
 FAMILIES: dict[str, tuple[str, ...]] = {"A100": ("A100-40", "A100-80")}
 
-# Index of types by key, for speed, because every call looks up every device.
+# Index of GPU types by key, because every call looks up the type of every device.
 _INDEX: dict[str, GpuType] = {key: gpu_type for gpu_type in CATALOGUE for key in _keys(gpu_type)}

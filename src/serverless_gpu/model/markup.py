@@ -40,7 +40,7 @@ def status(state: str, sentence: str, lines: Sequence[str], tracked: str = "") -
 
 
 def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return a heading and a table with one row per label. Web addresses become links."""
+    """Return a heading and a table with one row per label. The table shows web addresses as links."""
     cells = "".join(
         f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
         f'<td style="{_VALUE}">{link(value) if _URL.fullmatch(value) else escape(value)}</td></tr>'
@@ -51,7 +51,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
-    """Return lines in the colour of the run's state, with details that the reader can expand."""
+    """Return the given lines in the colour of the run's state, with expandable details."""
     first, *others = (escape(line) for line in lines)
     more = "".join(f"<div>{line}</div>" for line in others)
     summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'

@@ -1,17 +1,18 @@
 """Placement on one machine, and the layout of a gang on several nodes.
 
-The module selects the devices that a run may use. Device locks decide which of the selected devices are free.
+The module selects the devices that a run may use. The node's device locks then determine which of the selected devices
+are free.
 
     gang   run:fence, all ranks        ┌ NODE_RANK 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
                                        ├ NODE_RANK 1   n3   ranks 8 … 15
                                        └ NODE_RANK 2   n1   ranks 16 … 19   partly used nodes come last
 
-The part of an attempt on one node (a crew in the code) has a supervisor, devices and their ranks. The number of a crew
-is its NODE_RANK. Each crew has its own lease, token, facts, receipt and end. Values that are the same for all nodes
-belong to the attempt. An attempt on one node is a gang with one crew.
+An attempt has one worker group per node, called a crew in the code, with a supervisor, devices and ranks. The number of
+a worker group is its NODE_RANK. Each worker group has a separate lease, token, fact file, receipt and end state. Values
+that are the same for all nodes belong to the attempt. An attempt on one node is a gang with one worker group.
 
-Failure cases: a request that this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`).
-The error lists the machine's devices. Busy devices raise no error.
+If this machine can never serve a request, the module raises `NoGpu`, `GpuTypeMismatch` or `NotEnoughGpus` at once. The
+error lists the machine's devices. If the devices are only busy, the module raises no error.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from serverless_gpu.model.hardware import CPU, Device, DeviceKind, GpuType, find
 _UUID_PREFIXES = ("GPU-", "MIG-", "FAKE-")
 
 _NO_GPU_HINT = (
-    'gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" creates fake GPUs; '
-    "a GPU that CUDA_VISIBLE_DEVICES hides does not count"
+    'gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" creates fake GPUs. '
+    "GPUs that CUDA_VISIBLE_DEVICES hides do not count"
 )
 
 
@@ -39,7 +40,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of one rank in its gang: global and local ranks, and sizes."""
+    """The position of one rank in its gang: rank numbers, world sizes and number of nodes."""
 
     rank: int
     local_rank: int
@@ -55,15 +56,15 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
             and 0 <= self.node_rank < self.num_nodes
         )
         if not fits:
-            raise InvalidValue(f"not a valid place of a rank: {self!r}")
+            raise InvalidValue(f"invalid position of a rank in a gang: {self!r}")
 
 
 def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tuple[Device, ...]:
     """Return the devices that a caller may use, as CUDA reads the caller's ``CUDA_VISIBLE_DEVICES``.
 
-    The devices have the order of the variable's entries. Like CUDA, the function stops at an entry that names no
-    device. If two entries name the same device, the function returns no CUDA devices. CUDA cannot hide CPU slots, so
-    CPU slots are last in the result.
+    The function returns the devices in the order of the variable's entries. Like CUDA, the function stops at an entry
+    that names no device. If two entries name the same device, the function returns no CUDA devices. CUDA cannot hide
+    CPU slots, so CPU slots are last in the result.
 
     `cuda_visible_devices` is None if the variable is not set.
     """
@@ -72,12 +73,12 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
     cuda = [device for device in devices if device.type != CPU]
     visible: list[Device] = []
     entries = [entry.strip() for entry in cuda_visible_devices.split(",")]
-    # The leading entry decides how CUDA reads all entries, because CUDA does not mix indices and identifiers.
+    # The first entry determines whether CUDA reads all entries as indices or as identifiers.
     by_index = _is_number(entries[0])
     for entry in entries:
         if by_index:
             device = _by_index(cuda, entry)
-        else:  # The device whose identifier starts with the entry, if exactly one device matches.
+        else:  # Select the device whose identifier starts with the entry, if exactly one device matches.
             found = [one for one in cuda if entry.startswith(_UUID_PREFIXES) and one.uuid.startswith(entry)]
             device = found[0] if len(found) == 1 else None
         if device is None:
@@ -94,8 +95,8 @@ def candidates(
 ) -> Candidates:
     """Return the devices of a machine that satisfy a request.
 
-    `gpus` None selects every device of the type. `gpu_type` None selects the machine's only GPU type. Raises
-    InvalidValue, UnknownGpuType, NoGpu, GpuTypeMismatch or NotEnoughGpus.
+    If `gpus` is None, the function returns every device of the type. If `gpu_type` is None, the function selects the
+    machine's only GPU type. Raises InvalidValue, UnknownGpuType, NoGpu, GpuTypeMismatch or NotEnoughGpus.
     """
     if gpus is not None and gpus < 1:
         raise InvalidValue(
@@ -105,7 +106,7 @@ def candidates(
     if gpu_type is None:
         wanted = _only_type(present)
     else:
-        # A card outside the catalogue has its product string as type. Users can request the card by its product string.
+        # A GPU outside the catalogue has its product string as type. Users can request the GPU by its product string.
         unlisted = [GpuType(name=name, memory_bytes=0) for name in _types(present) if not is_listed(name, own)]
         wanted = find_type(gpu_type, (*own, *unlisted)).name
     types = {name for name in {device.type for device in devices} if matches(wanted, name, own)}
@@ -144,8 +145,7 @@ def rank_variables(
         "PYTHONUNBUFFERED": "1",
     }
     indices = [str(device.index) for device in devices if device.type != CPU]
-    # For CPU slots, set an empty variable instead of no variable, because ranks on CPU slots must not use a GPU of the
-    # machine.
+    # An empty variable prevents ranks on CPU slots from using the machine's GPUs.
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(indices)
     if indices:
         # By default, CUDA orders devices by speed. The device indices come from NVML, which uses PCI bus order.
@@ -158,10 +158,10 @@ def node_variables(
 ) -> dict[str, str]:
     """Return the variables of a command that runs once per node and starts its own processes.
 
-    RANK and LOCAL_RANK are missing, because the command sets them for its processes. Programs that read LOCAL_ADDR bind
-    to that address.
+    The result omits RANK and LOCAL_RANK, because the command sets both variables for its processes. Programs that read
+    LOCAL_ADDR bind their sockets to the node's address.
 
-    `place` is the position of the node's lowest rank. `address` is the address at which other nodes reach the node.
+    `place` is the position of the node's lowest rank. Other nodes reach the node at `address`.
     """
     variables = rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
     of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
@@ -173,14 +173,15 @@ def node_variables(
     }
 
 
-# Environment presets of the command-line tool that this package emulates, except variables with the tool's own paths.
+# Environment presets of the command-line tool that this package emulates, except variables with tool-specific paths.
 NODE_COMMAND_PRESETS: Mapping[str, str] = {
     "NCCL_DEBUG": "INFO",
     "NCCL_IB_TIMEOUT": "22",
     "NCCL_CUMEM_ENABLE": "0",
 }
 
-# Settings for MLflow calls of the ranks. With MLflow's defaults, every call to a server that hangs waits over 100 s.
+# Settings for MLflow calls of the ranks. With MLflow's default settings, a call to a hanging tracking server takes over
+# 100 s.
 TRACKED_PRESETS: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -191,19 +192,19 @@ TRACKED_PRESETS: Mapping[str, str] = {
 def default_variables(devices: Sequence[Device]) -> dict[str, str]:
     """Return the default environment variables of a rank, which the caller can override.
 
-    Without a GPU, Accelerate and the Hugging Face Trainer find no device and run as separate single processes. With the
-    returned variables, they use the CPU and form one gang.
+    On CPU slots, Accelerate and the Hugging Face Trainer would run as separate single processes by default. The
+    returned variables make both libraries use the CPU and form one gang.
     """
     return {} if any(device.kind is DeviceKind.GPU for device in devices) else {"ACCELERATE_USE_CPU": "true"}
 
 
 def threads_per_rank(cores: int, local_world_size: int) -> int:
-    """Return the number of threads per rank: the rank's share of the node's cores, at least one."""
+    """Return the number of threads per rank: an equal share of the node's cores, at least one."""
     return max(1, cores // local_world_size)
 
 
 def share_of_cores(cores: int, devices: int, of_type: int) -> int:
-    """Return the number of a node's cores that belong to some of its devices, at least one."""
+    """Return the share of a node's cores for some of its devices, at least one core."""
     return max(1, cores * devices // max(devices, of_type))
 
 
@@ -214,7 +215,7 @@ def _is_number(entry: str) -> bool:
 def _by_index(devices: Sequence[Device], entry: str) -> Device | None:
     if not _is_number(entry):
         return None
-    # The code compares text, so that an entry with a thousand digits is never converted to a number.
+    # Comparing text avoids converting an entry with thousands of digits to a number.
     wanted = entry.lstrip("0") or "0"
     return next((device for device in devices if str(device.index) == wanted), None)
 
@@ -249,7 +250,7 @@ def _too_many(wanted: str, asked: int, there: int) -> NotEnoughGpus:
         )
     return NotEnoughGpus(
         f"the run requests {asked} {wanted}, but this machine has {there}",
-        hint=f"use gpus={there}, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
+        hint=f"use gpus={there}, or leave gpus out to use all. GPUs that CUDA_VISIBLE_DEVICES hides do not count",
     )
 
 
@@ -289,12 +290,12 @@ class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
 def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
     """Return the positions of a gang's nodes, sorted by descending devices, then by node name.
 
-    The layout does not depend on the order of the nodes in `shares`. Rank 0 is on the node with the most ranks, because
-    most of its peers then need no network.
+    The layout does not depend on the order of `shares`. Rank 0 runs on the node with the most ranks, so that most ranks
+    reach rank 0 without the network.
     """
     names = [name for name, _ in shares]
     if not 0 < len(names) <= NODES_MAX or len(set(names)) != len(names) or any(gpus < 1 for _, gpus in shares):
-        raise ValueError(f"a gang has devices on 1 to {NODES_MAX} nodes, each named once: {list(shares)[:8]}")
+        raise ValueError(f"a gang needs devices on 1 to {NODES_MAX} different nodes: {list(shares)[:8]}")
     crews: list[CrewPlace] = []
     first = 0
     for number, (node, gpus) in enumerate(sorted(shares, key=lambda share: (-share[1], share[0]))):
@@ -325,10 +326,10 @@ def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...
 
 
 def numbered(crew: CrewPlace, *, per_node: bool) -> range:
-    """Return the numbers of a node's processes, which identify logs, results and failures.
+    """Return the process numbers of a node, which identify logs, results and failures.
 
-    The process numbers are global ranks. A node with one process for all devices uses its node number instead. A
-    command that runs once per node, or a Ray driver, has one process for all devices.
+    The process numbers are global ranks. If one process uses all devices of a node, the node number is the process
+    number. A per-node command and a Ray driver are such single processes.
     """
     first, count = (crew.number, 1) if per_node else (crew.first_rank, crew.gpus)
     return range(first, first + count)

@@ -1,7 +1,7 @@
 """The receipt of one run: the time of each segment, the cost, and the usage of the devices.
 
-The node that ran the attempt makes the receipt (`node/attempt/usage_account.py`). `ledger.py` and `pricing.py` compute
-the cost.
+The node that ran the attempt creates the receipt (`node/attempt/usage_account.py`). `ledger.py` and `pricing.py`
+compute the cost.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 from serverless_gpu.model.isolation import NONE, Level
 
-# Maximum characters of a receipt line, about two terminal lines, so that users need not scroll.
+# Maximum number of characters in a receipt line, about two terminal lines.
 _TEXT_LINE_MAX = 200
 
-# A device counts as unused below this busy percentage, with at least this number of telemetry samples.
+# Busy percentage below which the receipt reports a device as unused, and minimum number of telemetry samples for the
+# report.
 _IDLE_PERCENT = 0.5
 _IDLE_SAMPLES_MIN = 30
 
 _NODES_NAMED = 3
 
-# Host memory of all processes of the run together. Memory of a GPU is "GPU memory".
+# Label for the peak host memory of all processes of a run. GPU memory has a separate label.
 _PEAK = "host memory peak"
 
-# Patterns for texts about released devices. `node/attempt/usage_account.py` and `supervisor_loss.py` write the texts
-# for one node, `gang_receipt.py` for several nodes.
+# Patterns that recognise whether a gate text reports verified free devices. `node/attempt/usage_account.py` and
+# `supervisor_loss.py` write the gate text of one node. `gang_receipt.py` writes the gate text of several nodes.
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 
@@ -39,14 +40,14 @@ _WARNING_MAX = 400
 
 
 class Segments(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a run by segment, in milliseconds. None is an unknown time, not 0.
+    """Time of a run by segment, in milliseconds. None stands for an unknown time.
 
     Attributes:
         queued_ms: time that the run waited for devices.
         environment_ms: time to prepare the environment.
         start_ms: time to start the ranks.
-        first_line_ms: time from the call to the first line of user code. A later attempt counts from its arrival at the
-            node.
+        first_line_ms: time from the call to the first line of user code. For a later attempt, the time starts at its
+            arrival on the node.
         run_ms: time in user code.
         stop_ms: time to stop the ranks.
         gate_ms: time to verify that the devices are free.
@@ -62,12 +63,12 @@ class Segments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry of one device of an attempt. None is an unknown value.
+    """Telemetry of one device of an attempt. None stands for an unknown value.
 
     Attributes:
         uuid: identifier of the device.
         samples: number of telemetry samples, about one per second.
-        busy_percent: mean share of time in which the device worked.
+        busy_percent: mean percentage of time in which the device was busy.
         peak_memory_bytes: peak device memory.
         energy_joules: consumed energy between the first and the last sample.
         throttled_s: seconds in which heat or a power limit slowed the device down.
@@ -101,7 +102,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def observed(uses: Iterable[SampledDevice]) -> Observed:
-    """Return the combined telemetry of all devices. A sample covers about one second of one device."""
+    """Return the combined telemetry of all devices, with one sample per device and second."""
     seen = list(uses)
     busy = [(use.samples, use.busy_percent) for use in seen if use.busy_percent is not None]
     peaks = [use.peak_memory_bytes for use in seen if use.peak_memory_bytes is not None]
@@ -120,7 +121,8 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
         unbilled: reason why the server does not bill a part of the usage, or "" if the server bills all usage.
         core_ms: billed core-milliseconds under a limit of cores, without the cores of CPU slots.
         memory_mib_ms: billed MiB-milliseconds under a limit of memory.
-        core_micros: cost of the cores. `memory_micros` is the cost of the memory.
+        core_micros: cost of the cores in millionths of the currency unit.
+        memory_micros: cost of the memory in millionths of the currency unit.
         dbu_micros: cost in millionths of a DBU.
     """
 
@@ -145,13 +147,13 @@ class TextPrinter(Protocol):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """The account of one run.
+    """The receipt of one run: its result, used devices, times and cost.
 
     Attributes:
         run_id: identifier of the run.
         fence: number of the run's last attempt.
         state: final state.
-        reason: reason of the final state, or None if the state needs no explanation.
+        reason: reason for the final state, or None if the state is self-explanatory.
         gpu_type: type of the devices.
         gpus: identifiers of the devices.
         kind: kind of the devices.
@@ -162,10 +164,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_bytes: peak host memory, or None if unknown. On several nodes, the highest peak of one node.
         warm: True if the ranks started from a warm interpreter.
         warm_reason: reason for a cold start, or the warm interpreter that was used.
-        gate: evidence that the run released its devices.
+        gate: result of the check that the devices are free after the run.
         quarantined: identifiers of devices that the node could not prove free.
         tags: tags of the run.
-        facts: number of facts behind this receipt.
+        facts: number of recorded facts from which the node computed this receipt.
         world_size: number of ranks.
         notes: further notes for the user.
         runs: number of a session's runs. The receipt's time is then the session's idle time.
@@ -251,7 +253,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self._used(self.gpu_ms)}{idle}{cost}"
 
     def unbilled_text(self) -> str:
-        """Return the unbilled time and the reason as text, or "" if the server bills all time."""
+        """Return the unbilled device time and the reason as text, or "" if the server bills all time."""
         if self.bill is None or not self.bill.unbilled:
             return ""
         return f"{self._used(self.gpu_ms - self.bill.billed_ms)}: {self.bill.unbilled}"
@@ -281,7 +283,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             ),
             _joined(*(f"{label}: {rows[label]}" for label in ("not billed", "gate") if label in rows)),
             f"quarantined: {rows['quarantined']}" if "quarantined" in rows else "",
-            # Put the link first in the line, because clients truncate only the end of a long line.
+            # The tracking link comes first, because clients truncate the end of a long line.
             _joined(
                 *(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "policy", "tags") if label in rows)
             ),
@@ -308,7 +310,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts_text(receipt: Receipt) -> str:
-    """Return the costs of cores and memory and the DBUs as text, or "" without them."""
+    """Return the cost of cores, memory and DBUs as text, or "" if all three are zero."""
     parts = []
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     for name, micros in (("cores", bill.core_micros), ("memory", bill.memory_micros)):
@@ -333,7 +335,6 @@ def _size_text(receipt: Receipt) -> str:
 
 
 def _segments_text(segments: Segments) -> str:
-    # Segments in chronological order. The text omits unknown segments.
     named = (
         ("queued", segments.queued_ms),
         ("environment", segments.environment_ms),
@@ -347,7 +348,7 @@ def _segments_text(segments: Segments) -> str:
 
 
 def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
-    """Return the device telemetry as text: busy time, memory, energy, and signs of problems."""
+    """Return the device telemetry as text: busy time, memory, energy, idle devices and throttling."""
     busy = [(use.busy_percent, max(1, use.samples)) for use in uses if use.busy_percent is not None]
     idle = _idle_count(uses)
     peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
@@ -366,7 +367,7 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
 
 
 def _idle_count(uses: Sequence[DeviceUse]) -> int:
-    """Return the number of idle devices, without devices with too few samples."""
+    """Return the number of idle devices, ignoring devices with too few telemetry samples."""
     seen = [use.busy_percent for use in uses if use.busy_percent is not None and use.samples >= _IDLE_SAMPLES_MIN]
     return sum(percent < _IDLE_PERCENT for percent in seen)
 
@@ -428,8 +429,8 @@ def _warnings(receipt: Receipt) -> list[str]:
         f"devices not verified free: {receipt.gate}" if is_unproven else "",
         f"quarantined: {', '.join(receipt.quarantined)}" if receipt.quarantined else "",
         f"not billed: {receipt.unbilled_text()}" if receipt.unbilled_text() else "",
-        f"cold start: your code began after {units.format_duration_ms(first_ms or 0)}; no Python with its "
-        f"packages loaded was ready ({reason})"
+        f"cold start: user code began after {units.format_duration_ms(first_ms or 0)}, because no interpreter with "
+        f"its packages was ready ({reason})"
         if is_cold
         else "",
         f"{idle} of {len(receipt.uses)} devices did nothing" if 0 < idle < len(receipt.uses) else "",

@@ -3,8 +3,8 @@
     secrets=["HF_TOKEN"]                    a file in the run: serverless_gpu.runtime.secret("HF_TOKEN")
     secrets={"HF_TOKEN": "HF_TOKEN"}        the file, and a variable of each rank, which child processes inherit
 
-A run names its secrets. When the server places an attempt, it pins the versions of the secrets. The pinned versions do
-not change during the attempt.
+Each run names its secrets. When the server places an attempt, the server pins the versions of the run's secrets. The
+attempt uses the pinned versions until its end.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SECRETS_MAX = 32
 """Maximum number of secrets of one run."""
 VALUE_BYTES_MAX = 64 << 10
 DIRECTORY = "SGPU_SECRETS_DIR"
-"""Environment variable with the directory of a run's secrets, which holds one file for each secret."""
+"""Environment variable with the path of the directory that contains one file for each secret of a run."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 _OURS = ("SGPU_", "SERVERLESS_GPU_")
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True):
-    """The pinned version of a secret for one attempt."""
+    """Pinned version of a secret for one attempt."""
 
     name: str
     version: int  # Version number of the secret: 1, 2, 3 …
@@ -40,52 +40,57 @@ class Pinned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveredSecrets(msgspec.Struct, frozen=True, kw_only=True):
-    """The secrets of a run that are already on its node."""
+    """Secrets of a run that its node has already received."""
 
     directory: str  # Directory with one file for each secret.
     texts: tuple[str, ...]  # Names and versions of the secrets, for display.
-    variables: dict[str, str] = {}  # Secret → environment variable, for secrets that ranks also receive as a variable.
-    note: str = ""  # Note on the secrets in the receipt, or "".
+    # Environment variables by secret name, for secrets that ranks also receive as variables.
+    variables: dict[str, str] = {}
+    note: str = ""  # Note on the secrets for the receipt, or "".
 
 
 def check_name(name: str) -> str:
-    """Return a secret's name, also used as file name, if valid. Raises InvalidValue."""
+    """Return a secret's name, which is also its file name. Raises InvalidValue if invalid."""
     if not _NAME.fullmatch(name):
-        hint = "up to 64 letters, digits and _ . -, the first one a letter or _"
+        hint = "use up to 64 letters, digits and _ . -, beginning with a letter or _"
         raise InvalidValue(f"a secret cannot be named {name[:80]!r}", hint=hint)
     return name
 
 
 def check_value(name: str, value: bytes) -> bytes:
-    """Return a secret's value if valid. Raises InvalidValue for an empty or too long value."""
-    if not 0 < len(value) <= VALUE_BYTES_MAX:  # Callers read a longer value only far enough to detect the excess.
+    """Return a secret's value unchanged if valid. Raises InvalidValue for an empty or too long value."""
+    if not 0 < len(value) <= VALUE_BYTES_MAX:  # Callers stop reading a longer value once it exceeds the limit.
         has = f"more than {VALUE_BYTES_MAX} bytes" if value else "no bytes"
         raise InvalidValue(f"secret {name} has {has}", hint=f"a secret has 1 to {VALUE_BYTES_MAX} bytes")
     return value
 
 
 def check_variable(name: str, value: bytes) -> bytes:
-    """Return a value if an environment variable can contain it. Raises InvalidValue otherwise."""
+    """Return a secret's value for an environment variable. Raises InvalidValue for zero bytes."""
     if b"\0" in value:
-        raise InvalidValue(f"secret {name} contains a zero byte and cannot be a variable", hint="read it from its file")
+        raise InvalidValue(
+            f"secret {name} contains a zero byte and cannot be a variable", hint="read the secret from its file"
+        )
     return value
 
 
 def check(names: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Check the secrets of a run. `variables` maps secrets to variables. Raises InvalidValue."""
+    """Check the secrets of a run, where `variables` maps secret names to variables. Raises InvalidValue."""
     if len(names) > SECRETS_MAX:
-        raise InvalidValue(f"{len(names)} secrets are over the limit of {SECRETS_MAX}")
+        raise InvalidValue(f"a run with {len(names)} secrets exceeds the limit of {SECRETS_MAX} secrets")
     for name in names:
         check_name(name)
     if len(set(names)) != len(names):
-        raise InvalidValue("a secret is named twice")
+        raise InvalidValue("the run names a secret twice")
     for name, variable in variables.items():
         if name not in names:
             raise InvalidValue(
                 f"the variable {variable[:80]!r} refers to the secret {name[:80]!r}, which the run does not name"
             )
         if not _VARIABLE.fullmatch(variable) or variable.startswith(_OURS):
-            raise InvalidValue(f"a secret cannot be the variable {variable[:80]!r}", hint="for example HF_TOKEN")
+            raise InvalidValue(
+                f"a secret cannot be the variable {variable[:80]!r}", hint="use a variable such as HF_TOKEN"
+            )
 
 
 def read(value: object) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -1,6 +1,6 @@
-"""Run specifications: validates the options of users, and builds a RunSpec from them.
+"""Run specifications: validates user options and builds a RunSpec.
 
-Only this module validates options, before any process starts. The spec also records options that only a server can
+The module validates all options before any process starts. The spec also records options that only a server can
 enforce, so that the same code is valid with `remote=True`.
 """
 
@@ -64,7 +64,7 @@ DEFAULT_GRACE_S = 30.0
 DEFAULT_HANG_WARNING_S = 600.0
 HANG_WARNING = "SERVERLESS_GPU_HANG_WARNING"
 SECONDS_MAX = 10 * 366 * 86_400
-MEMORY_BYTES_MIN = 64 << 20  # Minimum memory limit. An interpreter with NumPy uses 40 MiB.
+MEMORY_BYTES_MIN = 64 << 20  # Minimum memory limit. A Python interpreter with NumPy already uses 40 MiB.
 
 OnInterrupt = Literal["cancel", "detach"]
 ProcessGroup = Literal["nccl", "gloo"]
@@ -149,7 +149,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
 
 
 class Kernel(msgspec.Struct, frozen=True, kw_only=True, tag="kernel"):
-    """A payload for a notebook kernel, which no version implements yet."""
+    """A payload for a notebook kernel, which is not implemented yet."""
 
 
 Payload = Function | Command | Kernel
@@ -175,7 +175,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     ignore_busy: bool = False
 
 
-OBJECT_STORE_BYTES_MIN = 80_000_000  # Minimum size of the object store. Ray refuses less than 75 MiB.
+OBJECT_STORE_BYTES_MIN = 80_000_000  # Minimum size of a Ray object store, because Ray refuses less than 75 MiB.
 OBJECT_STORE_BYTES_MAX = 200_000_000_000
 
 
@@ -267,7 +267,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limited_by(self) -> str:
-        """Return the policies, or the server, that limit the run's time, as text for messages."""
+        """Return the usage policies that limit the run's time, or "the server", as text for messages."""
         names = [repr(name) for name in (self.policy, *self.policies) if name]
         if not names:
             return "the server"
@@ -275,7 +275,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_capped(self) -> bool:
-        """Return True if `max_run_s`, and not the user's own `timeout`, limits an attempt."""
+        """Return True if `max_run_s` instead of the user's `timeout` limits an attempt."""
         return self.max_run_s is not None and self.limit_s != self.timeout_s
 
     @property
@@ -289,7 +289,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def limits(self) -> Limits:
         """Return the time limits that the attempt's lifecycle applies."""
-        # A Ray driver may wait in one place for hours, which does not indicate the progress of its tasks.
+        # Hang detection ignores a Ray driver, which may wait in one call for hours while its tasks make progress.
         warning_s, hang_s = (self.hang_warning_s, self.hang_timeout_s) if self.ray is None else (0, None)
         return Limits(
             timeout_ns=None if self.limit_s is None else round(self.limit_s * 1e9),
@@ -309,7 +309,7 @@ def make_spec(
 ) -> RunSpec:
     """Return the RunSpec for the options of a user.
 
-    `options` contains the options that are not parameters of `make_spec`. Raises InvalidOption for an unknown option or
+    `options` contains all options that are not parameters of `make_spec`. Raises InvalidOption for an unknown option or
     a wrong type, and InvalidValue for an invalid value.
     """
     _refuse_unknown(options)
@@ -360,7 +360,7 @@ def make_spec(
 
 
 def check_command(command: Command) -> None:
-    """Refuse a program that no node can start. Raises InvalidValue."""
+    """Raise an error for a program that no node can start. Raises InvalidValue."""
     if not command.argv or not command.argv[0]:
         raise InvalidValue("a command needs a program", hint="for example: python train.py")
     if len(command.argv) > ARGUMENTS_MAX:
@@ -371,7 +371,7 @@ def check_command(command: Command) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Return True if UTF-8 can encode a string, which fails for lone surrogates."""
+    """Return True if UTF-8 can encode a string. Lone surrogates cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -390,9 +390,7 @@ def hang_warning_s(text: str | None) -> float:
     with contextlib.suppress(ValueError):
         value = float(text)
     if not 0 <= value <= SECONDS_MAX:  # The comparison also refuses NaN.
-        raise InvalidValue(
-            f"{HANG_WARNING}={text!r} is not a number of seconds", hint="0 switches the warning off; the default is 600"
-        )
+        raise InvalidValue(f"{HANG_WARNING}={text!r} is not a number of seconds", hint="use 0 to disable the warning")
     return value
 
 
@@ -438,7 +436,8 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 def seconds(name: str, value: object) -> float:
     """Return a duration in seconds, from a number or from a text with a unit such as ``"5m"``.
 
-    Raises InvalidOption for another type or text, and InvalidValue for a duration that is not positive or too long.
+    Raises InvalidOption for a wrong type or text. Raises InvalidValue unless the duration is positive and at most ten
+    years.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -487,8 +486,8 @@ _BYTE_UNITS = {
 def parse_bytes(name: str, value: object) -> int:
     """Return a number of bytes, from an integer or from a string such as ``"64GiB"``.
 
-    `name` is the option's name in the message. Raises InvalidOption for another type or text, and InvalidValue for less
-    than 1 byte or more than 1 EiB.
+    Error messages contain `name`, the name of the option. Raises InvalidOption for a wrong type or text. Raises
+    InvalidValue for less than 1 byte or more than 1 EiB.
     """
     if isinstance(value, str):
         text = value.strip().upper().removesuffix("B")
@@ -502,12 +501,12 @@ def parse_bytes(name: str, value: object) -> int:
 
 
 def _memory(value: object) -> int:
-    """Return a host memory limit in bytes, and refuse a limit that is too small for an interpreter."""
+    """Return a host memory limit in bytes. Raises an error if the limit is too small for an interpreter."""
     found = parse_bytes("memory", value)
     if found < MEMORY_BYTES_MIN:
         raise InvalidValue(
             f"memory={value!r} is less than the {MEMORY_BYTES_MIN // 2**20} MiB that an interpreter needs",
-            hint="write a unit, for example 8GiB; a number alone is bytes",
+            hint="write a unit, for example 8GiB, because a number without a unit is in bytes",
         )
     return found
 
@@ -567,7 +566,7 @@ def _process_group(value: object, gpu_type: str | None) -> ProcessGroup | None:
         raise InvalidOption(f"init must be 'nccl', 'gloo' or None, not {value!r}")
     raise InvalidValue(
         f"init must be 'nccl', 'gloo' or None, not {value!r}",
-        hint="'nccl' is for GPUs, 'gloo' for CPUs; None leaves torch.distributed.init_process_group to the function",
+        hint="use 'nccl' for GPUs, 'gloo' for CPUs, or None if the function creates the process group",
     )
 
 

@@ -1,4 +1,4 @@
-"""Telemetry samples of a node: values, sampling intervals, series names and sums.
+"""Telemetry samples of a node: measured values, sampling intervals, series names and sums.
 
 Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of all uploads
         ├─▶ DeviceTotals (a running sum) ─▶ DeviceUse of the receipt
@@ -22,16 +22,16 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import DeviceUse
 
 RAY_BYTES_MAX = 1 << 16
-"""Maximum size of a metrics file. The reader ignores a larger file."""
+"""Size in bytes above which the reader ignores a metrics file."""
 
-_FRESH_NS = 30 * 1_000_000_000  # Maximum age of a metrics file: three intervals of the monitor.
+_FRESH_NS = 30 * 1_000_000_000  # Maximum age of a valid metrics file: three intervals of the monitor.
 
 
 class RaySample(msgspec.Struct, frozen=True, array_like=True):
-    """The state of Ray on one node at one moment. None is an unknown value.
+    """State of Ray on one node at one moment. None stands for an unknown value.
 
-    The node that runs a task counts the running task. The node of the task's owner counts waiting and ended tasks. Only
-    the sample of the head node contains placement groups, and actors that wait or have ended.
+    A node's sample counts the tasks that run on the node. Waiting and ended tasks count on the node of the task's
+    owner. Only the head node's sample contains placement groups, waiting actors and ended actors.
     """
 
     cpus: float | None = None  # CPUs that Ray can assign.
@@ -46,12 +46,12 @@ class RaySample(msgspec.Struct, frozen=True, array_like=True):
     tasks_running: float | None = None  # Running tasks.
     tasks_finished: float | None = None  # Tasks that have ended since the cluster began.
     tasks_failed: float | None = None  # Tasks that have failed since the cluster began.
-    tasks_infeasible: float | None = None  # Tasks that request more resources than any node has, and wait forever.
+    tasks_infeasible: float | None = None  # Tasks that wait forever, because no node has the requested resources.
     actors: float | None = None  # Running actors.
     actors_pending: float | None = None  # Actors that Ray has not created yet.
-    actors_restarting: float | None = None  # Actors that Ray restarts.
+    actors_restarting: float | None = None  # Actors that Ray is currently restarting.
     actors_dead: float | None = None  # Actors that have ended.
-    placement_groups: float | None = None  # Placement groups that exist.
+    placement_groups: float | None = None  # All existing placement groups.
     placement_groups_pending: float | None = None  # Placement groups that wait for resources.
     workers: float | None = None
     workers_out_of_memory: float | None = None  # Workers that Ray ended because the node ran out of memory.
@@ -113,9 +113,9 @@ def _named(node_rank: int) -> tuple[tuple[str, str, float], ...]:
 
 
 class GpuSample(msgspec.Struct, frozen=True, array_like=True):
-    """Telemetry of one device at one moment. None is an unknown value, not 0."""
+    """Telemetry of one device at one moment. None stands for an unknown value."""
 
-    # Fraction of the last second in which a GPU kernel ran. For a CPU slot, the rank's share of a core.
+    # Percentage of the last second in which a GPU kernel ran, or, for a CPU slot, the rank's share of a core.
     busy_percent: float | None = None
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -128,14 +128,14 @@ class GpuSample(msgspec.Struct, frozen=True, array_like=True):
     pcie_transmit_bytes_s: float | None = None
     nvlink_receive_bytes_s: float | None = None
     nvlink_transmit_bytes_s: float | None = None
-    throttle: int | None = None  # NVML's bits for the reasons of reduced clocks.
-    ecc_errors: int | None = None  # Uncorrected errors since the driver was loaded.
+    throttle: int | None = None  # NVML bits that contain the reasons for reduced clocks.
+    ecc_errors: int | None = None  # Number of uncorrected memory errors since the driver started.
 
 
 class HostSample(msgspec.Struct, frozen=True, array_like=True):
     """Telemetry of the machine at one moment, with the home's disk and all non-loopback interfaces.
 
-    Network counters start at the boot of the machine. In a telemetry file, the counters start at the file's first
+    Network counters start when the machine boots. In a telemetry file, network counters start at the file's first
     sample.
     """
 
@@ -149,7 +149,7 @@ class HostSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSample(msgspec.Struct, frozen=True, array_like=True):
-    """Telemetry of a rank and its child processes at one moment. A `cpu_percent` of 100 is one core."""
+    """Telemetry of a rank and its child processes, where a `cpu_percent` of 100 is one core."""
 
     rank: int
     cpu_percent: float | None = None
@@ -160,7 +160,7 @@ class RankSample(msgspec.Struct, frozen=True, array_like=True):
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Telemetry of a node at one moment.
 
-    `gpus` are in the order of the header's devices. `at_ns` is in nanoseconds since 1970. `ray` is the last state of
+    The order of `gpus` follows the header's devices. `at_ns` is in nanoseconds since 1970. `ray` is the last state of
     the run's Ray cluster, at most 30 s old, or None without Ray.
     """
 
@@ -172,7 +172,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A device that the samples describe."""
+    """Identity of a device in a telemetry file."""
 
     uuid: str
     type: str
@@ -180,13 +180,13 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a telemetry file, repeated when the devices of an attempt become known."""
+    """First line of a telemetry file, repeated once the node knows the attempt's devices."""
 
     run_id: str
     fence: int
     node: str
     node_rank: int
-    origin_ns: int  # Time of the call in nanoseconds since 1970, from which steps count seconds.
+    origin_ns: int  # Time of the user's call in nanoseconds since 1970, from which MLflow steps count seconds.
     devices: tuple[Sampled, ...] = ()
 
 
@@ -198,9 +198,9 @@ _DOUBLINGS_MAX = 8
 
 
 def interval_ns(rows: int) -> int:
-    """Return the interval after the last row of a file: 1 s in the first hour, then longer.
+    """Return the sampling interval after the given number of rows: 1 s in the first hour, then longer.
 
-    The interval doubles every 3600 rows, up to 256 s. Ten days give fewer than 29,000 rows.
+    The interval doubles every 3600 rows, up to 256 s. A run of ten days produces fewer than 29,000 rows.
     """
     return SECOND_NS << min(rows // _ROWS_PER_INTERVAL, _DOUBLINGS_MAX)
 
@@ -208,8 +208,8 @@ def interval_ns(rows: int) -> int:
 def merged(samples: Sequence[Sample]) -> Sample:
     """Return one sample that combines several samples.
 
-    The result has the mean of rates, the maximum of memory, and the last value of counters. After a change of devices
-    or ranks, the function uses only samples with the last set of devices and ranks.
+    The function combines rates by mean, memory by maximum, and counters by last value. After a change of devices or
+    ranks, the function uses only samples with the last set of devices and ranks.
     """
     last = samples[-1]
     if len(samples) == 1:
@@ -274,7 +274,7 @@ def encode(line: Line) -> bytes:
 
 
 def decode(data: bytes) -> tuple[list[Line], int]:
-    """Return the decoded valid lines, and the number of consumed bytes.
+    """Return the valid lines of a telemetry file, decoded, and the number of consumed bytes.
 
     A killed writer leaves an incomplete line. The next writer terminates the incomplete line, which is then invalid.
     """
@@ -290,16 +290,16 @@ def decode(data: bytes) -> tuple[list[Line], int]:
 
 
 def step(header: Header, sample: Sample) -> int:
-    """Return whole seconds since the call of the run, at least 0."""
+    """Return the whole seconds from the user's call to a sample, at least 0."""
     return max(0, (sample.at_ns - header.origin_ns) // SECOND_NS)
 
 
 def series(header: Header, sample: Sample) -> dict[str, float]:
     """Return a sample's known values by their series names in MLflow.
 
-    Names and units follow MLflow's own system metrics, where a megabyte is 1,000,000 bytes. Further series follow the
-    same pattern. The series use the run's numbering of devices and ranks. CPU slots have no GPU series, because the
-    series of their ranks contain the same values.
+    Names and units follow MLflow's own system metrics, where a megabyte is 1,000,000 bytes. Series without an MLflow
+    counterpart follow the same naming pattern. Series names contain the run's device and rank numbers. CPU slots have
+    no GPU series, because the series of their ranks contain the same values.
     """
     prefix = f"system/node_{header.node_rank}/"
     named = zip(_names(prefix, _HOST_SERIES), _host_values(sample.host), strict=True)
@@ -395,10 +395,9 @@ def _share(part: float | None, whole: float | None) -> float | None:
 # --- sums ---------------------------------------------------------------------------------------------------------
 
 THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
-"""NVML's bits for heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown, power
-brake.
+"""NVML bits for throttling by heat or power: software power cap, hardware and thermal slowdown, power brake.
 
-The bits exclude idle devices, clocks set by an operator, and groups of cards at one clock.
+The mask excludes idle clocks, operator-set clocks and synchronised GPU groups.
 """
 
 _THROTTLE_WORDS = {
@@ -411,15 +410,16 @@ _THROTTLE_WORDS = {
 }
 
 BUSY_PERCENT = 5.0
-"""Minimum busy share that counts as work. A desktop or a monitoring tool stays below the minimum."""
+"""Minimum busy share of a working device, which desktops and monitoring tools do not reach."""
 
 _GAP_NS_MAX = 600 * SECOND_NS
 
 
 class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """The running sum of one device's telemetry samples. `result()` returns the device's `DeviceUse`.
+    """Running sum of one device's telemetry samples. `result()` returns the device's `DeviceUse`.
 
-    Each sample covers the time since the preceding sample, up to ten minutes. The first sample covers one second.
+    Each sample covers the time since the preceding sample, up to ten minutes. The first telemetry sample of a device
+    covers one second.
     """
 
     uuid: str
@@ -467,7 +467,7 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dict[str, DeviceTotals]:
-    """Return the running sums of an attempt's devices, by uuid, with one more sample."""
+    """Add a sample to the running sums of an attempt's devices, and return the new sums by uuid."""
     summed = dict(uses)
     for device, gpu in zip(header.devices, sample.gpus, strict=False):
         summed[device.uuid] = summed.get(device.uuid, DeviceTotals(uuid=device.uuid)).plus(sample.at_ns, gpu)
@@ -475,10 +475,10 @@ def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dic
 
 
 def works(sample: Sample) -> bool:
-    """Return True if a device works. An unknown busy share counts as work."""
+    """Return True if a device is busy, or if its busy share is unknown."""
     return not sample.gpus or any(gpu.busy_percent is None or gpu.busy_percent >= BUSY_PERCENT for gpu in sample.gpus)
 
 
 def throttle_words(bits: int | None) -> tuple[str, ...]:
-    """Return the reasons for a device's reduced clocks from NVML's bits, without idle clocks."""
+    """Return the reasons for a device's reduced clocks from the NVML bits, ignoring idle clocks."""
     return tuple(word for bit, word in _THROTTLE_WORDS.items() if (bits or 0) & bit)

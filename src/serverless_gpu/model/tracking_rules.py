@@ -1,10 +1,10 @@
-"""Rules for an MLflow run: names, intervals and limits.
+"""Rules for MLflow runs: names, intervals and limits.
 
     Tracking, RunSpec ─▶ first_tags, params_of        samples ─▶ send_interval_s ─▶ points, below 2 M a run
     State, Receipt    ─▶ status_of, last_tags, receipt_tags      failures in a row ─▶ pause_s
 
-`serverless_gpu.tracking` sends the requests. MLflow refuses a whole request if one name or value in the request
-violates a rule. The module therefore applies the rules before the package sends a request.
+`serverless_gpu.tracking` sends the requests to MLflow. MLflow refuses a whole request if one name or value violates its
+rules. This module therefore makes all names and values valid before `serverless_gpu.tracking` sends them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from serverless_gpu.model.spec import Command, RunSpec, Tracking
 KEY_CHARACTERS_MAX = 250
 PARAM_CHARACTERS_MAX = 6000
 TAG_CHARACTERS_MAX = 8000
-"""Maximum number of characters of a value. MLflow refuses a whole request with a longer value."""
+"""Maximum number of characters in a value that MLflow accepts."""
 RUN_TAG = "sgpu.run_id"
-"""The tag by which other processes find an MLflow run."""
+"""Tag by which other processes find an MLflow run."""
 ATTEMPT_TAG = "sgpu.attempt"
-"""The tag with the attempt whose state an MLflow run shows: the most recently started attempt."""
+"""Tag with the number of the most recently started attempt, whose state the MLflow run shows."""
 POINTS_MAX = 2_000_000
-"""Maximum points of this package in one MLflow run. The user can log the remaining points of MLflow's 10 million."""
+"""Maximum number of points that this package logs in one MLflow run. The user can log the rest of MLflow's maximum of
+10 million points."""
 GIVE_UP_S = 86_400
-"""Maximum seconds of retries to MLflow after the end of an attempt."""
+"""Maximum seconds for which the package retries MLflow requests after an attempt ends."""
 
 _NOTE_TAG = "mlflow.note.content"
 _NAME_TAG = "mlflow.runName"
@@ -64,7 +65,7 @@ def status_of(state: State) -> Status:
 def valid_key(key: str) -> str:
     """Return a name that MLflow accepts for a parameter, tag or series.
 
-    The name has only valid characters, and no path segments such as "..".
+    The returned name contains only valid characters, without path segments such as "..".
     """
     clean = "".join(char if char.isalnum() or char in "_-.: /" else "_" for char in key[:KEY_CHARACTERS_MAX])
     parts = [part for part in clean.split("/") if part not in ("", ".", "..")]
@@ -96,7 +97,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
 def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
     """Return the path of one attempt's files on one node within the artifacts, with a final slash.
 
-    The first attempt and the first node need no separate folder.
+    The path omits the attempt folder of the first attempt and the node folder of the first node.
     """
     parts = ["sgpu"]
     parts += [run_id] if tracking.run_id else []
@@ -116,7 +117,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
     """Return the tags of a run at its first attempt."""
     clean = ((valid_key(key), value) for key, value in user_tags.items())
     tags = {valid_key(f"sgpu.tag.{key}") if key.startswith(_RESERVED) else key: value for key, value in clean}
-    if not tracking.run_id:  # The creator of a continued run has already tagged its source.
+    if not tracking.run_id:  # The creator of a continued MLflow run has already set the source tags.
         tags |= {valid_key(key): value for key, value in tracking.tags.items()}
     tags |= {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if tracking.run_name and not tracking.run_id:
@@ -127,7 +128,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
 
 
 def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
-    """Return the tags for the start of another attempt, which clear the preceding attempt's end tags."""
+    """Return the tags for the start of another attempt. These tags clear the preceding attempt's end tags."""
     tags = {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if not tracking.run_id:
         tags |= {"sgpu.state": State.RUNNING.value, "sgpu.reason": "", "sgpu.sentence": "", _NOTE_TAG: ""}
@@ -169,7 +170,7 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
         found = {"sgpu.gpu_seconds": f"{sum(map(float, seconds)):.3f}"}
         if all(len(cost) == 2 for cost in costs) and len({currency for _, currency in costs}) == 1:
             found["sgpu.cost"] = f"{sum(float(amount) for amount, _ in costs):.6f} {costs[0][1]}"
-    except ValueError:  # A value is missing, or a user has overwritten the tag.
+    except ValueError:  # A node's value is missing, or a user has overwritten the tag.
         return {}
     if not tracking.run_id:
         found[_NOTE_TAG] = (
@@ -189,7 +190,7 @@ def is_reported_elsewhere(reason: Reason, tags: Mapping[str, str]) -> bool:
 def variables(run_id: str, experiment_id: str, uri: str) -> dict[str, str]:
     """Return the environment variables that point MLflow clients in a rank to a run.
 
-    `uri` is "" if the caller's own variable contains the address, which may include a password.
+    If the caller's own variable contains the tracking address, possibly with a password, `uri` is "".
     """
     found = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_ID": experiment_id}
     return {name: value for name, value in found.items() if value}
@@ -205,8 +206,8 @@ def pause_s(failures: int) -> float:
 def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
     """Return the seconds between points of a series, which start at 10 and double over time.
 
-    The interval depends only on the time since the call and the size of the run. A restarted monitor therefore
-    continues with the same intervals. All points of all nodes stay below `POINTS_MAX` in a run of ten days.
+    The interval depends only on the elapsed time and the size of the run. A restarted monitor therefore continues with
+    the same intervals. In a run of ten days, all nodes together log fewer than `POINTS_MAX` points.
     """
     rows_each = POINTS_MAX // (_DOUBLINGS * max(1, series) * max(1, nodes))
     rows_each = min(max(rows_each, _ROWS_EACH_MIN), _ROWS_EACH_MAX)

@@ -1,4 +1,4 @@
-"""Usage policies: rules of an organisation for the runs of a principal.
+"""Usage policies: an organisation's rules for the runs of a principal.
 
     attached to the user, the service, the run's team ─▶ one: it applies automatically
     (a run without a team: all teams of its owner)       several: `policy=` (or SGPU_POLICY) selects one, else refused
@@ -9,8 +9,8 @@
                └─▶ additions: default tags, pool, limits ─▶ the stored spec
     CRITICAL    ─▶ only if a policy that applies lists it, or the caller may grant it (`operator`, `admin`)
 
-Policies decide from values only. A policy fills in options that the user omitted, and never relaxes options that the
-user set. The server checks installed packages against the environment store, outside of this module.
+A policy fills in options that the user omitted, and never relaxes options that the user set. The server's environment
+store, not this module, checks the installed packages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, RunSpec
 
 MAX_RUN_S = 7 * 86_400.0
-"""Maximum time of an attempt without a policy's limit. With `resume`, the run continues as another attempt."""
+"""Maximum seconds of an attempt without a policy limit. With `resume`, the run then continues as another attempt."""
 HolderKind = Literal["user", "service", "team"]
 HOLDER_KINDS: tuple[HolderKind, ...] = get_args(HolderKind)
 _NAMED_MAX = 20
@@ -38,31 +38,30 @@ class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     pool: str = ""  # Pool of runs that name no pool, or "" for the first of `pools` or any on-demand pool.
     pools: tuple[str, ...] = ()  # Pools that runs may name, always including `pool`.
-    # Tags that a run must have. A key with values accepts only the listed values.
+    # Tags that each run must have. If a key lists values, the policy accepts only these values.
     required_tags: dict[str, tuple[str, ...]] = {}
-    default_tags: dict[str, str] = {}  # Tags that the server adds to a run that lacks the key.
-    # GPU types that runs may request. A run that requests no type uses the first available type of the list.
+    default_tags: dict[str, str] = {}  # Tags that the server adds to runs without these keys.
+    # GPU types that runs may request. A run without a requested type uses the first available type of the list.
     gpu_types: tuple[str, ...] = ()
     gpus_per_run: int | None = None  # Maximum number of devices of one run.
     gpus_at_once: int | None = None  # Maximum number of devices of all active runs of one user.
     max_run_s: float | None = None  # Maximum time of an attempt, in seconds.
-    # Seconds without work on any device until the supervisor stops a run. Users may set a shorter time, but not a
-    # longer time.
+    # Seconds without work on any device until the supervisor stops a run. Users may set only a shorter idle time.
     idle_s: float | None = None
-    # Priority classes that runs may request. A run without a class is NORMAL. If the policy does not accept NORMAL, the
-    # run uses the first accepted class.
+    # Priority classes that runs may request. A run without a requested class uses NORMAL or, if the policy refuses
+    # NORMAL, the first accepted class.
     priorities: tuple[Priority, ...] = ()
-    # Addresses of captured environments whose installed packages the policy accepts. The project's own code may differ.
-    # With listed addresses, the policy refuses a run that imports the caller's own files.
+    # Addresses of captured environments whose installed packages the policy accepts. The project's own code may differ
+    # from the captured code. With listed environments, the policy refuses runs that import the caller's own files.
     environments: tuple[str, ...] = ()
-    timeout_s: float | None = None  # Default time limit of a run in seconds. Users may set another limit.
+    timeout_s: float | None = None  # Default time limit in seconds for runs without a user-set limit.
     team: str = ""  # Default team of a run whose owner is a member, or "" for no default.
     team_required: bool = False  # True if every run must belong to a team.
     # Maximum number of attempts that begin user code, excluding preempted attempts.
     attempts_max: int | None = None
     total_run_s: float | None = None  # Maximum time of user code over all attempts of a run, in seconds.
-    unsaved_max: int | None = None  # Consecutive attempts without a new checkpoint after which `resume` stops retrying.
-    # True if the policy applies to all runs of its principals, in addition to the policy that a run names.
+    unsaved_max: int | None = None  # Maximum number of consecutive attempts without a new checkpoint under `resume`.
+    # True if the policy applies to all runs of its principals, in addition to the selected policy.
     mandatory: bool = False
 
     @property
@@ -72,17 +71,17 @@ class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamedPolicy(msgspec.Struct, frozen=True):
-    """A policy with its name, as it applies to a run."""
+    """A named policy that applies to a run."""
 
     name: str
     policy: UsagePolicy
-    # True if the policy is attached to the caller or the caller's team. An unattached policy, which any caller may
-    # name, grants no priority class.
+    # True if the policy is attached to the caller or the caller's team. Callers may also name an unattached policy,
+    # which grants no priority class.
     is_attached: bool = True
 
 
 class PolicySubject(msgspec.Struct, frozen=True, kw_only=True):
-    """A user, service or team that a policy is attached to.
+    """A user, service or team to which a policy is attached.
 
     Attributes:
         kind: user, service or team.
@@ -94,7 +93,7 @@ class PolicySubject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True):
-    """The policies that are attached to a principal, by name."""
+    """Names of the policies that are attached to a principal and the principal's teams."""
 
     own: tuple[str, ...] = ()
     teams: dict[str, tuple[str, ...]] = {}  # Policies of the principal's teams.
@@ -147,10 +146,10 @@ def apply(
     max_run_s: float | None = MAX_RUN_S,
     may_be_critical: bool = False,
 ) -> RunSpec:
-    """Return a run with its policies applied: the strictest rule of all policies holds.
+    """Return a run's spec after applying the strictest rules of its policies.
 
-    `policies` starts with the selected policy. `max_run_s` applies if no policy limits an attempt (None for no limit).
-    Raises PolicyViolation with every value that the policies refuse. The hint of the error lists the accepted values.
+    `policies` starts with the selected policy. If no policy limits an attempt, `max_run_s` applies, where None stands
+    for no limit. Raises PolicyViolation with every refused value, and with the accepted values as hint.
     """
     refused = _Refused()
     tags = _tags(policies, spec, refused)
@@ -173,7 +172,7 @@ def apply(
     if priority is Priority.CRITICAL and not may_be_critical:
         raise PolicyViolation(
             "priority='CRITICAL' is not granted to this run",
-            hint="priority='NORMAL' or 'BEST_EFFORT'; an operator grants it with a policy: "
+            hint="use priority='NORMAL' or 'BEST_EFFORT', or ask an operator to grant CRITICAL with a policy: "
             "sgpu policy set NAME --priorities NORMAL,CRITICAL,BEST_EFFORT",
         )
     longest_s = _least(policies, lambda policy: policy.max_run_s)
@@ -202,7 +201,7 @@ def apply(
 
 
 def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, teams: Collection[str]) -> RunSpec:
-    """Return a run with its policies' defaults.
+    """Return a run's spec after filling in the default team and time limit of its policies.
 
     A run without a team uses the first `team` of a policy whose members include the run's owner. If a policy requires a
     team, an owner in exactly one team need not name the team.
@@ -240,7 +239,7 @@ def _is_accepted(policy: UsagePolicy, pool: str) -> bool:
 
 
 class _Refused:
-    """Collects the values that the policies of a run refuse and accept, by the name of the policy."""
+    """Collects the refused and the accepted values of a run, by policy name."""
 
     def __init__(self) -> None:
         self._by_policy: dict[str, list[tuple[str, str]]] = {}
@@ -292,7 +291,7 @@ def _gpu_type(
         fit: Sequence[str] = types
         if asked is not None and any(hardware.matches(accepted, asked) for accepted in types):
             fit = (asked,)
-        elif asked is not None:  # The request may be a family, and the policy may accept only some of its members.
+        elif asked is not None:  # For a requested GPU family, the policy may accept only some members.
             fit = [accepted for accepted in types if hardware.matches(asked, accepted)]
         common = list(fit) if left is None else _common(left, fit)
         if not common:
@@ -307,7 +306,7 @@ def _gpu_type(
 
 
 def _common(one: Iterable[str], other: Iterable[str]) -> list[str]:
-    """Return the GPU types in both lists. For a family and its member, use the member."""
+    """Return the GPU types in both lists, where a member of a GPU family matches the family."""
     others = list(other)
     narrow = [
         theirs if hardware.matches(mine, theirs) else mine

@@ -1,11 +1,11 @@
-"""Xid errors of the NVIDIA driver: the numbers in the kernel's log, and their consequences.
+"""Xid errors of the NVIDIA driver: error numbers in the kernel log, and their consequences.
 
     NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
           └─ which GPU ─┘        └─ what happened
 
-Numbers and meanings come from NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
-docs.nvidia.com/deploy/xid-errors). The consequences follow the project's failure matrix (F23 to F25). A node can
-override each consequence in the table `xids` of its `config.toml`. An unknown number has no consequence.
+Error numbers and meanings come from NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
+docs.nvidia.com/deploy/xid-errors). The consequences follow the project's failure matrix (F23 to F25). An operator can
+override each consequence in the table `xids` of a node's `config.toml`. Unknown Xid numbers have no consequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 SUSPECT_NS = 24 * 3600 * 1_000_000_000
 SUSPECT_PRINCIPALS = 3
-"""Maximum number of principals whose user code fails on one GPU within `SUSPECT_NS` before the GPU is suspect."""
+"""Maximum number of principals whose code fails on a GPU within `SUSPECT_NS` before the GPU is suspect."""
 
 _TEXT_MAX = 200
 _LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d{1,5})\b,?\s*(.*)")
@@ -26,14 +26,14 @@ _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\
 
 
 class XidKind(StrEnum):
-    """The consequence of an Xid."""
+    """Consequence of an Xid error for the run and the GPU."""
 
     LOST = "lost"  # The run ends, the agent quarantines the GPU, and the node accepts no new runs.
     UNCORRECTABLE = "uncorrectable"  # The run ends, and the agent quarantines the GPU.
     CONTAINED = "contained"  # The run ends, and the GPU stays usable.
     PENDING = "pending"  # The run continues, and the agent quarantines the GPU after the run.
-    USER = "user"  # The user only receives a hint, because the run's own code is the likely cause.
-    OTHER = "other"  # The agent only records the error.
+    USER = "user"  # The user receives only a hint, because user code is the likely cause.
+    OTHER = "other"  # The agent records the error without further action.
 
 
 ENDS_A_RUN = frozenset({XidKind.LOST, XidKind.UNCORRECTABLE, XidKind.CONTAINED})
@@ -47,7 +47,7 @@ TABLE: Mapping[int, tuple[XidKind, str]] = {
     31: (XidKind.USER, "GPU memory page fault"),
     32: (XidKind.USER, "invalid or corrupted push buffer stream"),
     43: (XidKind.USER, "the GPU stopped processing"),
-    45: (XidKind.OTHER, "clean-up after an earlier error, or after a process that was killed"),
+    45: (XidKind.OTHER, "clean-up after an earlier error or a killed process"),
     46: (XidKind.UNCORRECTABLE, "the GPU stopped processing"),
     48: (XidKind.UNCORRECTABLE, "double-bit memory error"),
     62: (XidKind.UNCORRECTABLE, "the GPU's micro-controller halted"),
@@ -68,7 +68,7 @@ TABLE: Mapping[int, tuple[XidKind, str]] = {
 
 
 class XidEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One Xid error in the kernel's log."""
+    """One Xid error in the kernel log."""
 
     pci: str  # Address of the GPU, as in `model.hardware.Device`.
     number: int
@@ -76,16 +76,16 @@ class XidEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """The meaning of an Xid for one GPU."""
+    """An Xid error of one GPU, with its consequence."""
 
     uuid: str
     number: int
     kind: XidKind
-    what: str  # Description of the error, with its Xid number.
+    what: str  # Description of the Xid error, including its number.
 
     @property
     def sentence(self) -> str:
-        """Return the description of the error, with the identifier of the GPU."""
+        """Return the description of the Xid error, prefixed with the GPU's identifier."""
         return f"{self.uuid}: {self.what}"
 
 
@@ -104,10 +104,10 @@ def address(text: str) -> str:
 
 
 def read(line: str) -> XidEvent | None:
-    """Return the Xid error in a line of the kernel's log, or None.
+    """Return the Xid error in a line of the kernel log, or None.
 
-    The driver's message is the whole line. A line that contains the message only within other text is a quotation, for
-    example in the name of a file or process.
+    The driver's message must fill the whole line. A line that quotes the message, for example in a file or process
+    name, is not an Xid error.
     """
     found = _LINE.match(line)
     if found is None:
@@ -117,7 +117,7 @@ def read(line: str) -> XidEvent | None:
 
 
 def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
-    """Return the consequence of an Xid for one GPU."""
+    """Return the consequence of an Xid error for one GPU."""
     kind, meaning = TABLE.get(said.number, (XidKind.OTHER, said.text or "not in the table of this version"))
     return Fault(
         uuid=uuid,
@@ -128,12 +128,12 @@ def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
 
 
 def principals(hits: Iterable[UserFault], now_ns: int) -> frozenset[str]:
-    """Return the principals whose own code failed on a GPU within `SUSPECT_NS`."""
+    """Return the principals whose user code failed on a GPU within `SUSPECT_NS`."""
     return frozenset(hit.principal for hit in hits if 0 <= now_ns - hit.at_ns <= SUSPECT_NS)
 
 
 def suspicion(hits: Iterable[UserFault], now_ns: int) -> str:
-    """Return the reason why a GPU is suspect after only user code failed on the GPU, or ""."""
+    """Return the reason why repeated user-code failures make a GPU suspect, or ""."""
     who = principals(hits, now_ns)
     if len(who) <= SUSPECT_PRINCIPALS:
         return ""

@@ -5,10 +5,10 @@
     srtf        shortest remaining time first    ┐ each arrival and each end places all jobs again on an empty
     srsf        least remaining GPU time first   ┘ cluster, in that order; jobs that do not fit are skipped
 
-`srtf` and `srsf` know the duration of each job, and preempt and resume jobs at no cost. No scheduler of real jobs can
-do that, so `srtf` and `srsf` show the possible improvement. A job that fits on one node starts on the first node with
-enough free GPUs. A larger job gets whole free nodes. The job's remaining GPUs are on the next node with enough free
-GPUs.
+`srtf` and `srsf` know the duration of each job, and preempt and resume jobs at no cost. A real scheduler does not know
+durations and cannot preempt for free, so `srtf` and `srsf` show the possible improvement. A job that fits on one node
+starts on the first node with enough free GPUs. A larger job gets whole free nodes, and its remaining GPUs come from the
+next node with enough free GPUs.
 
 A job that does not fit the empty cluster never reaches this module, because `simulation` leaves out such jobs.
 """
@@ -24,7 +24,7 @@ from serverless_gpu.replay.clusters import Cluster
 from serverless_gpu.replay.traces import Job
 
 Spans = list[list[tuple[float, float]]]
-"""For each job, in the order of the jobs, the periods (start, end) during which the job had its GPUs."""
+"""Periods (start, end) during which each job had its GPUs, in the order of the jobs."""
 
 Parts = tuple[tuple[int, int], ...]
 """Placement of a job: pairs of node and number of GPUs."""
@@ -53,7 +53,7 @@ class Nodes:
         self.free = sum(self._sizes)
 
     def take(self, gpus: int) -> Parts | None:
-        """Allocate GPUs and return their placement, or None when they do not fit."""
+        """Allocate GPUs and return their placement, or None when too few GPUs are free."""
         if gpus > self.free:
             return None
         parts: Parts | None
@@ -142,7 +142,7 @@ def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> 
 
 
 def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
-    """Return the run times of jobs if each arrival and each end of a job places all jobs again.
+    """Return the run times of jobs if all jobs are placed again after each job arrival and end.
 
     Each pass sorts the jobs by `key`, smallest key first. Jobs with equal keys keep the order of the previous pass,
     before new jobs.
@@ -152,15 +152,15 @@ def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
 
 
 Rank = tuple[float, tuple[int, int, int]]
-"""Key of a job, and the order among jobs with equal keys: last pass, 1 for a new job, and a number."""
+"""Key of a job, and its order among jobs with equal keys: pass number, 0 or 1, and a sequence number."""
 
 
 class _PlacedAgain:
-    """Replays jobs if each arrival and each end of a job places all jobs again.
+    """Replays jobs and places all jobs again after each job arrival and end.
 
-    Waiting jobs keep their key, so each job size has a heap of waiting jobs. Running jobs are sorted at each event. A
-    pass sorts jobs with equal keys by their key in the previous pass, smaller key first. A waiting job had the same key
-    in that pass, while a running job had a larger key.
+    Waiting jobs keep their key, so each job size has a heap of waiting jobs. Each job arrival and end sorts the running
+    jobs. A pass sorts jobs with equal keys by their key in the previous pass, smaller key first. A waiting job had the
+    same key in the previous pass, while a running job had a larger key.
     """
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, key: Key) -> None:
@@ -195,7 +195,7 @@ class _PlacedAgain:
         self._spans[place].append((began, now))
 
     def _place(self, now: float) -> None:
-        """Place all jobs again. Running jobs that do not fit must wait."""
+        """Place all jobs again, and let running jobs that do not fit wait."""
         nodes, full = self._nodes, set[int]()
         nodes.empty()
         running = sorted(
@@ -224,12 +224,12 @@ class _PlacedAgain:
         return key, (self._passes, 0, self._turns)
 
     def _as_before(self, rank: Rank) -> tuple[float, float, tuple[int, int, int]]:
-        """Return the key of a waiting job, its key in the previous pass, and its order."""
+        """Return a waiting job's key, its key in the previous pass, and its order among equal keys."""
         key, turn = rank
         return key, math.inf if turn[:2] == (self._passes, 1) else key, turn
 
     def _place_head(self, heads: list[tuple[Rank, int]], full: set[int], now: float) -> None:
-        """Place the first waiting job if the job fits. Otherwise skip all jobs of its size in this pass."""
+        """Place the first waiting job, or skip all jobs of its size in this pass if the job does not fit."""
         (key, _), place = heads[0]
         gpus = self._jobs[place].gpus
         if gpus in full or self._nodes.take(gpus) is None:

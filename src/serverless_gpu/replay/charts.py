@@ -1,10 +1,10 @@
-"""Charts of replays, with a line for each scheduler, and of advice on reserved GPUs.
+"""Draws charts of replays, with one line per scheduler, and charts of advice on reserved GPUs.
 
     replays  GPUs in use over time · waiting jobs over time · share of the jobs that waited less than …
     advice   share of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the minimum
 
-The module imports Matplotlib, so the commands load the module on demand. The module only uses Matplotlib's objects and
-not `pyplot`, whose state belongs to the caller. All colours are set explicitly.
+`charts.py` imports Matplotlib, so the commands import `charts.py` on demand. The charts use Matplotlib's object
+interface instead of `pyplot`, whose state belongs to the caller. The charts set all colours explicitly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 6
 
 
 class _Line(NamedTuple):
-    """A quantity over time, as means over equal intervals."""
+    """Means of a quantity over equal time intervals."""
 
     times: list[float]
     values: list[float]
@@ -142,7 +142,7 @@ def draw_advice(advice: Advice, title: str, path: Path) -> None:
 
 
 def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
-    """Draw the demand as a staircase: slot k lies between k − 1 and k."""
+    """Draw the demand as a step curve, with slot k between k − 1 and k."""
     best = advice.best.slots
     edges, shares = [0], []
     for slot in advice.slots:
@@ -151,7 +151,7 @@ def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
     if edges[-1] < most:
         edges.append(most)
         shares.append(0.0)
-    # The curve is split at the advised number, so that used, idle and on-demand GPUs are separate areas.
+    # Split the curve at the advised number of GPUs, so that used, idle and on-demand GPUs are separate areas.
     reserved = [(low, min(high, best), share) for low, high, share in zip(edges, edges[1:], shares, strict=False)]
     beyond = [(max(low, best), high, share) for low, high, share in zip(edges, edges[1:], shares, strict=False)]
     for label, colour, parts, bottom in (

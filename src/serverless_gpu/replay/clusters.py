@@ -6,7 +6,7 @@
     type = "H100"                   lends = true
     pool = "research"               return = "5m"
 
-Only ``gpus`` is required. An invalid entry raises `InvalidValue`, which names the entry.
+A cluster file must contain at least ``gpus``. An invalid entry raises `InvalidValue`, which names the entry.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs of all nodes together."""
+        """Total number of GPUs of all nodes."""
         return sum(machine.gpus for machine in self.machines)
 
     def as_sum(self) -> Cluster:
@@ -71,7 +71,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, machines=machines, counted=True)
 
     def text(self) -> str:
-        """Return the shape as text: ``8 × 8 GPUs``, ``600 GPUs as one sum``."""
+        """Return the cluster's shape as text, such as ``8 × 8 GPUs`` or ``600 GPUs as one sum``."""
         if self.counted:
             return f"{self.gpus} GPUs as one sum"
         sizes = {machine.gpus for machine in self.machines}
@@ -116,7 +116,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 def read_cluster(text: str) -> Cluster:
     """Return the cluster for a shape such as ``8x8`` (nodes x GPUs per node), or for the path of a file.
 
-    Raises InvalidValue when the text is neither.
+    Raises InvalidValue when the text is neither a shape nor the path of a valid file.
     """
     shape = _SHAPE.fullmatch(text.strip())
     if shape is not None:

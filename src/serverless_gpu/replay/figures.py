@@ -19,7 +19,7 @@ from serverless_gpu.replay.traces import Job
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean and interpolated percentiles of one time of many jobs, such as the wait, in seconds."""
+    """Mean and interpolated percentiles of many jobs' durations, such as the wait, in seconds."""
 
     mean: float
     p50: float
@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that describe a replay."""
+    """Summary statistics of a complete replay."""
 
     jobs: int  # Number of jobs that ran.
     # Wait of all jobs. `gang_wait` covers only jobs of at least a whole node, and is None without such jobs.
@@ -38,12 +38,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     completion: Spread
     utilisation: float  # Share of the GPU time in use.
     idle: float  # Share of the GPU time that was free while a job waited.
-    # Share of the GPU time that was free although the free GPUs were enough for the smallest waiting job. The free GPUs
-    # are then on several nodes, or the scheduler reserves the GPUs for another job.
+    # Share of the GPU time that was free although the free GPUs were enough for the smallest waiting job. Fragmented
+    # GPUs are on several nodes, or the scheduler reserves the GPUs for another job.
     fragmented: float
     teams: dict[str, float]  # Each team's share of the GPU time in use.
     preemptions: int  # Number of preemptions.
-    span_s: float  # Seconds from the first arrival to the last end.
+    span_s: float  # Seconds from the first arrival to the end of the last job.
 
 
 class ReplayState(NamedTuple):
@@ -103,10 +103,11 @@ def percentile(ordered: Sequence[float], part: float) -> float:
 
 
 def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
-    """Yield the state after each time at which it changed."""
+    """Yield the replay state after each change."""
     changes: list[
         tuple[float, int, int]
-        # Time, number of GPUs, and change of the queue: +1 a job starts to wait, -1 gets its GPUs, 0 releases its GPUs.
+        # Time, number of GPUs, and queue change: +1 when a job starts to wait, -1 when it gets GPUs, 0 when it frees
+        # them.
     ] = []
     for job, had in zip(jobs, spans, strict=True):
         since = job.submit_s
@@ -126,9 +127,9 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
 
 
 def _areas(shown: Iterator[ReplayState], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:
-    """Return GPU-seconds within a window.
+    """Return three sums of GPU-seconds within a time window.
 
-    The three sums are GPU-seconds in use, free while a job waited, and free and enough for a waiting job.
+    The sums count GPUs in use, free GPUs while a job waited, and free GPUs that were enough for a waiting job.
     """
     used = idle = fragmented = 0.0
     before = next(shown)

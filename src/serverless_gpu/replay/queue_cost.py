@@ -1,11 +1,11 @@
-"""The cost of a reserved pool without on-demand GPUs: runs wait for the pool, and waiting has a price.
+"""Computes the cost of a reserved pool without on-demand GPUs, including a price of waiting.
 
     past uses ──▶ `first-fit` on a pool of that size, as one node ──▶ GPU-hours waited
     waiting costs      GPU-hours waited × price of one GPU-hour of waiting, which only the owner can estimate
     waiting is better  while that price is below   on-demand cost ÷ GPU-hours waited
 
-Limit: a replay covers only the latest runs, as the report states. All numbers are for the replayed runs, from the start
-of the first run to the end of the last run.
+A replay covers only the latest runs, and the report states this limit. All results cover the time from the start of the
+first replayed run to the end of the last replayed run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result for a reserved pool without on-demand GPUs."""
 
     slots: int
-    runs: int  # Number of replayed runs. `too_large` counts the runs that never fit and are left out.
+    runs: int  # Number of replayed runs. `too_large` counts runs that never fit, which the replay leaves out.
     too_large: int
-    waited_ns: int  # GPU-nanoseconds of waiting: the sum of each run's wait times its GPUs.
+    waited_ns: int  # GPU-nanoseconds of waiting: wait multiplied by GPUs, summed over all runs.
     mean_wait_s: float  # Mean wait of a run in seconds. `p95_wait_s` is the 95th percentile.
     p95_wait_s: float
     avoided_micros: int  # On-demand cost of the GPUs beyond the pool.
@@ -44,7 +44,7 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def queues(
     uses: Sequence[GpuUse], rates: GpuRates, sizes: Iterable[int], *, waiting: int | None = None
 ) -> tuple[QueueOutcome, ...]:
-    """Return the results for pools of several sizes, without pools that fit no run.
+    """Return the results for several pool sizes, without pools that are too small for every run.
 
     `waiting` is the price in micros of one GPU-hour of waiting, or None without a price. The result has at most the
     `SIZES_MAX` smallest pools.

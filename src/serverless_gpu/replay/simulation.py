@@ -1,12 +1,12 @@
-"""The simulation: one trace, one cluster, one scheduler, and the resulting figures.
+"""Simulates one scheduler on one trace and one cluster, and computes the resulting figures.
 
     jobs ─arrive─▶ Planner.apply · decide ─▶ placements: the job ends after its duration
                                          └─▶ preemptions: the job waits again with its remaining duration
 
-`ours` is the server's own planner, driven by a trace instead of a server: same state, same changes, same decisions. The
-clock of the replay begins at 0 with the first job. A preempted job stops at once and later continues where it stopped.
-The planner gets no durations, or durations that a server would have learned from earlier jobs, or the true durations. A
-job without a type gets the most frequent type.
+The scheduler `ours` is the server's planner, driven by a trace with the same state, changes and decisions as on a
+server. The clock of the replay begins at 0 with the first job. A preempted job stops at once and later continues where
+it stopped. The planner gets true job durations, durations that a server would have learned from earlier jobs, or no
+durations. A job without a GPU type gets the most frequent GPU type.
 
 Failure case: A job that the planner never places, even on an idle cluster, counts as unserved.
 """
@@ -49,7 +49,7 @@ Durations = Literal["unknown", "learned", "known"]
 """The kind of job durations that the planner gets."""
 
 _NS = 1_000_000_000
-_ROUNDS_MAX = 100  # Maximum number of decisions at one time, if every decision preempts a run.
+_ROUNDS_MAX = 100  # Maximum number of decisions at one point in time, if every decision preempts a run.
 _TELL_EVERY = 500
 
 
@@ -58,12 +58,12 @@ POLICIES = ("fifo", "first-fit", *KEYS, "ours")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the scheduler `ours`, in addition to the jobs."""
+    """Settings of the scheduler `ours`, besides the trace and the cluster."""
 
-    # The planner gets the true durations (``"known"``), durations of earlier jobs with the same user and name
-    # (``"learned"``), or none (``"unknown"``).
+    # Job durations that the planner gets: true durations (``"known"``), durations of earlier jobs with the same user
+    # and name (``"learned"``), or none (``"unknown"``).
     durations: Durations = "unknown"
-    preemption: bool = False  # True makes every job preemptible. False uses the value that the trace has for each job.
+    preemption: bool = False  # True makes every job preemptible. False uses each job's value from the trace.
     scheduling: QueuePolicy = QueuePolicy()  # The queue policy of the operator.
 
 
@@ -73,9 +73,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     policy: str  # Name of the scheduler.
     cluster: Cluster
     figures: Figures
-    jobs: tuple[Job, ...]  # Jobs that ran, in the order of arrival. `spans` has the times when each job had its GPUs.
+    # Jobs that ran, in the order of arrival. `spans` contains the periods in which each job had its GPUs.
+    jobs: tuple[Job, ...]
     spans: Spans
-    # Number of jobs that never fit the empty cluster, by reason. The replay leaves such jobs out.
+    # Number of jobs that never fit the empty cluster, by reason. The replay leaves out jobs that never fit.
     impossible: Mapping[str, int] = {}
     unserved: int = 0  # Number of jobs that the scheduler never placed.
 
@@ -138,10 +139,10 @@ def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]
 
 
 def _why_not(job: Job, cluster: Cluster) -> str:
-    """Return the reason why a job can never run, or "" when it can. Messages put a count before the text."""
+    """Return the reason why a job can never run, or "". Messages put a count before the reason."""
     pools = {pool.name: pool for pool in cluster.pools}
     machines = [machine for machine in cluster.machines if job.pool and machine.pool == job.pool]
-    if not machines:  # A pool that the cluster does not have counts as no pool.
+    if not machines:  # A job in an unknown pool counts as a job without a pool.
         lowest = job.priority == BEST_EFFORT
         closed = {pool.name for pool in pools.values() if pool.reserved and not (pool.lends and lowest)}
         machines = [machine for machine in cluster.machines if machine.pool not in closed]
@@ -162,7 +163,7 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
         return placed_again(jobs, cluster, KEYS[policy])
     if policy in POLICIES:
         return in_order(jobs, cluster, strict=policy == "fifo")
-    raise InvalidValue(f"there is no policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
+    raise InvalidValue(f"{policy!r} is not a valid policy", hint=f"one of {', '.join(POLICIES)}")
 
 
 class PlannerReplay:
@@ -190,7 +191,7 @@ class PlannerReplay:
         self._left_ns = [round(job.duration_s * _NS) for job in jobs]
         self._wanted = [self._wanted_of(place, job) for place, job in enumerate(jobs)]
         self._since: dict[int, int] = {}
-        # End time, job, and start time. An entry with an outdated start time has no effect.
+        # Pending ends of jobs: end time, job and start time. An entry with an outdated start time has no effect.
         self._ends: list[tuple[int, int, int]] = []
         self._spans: Spans = [[] for _ in jobs]
         self._ended = 0
@@ -198,7 +199,7 @@ class PlannerReplay:
         self._planner.apply(_nodes_of(cluster))
 
     def run(self) -> Spans:
-        """Return the times when each job had its GPUs."""
+        """Replay all jobs and return the periods in which each job had its GPUs."""
         jobs, arrived = self._jobs, 0
         wake_ns: float = math.inf
         while True:
@@ -219,7 +220,7 @@ class PlannerReplay:
                 arrived += 1
             decision = self._decide(changes, now_ns)
             idle = arrived == len(jobs) and not self._since
-            # The state can no longer change, so the remaining jobs will never run.
+            # The planner's state can no longer change, so the remaining jobs will never run.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:

@@ -1,4 +1,4 @@
-"""Traces: the jobs of a cluster, read from a file or generated from a seed.
+"""Reads a trace of a cluster's jobs from a file, or generates a trace from a seed.
 
     .parquet  .csv   columns job_id, submit_time_s, duration_s, num_gpus; optionally cluster, vc, team, user …
     .json            Philly's `cluster_job_log`, or the output of `sgpu runs --json`
@@ -13,7 +13,7 @@ A generated trace matches real traces only in the figures that determine the beh
     people      few users of few teams have most of the jobs
 
 Failure cases: A file that cannot be read, or is not a valid trace, raises `InvalidValue` with its name and the expected
-format. The reader leaves out a row that is not a valid job (never ran, no GPUs, no end), and counts it by reason.
+format. The reader leaves out invalid rows (never ran, no GPUs, no end) and counts the rows by reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     submit_s: float  # Arrival time in seconds on the trace's own clock.
     duration_s: float  # Seconds for which the job had its GPUs.
     gpus: int  # Number of GPUs of the job.
-    # Team of the job; "" if the trace has no value. The same holds for `user`, `name`, `pool` and `gpu_type`.
+    # Team of the job; "" if the trace has no value. The fields `user`, `name`, `pool` and `gpu_type` are also ""
+    # without a value.
     team: str = ""
     user: str = ""
     name: str = ""
@@ -68,7 +69,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int] = {}  # Number of invalid rows, by reason.
 
     def gpu_seconds(self) -> float:
-        """Return the GPU-seconds of all jobs together."""
+        """Return the total GPU-seconds of all jobs."""
         return math.fsum(job.gpus * job.duration_s for job in self.jobs)
 
     def span_s(self) -> float:
@@ -77,13 +78,13 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_of(jobs: Iterable[Job], source: str = "", left_out: Mapping[str, int] | None = None) -> Trace:
-    """Return a trace of jobs in any order."""
+    """Return a trace of the given jobs, which may be in any order."""
     ordered = tuple(sorted(jobs, key=lambda job: job.submit_s))
     return Trace(jobs=ordered, source=source, left_out=left_out or {})
 
 
 class _NoJob(Exception):
-    """The row is not a valid job. The message is the reason."""
+    """Raised for a row that is not a valid job, with the reason as the message."""
 
 
 def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
@@ -109,7 +110,7 @@ def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
 
 
 def jobs_of(rows: Iterable[Row], source: str, only: Mapping[str, str]) -> Trace:
-    """Return the jobs in rows. Raises InvalidValue when a column is missing or no row is a job."""
+    """Return a trace of the jobs in rows. Raises InvalidValue for a missing column, or without a job."""
     jobs: list[Job] = []
     left_out: Counter[str] = Counter()
     for place, row in enumerate(rows):
@@ -134,7 +135,7 @@ def _check_columns(row: Row, source: str, only: Mapping[str, str]) -> None:
     missing = [name for name in (*NEEDED, *only) if name not in row]
     if missing:
         raise InvalidValue(
-            f"{source} has no column {missing[0]}; it has {', '.join(row)}",
+            f"{source} has no column {missing[0]}, but only {', '.join(row)}",
             hint=f"a trace needs at least the columns {', '.join(NEEDED)}",
         )
 
@@ -163,7 +164,7 @@ def _job(row: Row, place: int) -> Job:
 
 
 def _class_of(text: str) -> int:
-    """Return a priority class. Numbers are priorities of another scheduler and count as normal."""
+    """Return a priority class. Numeric values are priorities of another scheduler and count as normal."""
     if text and text not in _CLASSES and not text.lstrip("-").isdecimal():
         raise _NoJob("whose priority is not critical, normal or best_effort")
     return _CLASSES.get(text, NORMAL)
@@ -242,7 +243,7 @@ class _Philly(msgspec.Struct):
 
 
 def _philly(row: Row) -> Row:
-    """Return a job of Philly's log: the total duration of its attempts, and the most GPUs of one attempt."""
+    """Return a job of Philly's log with the total duration and the most GPUs of its attempts."""
     job = from_builtins(row, _Philly)
     duration_s, gpus = 0.0, 0
     for attempt in job.attempts or ():
@@ -314,7 +315,7 @@ _SINGLE_MEAN_S = 3 * 3600.0
 _SPREAD = 1.6
 _SHORTEST_S, _LONGEST_S = 30.0, 45 * 86_400.0
 _HOUR_S = 3600.0
-_ENOUGH = 100  # Minimum number of jobs of a size for scaling their mean to the exact value.
+_ENOUGH = 100  # Minimum number of jobs of one size for scaling their mean to the exact value.
 _BATCH_MEAN = 4.0
 _TEAMS = ("search", "vision", "speech", "ads", "robotics")
 _USERS = 40

@@ -1,4 +1,4 @@
-"""Chains the entries of the audit, verifies the chain, and serves the route that lists entries.
+"""Chains and verifies the entries of the audit, and serves the route that lists entries.
 
 `records/audit.py` writes an entry in the transaction of the change that the entry describes. A second later,
 `AuditChainWriter` assigns a number and a digest to the entry (`model/audit_chain.py`). `ChainCheck` verifies the chain
@@ -8,19 +8,19 @@ page by page.
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ last entry, then new entries ─▶ `begin_again` ─▶ from entry 1
                                           └ remembered: the last entry and its digest
 
-PostgreSQL assigns a row's number before the commit, so rows become visible out of order. Every ten seconds the writer
-searches some thousand earlier rows for entries without a number. At its start, the writer searches all rows. Between
-these searches, the writer reads only the newest row number, by key.
+PostgreSQL assigns a row's number before the commit, so rows become visible out of order. Every ten seconds the chain
+writer searches a few thousand earlier rows for entries without a number. A newly started writer searches all rows.
+Between two searches, the chain writer reads only the newest row number by its key.
 
-The check compares the chain in each round with the previous round. If a valid chain has a different digest, a process
-has rewritten the chain. If the chain is shorter, its last entries were removed. A server that has just started
-remembers no previous round, so operators keep copies of the audit (`sgpu audit export`).
+In each round, `ChainCheck` compares the chain with the previous round. If a valid chain has a different digest, a
+process has rewritten the chain. If the chain is shorter, a process has removed its last entries. A server that has just
+started remembers no previous round, so operators keep copies of the audit (`sgpu audit export`).
 
 Failure cases:
-* The writer is killed: the next server continues at the end of the chain. Entries are durable before the writer adds
+* If the writer is killed, the next server continues at the end of the chain. Entries are durable before the writer adds
   them to the chain.
-* An entry is wrong or missing: the check reports the entry and continues with the next entry, to find further damage.
-* The database does not answer: the writer tries again. The check raises and keeps its position.
+* If an entry is wrong or missing, the check reports the entry and continues with the next entry.
+* If the database does not answer, the writer tries again. `ChainCheck` raises an exception and keeps its position.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AT_ONCE = 500
 """Maximum number of rows in one transaction. The next transaction follows immediately."""
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]
-"""Number of an audit entry, and the problem of that entry."""
+"""Number of an audit entry, and a description of its problem."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """The signature of `Database.read`."""
 
@@ -121,7 +121,7 @@ class ChainCheck:
             whole = head.number - self._at.number
             for link in page[:whole]:
                 if link.number == self._last.number and link.sha256 != self._last.sha256:
-                    wrong.append((link.number, "this entry or an earlier one has changed since the last check"))
+                    wrong.append((link.number, "this entry or an earlier entry has changed since the last check"))
                 if link.number >= self._last.number:
                     self._last = ChainHead(link.number, link.sha256)
             self._at, page = head, page[whole:]

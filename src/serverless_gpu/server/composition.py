@@ -1,11 +1,10 @@
-"""Builds every service of the server from its resources: the composition root.
+"""Builds all server services from their shared resources (the composition root).
 
     ServerResources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ Services.make
 
-A service names its dependencies as keyword arguments of its constructor. `compose` passes the resource or service with
-the name of the argument. `Services` lists the services in build order, so each dependency exists before the services
-that need the dependency. Only the process start and tests import this module. `application` declares all routes, and
-`guarded` adds the middleware.
+Each service declares its dependencies as keyword arguments of its constructor. `compose` passes the resource or service
+with the argument's name. `Services` lists all services in dependency order. Only the server's entry point and tests
+import this module. `application` declares all routes, and `guarded` adds the middleware.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerResources:
-    """Resources that the services share: opened components, and state in memory.
+    """Shared resources of the services: database, stores, and in-memory state.
 
     Attributes:
         settings: settings of the server.
@@ -137,7 +136,7 @@ class ServerResources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Services(ServerResources):
-    """The resources and the services that handlers, loops and tests share. The fields are in build order."""
+    """Resources and services that handlers, loops and tests share, in dependency order."""
 
     # Run lifecycle
     announcer: Announcer
@@ -180,34 +179,34 @@ class Services(ServerResources):
     run_queries: RunQueries
 
     def make(self, kind: Callable[..., T], **own: object) -> T:
-        """Build a component that is not shared, such as a loop. `own` contains additional arguments."""
+        """Build an unshared component, such as a loop. `own` contains additional constructor arguments."""
         return _build(kind, vars(self), **own)
 
     @property
     def by_type(self) -> dict[type, object]:
-        """Return services and resources by class, because route handlers request them by type."""
+        """Return services and resources by class, as route handlers request them."""
         return {kind: getattr(self, name) for name, kind in kinds(type(self)).items()}
 
 
 def compose(resources: ServerResources) -> Services:
-    """Build the services, each from the resources and the services before it."""
+    """Build all services in dependency order."""
     parts = dict(vars(resources))
     for name, kind in kinds(Services).items():
         if name not in parts:
-            # Imports must not lead from principals up to budgets, so `compose` passes the budget callback.
+            # The `principals` package must not import `budgets`, so `compose` passes the budget callback.
             own = {"budgets_changed": resources.spending.change} if kind is PrincipalService else {}
             parts[name] = _build(kind, parts, **own)
     return Services(**parts)
 
 
 def kinds(of: type[ServerResources]) -> dict[str, type]:
-    """Return the class of each field by name, in field order. The result omits fields with callables."""
+    """Return each field's class by field name. The result omits callable fields."""
     hints = typing.get_type_hints(of)
     return {each.name: hints[each.name] for each in dataclasses.fields(of) if isinstance(hints[each.name], type)}
 
 
 def make_scheduler(services: Services, *, engine: Engine | None = None) -> Scheduler:
-    """Build the scheduler. Without an engine, nodes register themselves."""
+    """Build the scheduler. Without an engine, nodes register with the server themselves."""
     return services.make(
         Scheduler,
         impossible=services.make(UnsatisfiableRuns),
@@ -217,12 +216,12 @@ def make_scheduler(services: Services, *, engine: Engine | None = None) -> Sched
 
 
 def make_planning(services: Services) -> PlannerSync:
-    """Build the planner state of a scheduler."""
+    """Build the scheduler's planner state."""
     return services.make(PlannerSync, roster=services.make(QueueSnapshot))
 
 
 def make_self_check(services: Services) -> SelfCheck:
-    """Build the loop that checks invariants."""
+    """Build the self-check loop, which checks invariants."""
     return services.make(SelfCheck, second_look=services.make(MissedRunCheck, roster=services.make(QueueSnapshot)))
 
 
@@ -251,7 +250,7 @@ ROUTES: tuple[Routes, ...] = (
     server_status.routes,
     usage_reports.routes,
 )
-"""Routes of all modules. A developer must add a new module with routes to this list."""
+"""Routes of all modules. Add each new route module to this list."""
 
 
 def all_routes() -> list[Route]:
@@ -260,11 +259,11 @@ def all_routes() -> list[Route]:
 
 
 def application(routes: Sequence[Route]) -> Starlette:
-    """Return the application without middleware."""
+    """Return the ASGI application without middleware."""
     declared = []
     for route in routes:
         served = starlette.routing.Route(API + route.path, route.serve, methods=[route.method])
-        # Starlette adds HEAD to GET, but AuthMiddleware knows only the declared methods.
+        # Starlette adds HEAD to GET routes, but `AuthMiddleware` knows only the declared methods.
         served.methods = {route.method}
         declared.append(served)
     app = Starlette(routes=declared)
@@ -283,7 +282,7 @@ def guarded(
     reach: Reach,
     proxies: tuple[str, ...] = (),
 ) -> AccessLogMiddleware:
-    """Return the application behind its middleware: access log, then proxy, then authentication."""
+    """Return the application behind the access log, proxy and authentication middleware."""
     routes = [route.bound(provided) for route in all_routes()]
     authenticated = AuthMiddleware(
         application(routes),

@@ -1,20 +1,20 @@
-"""Collects garbage in the stores, and serves the objects of captured environments.
+"""Collects garbage in the object stores, and serves captured environments.
 
     10 minutes after the start, then every six hours:   parts of payloads and outputs  ─▶ blobs.collect
                                                         captured environments          ─▶ environments.collect
 
-A store deletes an object in two steps, separated by a long interval (`blobs.py`, `environment/stores/collection.py`).
-After a store has listed its objects, the collector reads the references of runs to objects. Young objects and recently
-requested objects stay, so no request has to wait for a collection. A snapshot that a run used within the last month
-stays.
+A store first condemns an unused object and deletes the object in a later collection (`blobs.py`,
+`environment/stores/collection.py`). The garbage collector reads the object references of runs only after the store has
+listed its objects. The collector keeps young and recently requested objects, so requests never wait for a collection.
+The collector also keeps snapshots that a run used within the last month.
 
-An object's key is a capability: callers with the reach `own` can use known keys. Only operators (reach `all`) can list
-keys or read the notes of a collection.
+An object's key is a capability, so callers with the reach `own` can use any known key. Only operators (reach `all`) can
+list keys or read collection records.
 
 Failure cases:
-* A store does not answer: the collector logs the failure, and the next collection continues.
-* Another collection runs in the same store: this collection does nothing.
-* The server stops during a collection: the next collection continues.
+* A store does not answer. The garbage collector logs the failure and retries six hours later.
+* Another server's collection runs in the same store. The garbage collector then skips its collection.
+* The server stops during a collection. The next collection finishes the deletions.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList, StoredView
 
 FIRST_S = 600.0
-"""Delay of the first collection in seconds, because a starting server has more urgent work."""
+"""Delay in seconds before the first collection after the server's start."""
 EVERY_S = 6 * 3600.0
 _log = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Removes parts and environments to which no run refers."""
+    """Removes unreferenced parts and environments."""
 
     def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: EnvironmentStore) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class GarbageCollector:
         self._due_ns = clock.boottime_ns() + round(FIRST_S * 1e9)
 
     def tick(self, now_ns: int) -> int | None:
-        """Run a scheduled collection, and return the time of the next collection."""
+        """Run a due garbage collection, and return the next collection's due time."""
         if now_ns >= self._due_ns:
             self._due_ns = now_ns + round(EVERY_S * 1e9)
             for name, collect in (("parts", self._collect_parts), ("environments", self._collect_environments)):
@@ -81,7 +81,7 @@ class GarbageCollector:
         in_use = self._database.read(lambda connection: runs.snapshots_in_use(connection, since_ns=since_ns))
         done = self._environments.collect(in_use)
         if done.busy:
-            return "another collection is running; this collection did nothing"
+            return "the server skipped this collection because another collection is running"
         kept, condemned, deleted = (format_bytes(part.bytes) for part in (done.kept, done.condemned, done.deleted))
         return f"{kept} kept, {condemned} condemned, {deleted} deleted"
 
@@ -93,7 +93,7 @@ _ALL = "all"
 
 
 class RangeQuery(Query, frozen=True, kw_only=True):
-    """The requested byte range of an object."""
+    """Requested byte range of an object."""
 
     start: Annotated[int, msgspec.Meta(ge=0)] = 0
     length: Annotated[int, msgspec.Meta(ge=0, le=OBJECT_BYTES_MAX)] | None = None
@@ -103,7 +103,7 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 async def read_object(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, query: RangeQuery
 ) -> Response:
-    """Return an object or a range of its bytes. The result is shorter if the object ends within the range."""
+    """Return an object or a byte range of the object."""
     if key.startswith(_COLLECTING):
         _check_reach(call)
     pieces = await spool.in_thread(lambda: environments.read(key, query.start, query.length))
@@ -115,7 +115,7 @@ async def read_object(
 
 @routes.put("/environments/objects/{key:path}", needs=writing("environments"), limit=OBJECT_BYTES_MAX)
 async def put_object(call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, body: Incoming) -> None:
-    """Store an object after checking that the content matches its key."""
+    """Store an object whose content matches its key."""
     may_manage = call.reach == _ALL
     await spool.in_thread(lambda: environments.check_room(body.size or 0))
     async with spool.whole(body, body.size) as data:
@@ -132,7 +132,7 @@ async def present_objects(call: Call, environments: EnvironmentStore, spool: Upl
 
 @routes.post("/environments/repair", needs=reading("environments"))
 async def repair_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> KeyList:
-    """Verify snapshots and units with their content. Remove damaged objects, and return the removed keys."""
+    """Verify snapshots and units, remove damaged objects, and return the removed keys."""
     _check_count(body)
     removed = await spool.in_thread(lambda: environments.repair(body.keys))
     return KeyList(keys=removed)
@@ -142,7 +142,7 @@ async def repair_objects(call: Call, environments: EnvironmentStore, spool: Uplo
 async def condemned_objects(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList
 ) -> CondemnedAnswer:
-    """Return the requested keys that are condemned, and True if a collection is running."""
+    """Return the condemned keys among the requested keys, and True during a collection."""
     _check_count(body)
     keys, collecting = await spool.in_thread(lambda: environments.condemned(body.keys))
     return CondemnedAnswer(keys=tuple(key for key in body.keys if key in keys), collecting=collecting)
@@ -166,7 +166,7 @@ async def delete_objects(call: Call, environments: EnvironmentStore, spool: Uplo
 
 @routes.get("/environments/free", needs=reading("environments"))
 async def free_space(call: Call, environments: EnvironmentStore, spool: UploadSpool) -> Free:
-    """Return the free bytes of the store."""
+    """Return the free bytes of the environment store."""
     return Free(bytes=await spool.in_thread(environments.free_bytes))
 
 
@@ -181,8 +181,7 @@ def _check_reach(call: Call) -> None:
     if call.reach != _ALL:
         raise NotAllowed(
             "only operators can list and remove environments",
-            hint="ask an operator or administrator; if a capture failed like this, upgrade serverless-gpu on this "
-            "machine",
+            hint="ask an operator or administrator. After a failed capture, upgrade serverless-gpu on this machine",
         )
 
 

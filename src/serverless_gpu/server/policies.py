@@ -1,12 +1,12 @@
-"""Changes and attaches usage policies, admits runs under them, and serves their routes.
+"""Manages usage policies, and checks runs against them.
 
-Submission and estimation of a run call `PolicyAdmission`. `model/usage_policy.py` makes the decisions.
+Submission and estimation of a run call `PolicyAdmission`. `model/usage_policy.py` contains the policy rules.
 
     spec, caller ─▶ policies attached to the caller ─▶ applicable policy ─▶ within limits? ─▶ effective spec, pool
 
-The caller of `PolicyAdmission` runs in a transaction. A concurrent policy change therefore applies to a run fully or
-not at all. Callers must read stores outside of a transaction, so `PackagesNotLoaded` ends the transaction. The caller
-then reads the packages of the environments (`read_packages`) and starts again.
+Callers of `PolicyAdmission` run in a transaction. A concurrent policy change therefore applies to a run completely or
+not at all. Transactions must not wait for the environment store, so `PackagesNotLoaded` ends the transaction. The
+caller then reads the environments' packages (`read_packages`) and repeats the transaction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HOLDERS_MAX = 20_000
 NAMED_MAX = 100
 """Maximum number of pools, GPU types or tag values that one policy may name."""
 ENVIRONMENTS_MAX = 16
-"""Maximum number of captured environments in one policy. Admission reads each environment."""
+"""Maximum number of captured environments in one policy, because the admission of a run reads each environment."""
 LEAST_S = 1.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -71,7 +71,8 @@ class PolicyService:
         """Return usage policies by name.
 
         With `mine`, return only policies that can apply to the caller's runs. A policy can apply if it is attached to
-        the caller or the caller's teams. Without such a policy, the unattached policies apply.
+        the caller or the caller's teams. If no policy is attached to the caller or teams, all unattached policies can
+        apply.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -94,7 +95,7 @@ class PolicyService:
         return self._database.read(work)
 
     def put(self, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
-        """Create or replace a usage policy. Runs submitted earlier keep their limits."""
+        """Create or replace a usage policy. Limits of already submitted runs do not change."""
         check_name("a policy", name)
         _check(asked)
         self._check_environments(asked.environments)
@@ -119,11 +120,14 @@ class PolicyService:
             return _view(policy, policies.holders(connection, name).get(name, ()), who)
 
         view = self._database.write(work)
-        self._hub.touch(SCHEDULER)  # The new policy may allow more concurrent devices.
+        self._hub.touch(SCHEDULER)  # A new policy may allow more concurrent devices.
         return view
 
     def delete(self, who: Caller, name: str) -> PolicyView:
-        """Delete a usage policy. New runs cannot name the deleted policy. Earlier runs keep their limits."""
+        """Delete a usage policy.
+
+        New runs cannot name the deleted policy. Limits of already submitted runs do not change.
+        """
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredPolicy:
@@ -146,11 +150,11 @@ class PolicyService:
         return _view(before, (), who)
 
     def attach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Attach a usage policy to a user, service or team. The policy applies to later submissions."""
+        """Attach a usage policy to a user, service or team. The attached policy applies to later submissions."""
         return self._change(who, name, _holder(kind, holder), attached=True)
 
     def detach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Detach a usage policy from a user, service or team. Runs submitted earlier keep their limits."""
+        """Detach a usage policy from a user, service or team. Limits of already submitted runs do not change."""
         return self._change(who, name, _holder(kind, holder), attached=False)
 
     def _change(self, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
@@ -162,7 +166,7 @@ class PolicyService:
                 _find_somebody(connection, holder)
                 if policies.count_holders(connection) >= HOLDERS_MAX:
                     raise InvalidValue(
-                        f"policies are already attached {HOLDERS_MAX} times, the maximum; detach some policies first"
+                        f"policies are already attached {HOLDERS_MAX} times, the maximum. Detach some policies first"
                     )
                 is_news = policies.attach(connection, name, holder)
             else:
@@ -198,7 +202,7 @@ def _find(connection: sa.Connection, name: str) -> StoredPolicy:
 
 
 def _find_named(connection: sa.Connection, name: str) -> UsagePolicy:
-    """Return the policy that a run names or has. An error for an unknown policy lists the known policies."""
+    """Return a run's policy by name, or raise an error that lists the known policies."""
     found = policies.find(connection, name)
     if found is None:
         raise unknown_name("policy", name, [policy.name for policy in policies.every(connection)])
@@ -224,14 +228,17 @@ def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
 
 
 def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller) -> PolicyView:
-    """Return a policy and its holders. Callers without write access see only themselves and their teams."""
+    """Return a policy with its holders.
+
+    Without write access, callers see only themselves and their teams as holders.
+    """
     if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
 
 
 def _check(policy: UsagePolicy) -> None:
-    """Refuse an invalid policy. A later step performs the checks that need the database."""
+    """Refuse a policy with invalid values, without access to the database."""
     for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
         if len(names) > NAMED_MAX:
             raise InvalidValue(f"a policy names {len(names)} {what}, over the limit of {NAMED_MAX}")
@@ -280,7 +287,7 @@ def _check_tags(policy: UsagePolicy) -> None:
 
 
 def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
-    """Refuse a GPU type that no catalogue and no node contains, because the policy would refuse every run."""
+    """Refuse unknown GPU types, because a policy with only unknown types would refuse every run."""
     strange = [kind for kind in types if not hardware.is_listed(kind)]
     if not strange:
         return
@@ -297,25 +304,25 @@ class AdmittedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that its usage policies accept."""
 
     spec: RunSpec  # The spec that the server stores, with the policy's name, default tags and limits.
-    policies: tuple[NamedPolicy, ...]  # Policies of the run, beginning with the chosen policy.
+    policies: tuple[NamedPolicy, ...]  # Policies of the run, with the chosen policy first.
     pool: str  # Pool of the run; "" for any on-demand pool.
 
 
 class PackagesNotLoaded(Exception):
-    """A policy names environments whose packages the caller has not read."""
+    """Signals that the caller must first read the packages of some environments."""
 
     def __init__(self, addresses: frozenset[str]) -> None:
-        # addresses of snapshots whose packages `read_packages` reads outside of the transaction
+        # Addresses of environments whose packages the caller must read with `read_packages`.
         self.addresses = addresses
         super().__init__(f"the packages of {len(addresses)} environments are not loaded")
 
 
 class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs for the admission of a run, in addition to its spec."""
+    """Environment data for the admission of a run, in addition to the run's spec."""
 
-    snapshot: str = ""  # address of the run's environment; "" without an environment or without a package check
+    snapshot: str = ""  # Address of the run's environment; "" without a package check.
     packages: Mapping[str, Packages | None] = {}
-    """Packages of environments already read; None for an environment that no longer exists."""
+    """Packages by environment address; None for a deleted environment."""
 
 
 class PolicyAdmission:
@@ -331,7 +338,7 @@ class PolicyAdmission:
     ) -> AdmittedRun:
         """Return a run with the defaults and limits of its policies, or refuse the run.
 
-        Raises `PackagesNotLoaded` if a policy restricts environments and their packages are not loaded.
+        Raises `PackagesNotLoaded` if the caller must first load packages of environments in a policy.
         """
         under = _choose(connection, spec, who)
         spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
@@ -351,7 +358,7 @@ class PolicyAdmission:
         return AdmittedRun(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
-        """Return packages by environment; None for a missing environment. Callers use no transaction."""
+        """Return packages by environment; None for a missing environment. Callers must not hold a transaction."""
         found: dict[str, Packages | None] = {}
         for address in addresses:
             try:
@@ -362,7 +369,7 @@ class PolicyAdmission:
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
-    """Return the policies of a run: the named or attached policy, then mandatory policies by name."""
+    """Return the chosen policy of a run, followed by the mandatory policies in name order."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
     there = [NamedPolicy(name, _find_named(connection, name)) for name in attached.of(team)]
     mandatory = {each.name: each for each in there if each.policy.mandatory}
@@ -378,7 +385,7 @@ def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[Name
 
 
 def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:
-    """Return the GPU types in the run's pool. The call reads the database only if a choice remains."""
+    """Return the GPU types in the run's pool, or nothing if the policies leave no choice of type."""
     asked = spec.resources.gpu_type
     if all(len(each.policy.gpu_types) < 2 for each in under) or (asked is not None and asked not in FAMILIES):
         return frozenset()
@@ -390,7 +397,7 @@ def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: Ru
 
 
 def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> None:
-    """Refuse an environment whose packages differ from the packages of every environment in the policy."""
+    """Refuse an environment unless its packages equal those of an environment in the policy."""
     if not policy.environments or not brought.snapshot:
         return
     unread = frozenset({brought.snapshot, *policy.environments} - brought.packages.keys())
@@ -404,11 +411,11 @@ def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> No
     nearest = min(
         (difference(asked, one) for one in accepted.values() if asked is not None and one is not None),
         key=len,
-        default="the store has none of the policy's environments any more",
+        default="the server no longer stores any environment of the policy",
     )
     raise PolicyViolation(
         f"usage policy {name!r} does not accept the packages of environment {brought.snapshot[:12]}: {nearest}",
-        hint=f"the policy accepts the packages of: {listed}; your own code may differ",
+        hint=f"the policy accepts the packages of: {listed}. Your own code may differ",
     )
 
 
@@ -416,7 +423,10 @@ routes = Routes("policies")
 
 
 class PolicyQuery(Query, frozen=True, kw_only=True):
-    """Parameters of the policy list. `mine` selects policies that can apply to the caller's own runs."""
+    """Query parameters of the policy list.
+
+    `mine` selects policies that can apply to the caller's own runs.
+    """
 
     mine: bool = False
 
@@ -441,7 +451,7 @@ def put_policy(call: Call, policies: PolicyService, name: str, body: PolicyReque
 
 @routes.delete("/policies/{name}", needs=writing("policies"))
 def delete_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
-    """Delete a usage policy without holders. Runs submitted under the policy keep their limits."""
+    """Delete a usage policy without holders. Limits of already submitted runs do not change."""
     return policies.delete(call.who, name)
 
 
@@ -453,5 +463,5 @@ def attach(call: Call, policies: PolicyService, name: str, kind: str, holder: st
 
 @routes.delete("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
 def detach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
-    """Detach a usage policy from a user, service or team. Runs submitted earlier keep their limits."""
+    """Detach a usage policy from a user, service or team. Limits of already submitted runs do not change."""
     return policies.detach(call.who, name, kind, holder)

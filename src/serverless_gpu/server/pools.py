@@ -1,6 +1,7 @@
 """Changes pools and queue shares, and serves the routes of pools.
 
-Each change adds an entry to the audit and wakes the scheduler. `runs/queue_views.py` has the routes of shares.
+Each change of a pool or share adds an audit entry and wakes the scheduler. `runs/queue_views.py` contains the routes of
+queue shares.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PoolService:
         self._nodes = nodes
 
     def put(self, who: Caller, name: str, asked: PoolRequest) -> PoolView:
-        """Create or change a pool, and move nodes into it. Runs on these nodes continue.
+        """Create or change a pool, and move nodes into it. Runs on moved nodes continue.
 
         Fields of `asked` that are None stay unchanged.
         """
@@ -56,7 +57,7 @@ class PoolService:
         if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
             hint = f"levels: {', '.join(_ISOLATIONS)}"
             raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
-        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # The check also refuses NaN.
+        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # The comparison refuses NaN.
             raise InvalidValue(
                 f"a pool cannot wait {asked.return_s} s for the return of lent GPUs", hint="1 s to 7 days"
             )
@@ -100,7 +101,7 @@ class PoolService:
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
         """Set the share of a team, or of a user within a team."""
-        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # The check also refuses NaN.
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # The chained comparison also refuses NaN.
             raise InvalidValue(
                 f"a share cannot be {weight}", hint=f"use a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}"
             )
@@ -145,7 +146,7 @@ def find_pool(connection: sa.Connection, name: str) -> StoredPool:
 
 def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
     kind = before.kind if asked.kind is None else asked.kind
-    # An on-demand pool serves all users, so the pool lends no devices.
+    # An on-demand pool already serves all users, so it cannot lend devices.
     lends = (before.lends and kind == RESERVED) if asked.lends is None else asked.lends
     if lends and kind != RESERVED:
         raise InvalidValue(
@@ -170,7 +171,7 @@ def _kind(kind: str) -> ShareKind:
 
 
 def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:
-    """Return the error for an unknown pool or policy. The hint lists the existing names."""
+    """Return the error for an unknown pool or policy. The error's hint lists the existing names."""
     more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
     plural = {"policy": "policies"}.get(what, f"{what}s")
     return InvalidValue(

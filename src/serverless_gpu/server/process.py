@@ -1,18 +1,18 @@
-"""Runs the server process, from its lock to a listening socket and back.
+"""Runs the server process from start to graceful stop.
 
     lock ─▶ socket (clients can wait from here on) ─▶ database, migrate ─▶ first start ─▶ services ─▶ loops ─▶ ready
     SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
     SIGHUP ─▶ reload the certificate; open connections keep the old one. With a terminal: like SIGTERM
 
-All state in memory also exists on disk or on nodes, so a start after a kill equals a start after a stop. Clients and
-nodes connect again, and the loops read the database. After a second signal the server does not wait for requests.
+The server can restore all state in memory from disk or from nodes, so a killed server starts like a stopped server.
+After the start, clients and nodes reconnect. After a second stop signal, the server stops without waiting for requests.
 
 Failure cases:
-* Another server of this home runs: the error names that server.
-* The port is taken: the error names the process, if the settings contain this port.
+* Another server uses the same home directory: the error names the other server.
+* The configured port is taken: the error names the process that uses the port.
 * The database does not answer: the server waits (`startup.py`).
-* The database is of a newer version: the server reports the version and starts nothing.
-* Another server owns the database, at the start or later: this server ends (`leader_lock.py`).
+* The database has a newer version: the server reports this version and does not start.
+* Another server owns the database, at the start or later: the server stops (`leader_lock.py`).
 * Requests do not finish before the stop deadline: the server cancels them.
 """
 
@@ -60,18 +60,18 @@ from serverless_gpu.server.startup import Operator, assembled
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
-"""Seconds in which requests must end after the server has canceled them."""
+"""Maximum seconds for canceled requests to end."""
 SWITCH_S = 0.001
-"""Seconds that a thread may hold the interpreter while another thread waits. Python's default is 5 ms."""
+"""Interpreter switch interval between threads, in seconds; Python's default is 0.005."""
 _LOOK_S = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|_KEY$")
-"""Pattern of the environment variables whose values the server removes from its log."""
+"""Pattern of environment variable names whose values the server removes from its log."""
 _logger = logging.getLogger(__name__)
 
 
 class UvicornServer(uvicorn.Server):
-    """A uvicorn server with a graceful stop. Any thread may call `stop`.
+    """Uvicorn server with a graceful stop from any thread.
 
     Args:
         config: configuration of uvicorn, whose application contains the proxy middleware.
@@ -104,7 +104,10 @@ class UvicornServer(uvicorn.Server):
         self.warnings: tuple[str, ...] = ()
 
     def stop(self) -> None:
-        """Stop gracefully once all requests have finished. A second call stops without waiting for requests."""
+        """Stop the server after running requests have finished.
+
+        A second call stops the server without waiting for requests.
+        """
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -134,26 +137,26 @@ class UvicornServer(uvicorn.Server):
         return self._proxy.busy
 
     def renew(self) -> threading.Event:
-        """Reload the certificate, and return an event that the server sets after the reload."""
+        """Request a reload of the certificate, and return an event that the server sets after the reload."""
         self._renewed.clear()
         self._renew.set()
         return self._renewed
 
     def serve_until_stopped(self) -> None:
-        """Serve requests until the server is stopped."""
+        """Serve requests until a signal or `stop` stops the server."""
         self.config.load()
         if self._certificate is not None:
             self.config.ssl = self._certificate.context
         self.run([self._listening.main])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start serving, and notify the caller and systemd."""
+        """Begin to serve requests, and notify the caller and systemd."""
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            # In the main thread, the server is the only user of the process. The server may then change the garbage
-            # collector and the thread switch interval of the process.
+            # A server in the main thread is the only user of its process, so it may tune the garbage collector and
+            # thread switching.
             gc.freeze()  # A full collection would visit all imported objects, which takes about 100 ms.
-            # A request needs the interpreter lock several times while other threads compute.
+            # A short switch interval speeds up requests, which often wait for the interpreter lock.
             sys.setswitchinterval(SWITCH_S)
         if self._listening.beside is not None:
             made = await asyncio.get_running_loop().create_server(
@@ -168,7 +171,10 @@ class UvicornServer(uvicorn.Server):
         systemd.notify(self._systemd, "READY=1")
 
     async def on_tick(self, counter: int) -> bool:
-        """Reload the certificate if another thread requested a reload. Return True if the server must stop."""
+        """Reload the certificate if another thread requested a reload.
+
+        Return True if the uvicorn server must stop.
+        """
         if self._renew.is_set():
             self._renew.clear()
             if self._certificate is None:
@@ -179,29 +185,29 @@ class UvicornServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End streams, which would never finish. Then wait for other requests, and stop uvicorn."""
+        """End all streams, wait for other requests, and stop uvicorn."""
         systemd.notify(self._systemd, "STOPPING=1")
-        _logger.info("stopping; running requests: %d", self._proxy.busy)
+        _logger.info("the server stops and waits for requests: %d", self._proxy.busy)
         self._proxy.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._stopping_s
         while self._proxy.busy and not self.force_exit and loop.time() < deadline:
             await asyncio.sleep(_LOOK_S)
         if self._proxy.busy:
-            _logger.warning("requests that did not finish in time, which the server cancels: %d", self._proxy.busy)
+            _logger.warning("the server cancels %d requests that did not finish in time", self._proxy.busy)
         self.config.timeout_graceful_shutdown = CUT_OFF_S
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop the server at a signal, so that the process exits normally instead of dying from the signal."""
+        """Handle stop signals with a graceful stop and a normal exit of the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, lambda _number, _frame: self.stop()) for number in _SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self._renew.set())
-        else:  # The user closed the terminal.
+        else:  # With a terminal, SIGHUP means that the user has closed the terminal.
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self.stop())
         try:
             yield
@@ -219,7 +225,7 @@ def serve(
     renewed: Callable[[str, UvicornServer], None] = lambda _url, _running: None,
     clock: Clock | None = None,
 ) -> None:
-    """Run the server until it is stopped. Blocks.
+    """Run the server until a signal or `stop` stops it. Blocks.
 
     Args:
         settings: settings of the server.
@@ -248,7 +254,7 @@ def serve(
         if faults.named():
             _logger.warning("%s", faults.warning())
         if other:
-            _logger.warning("%s; the database decides which of the two servers works", other)
+            _logger.warning("%s. The database allows only one of the two servers to work", other)
         certificate = _certificate(settings, clock)
 
         def waiting(line: str) -> None:
@@ -280,7 +286,7 @@ def serve(
             assembly.leader_lock.on_gone = running.stop
             running.serve_until_stopped()
             if assembly.leader_lock.is_gone:
-                hint = "a database has one server; do not restart this one while the other server runs"
+                hint = "stop the other server before you start this server again"
                 raise TakenOver("another server has taken the database over", hint=hint)
         _logger.info("process %d has stopped", os.getpid())
 

@@ -1,6 +1,7 @@
 """Sets, lists and deletes secrets, and serves their routes.
 
-Each change adds an entry to the audit. Neither the audit nor a response contains the value of a secret.
+Each change of a secret adds an entry to the audit log. Neither the audit log nor a response contains the value of a
+secret.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SecretService:
         self._sealer = sealer
 
     def set(self, who: Caller, name: str, request: SecretRequest, *, reach: str) -> SecretView:
-        """Set a secret of the caller, or of a team within the caller's reach."""
+        """Set a secret of the caller, or of a team whose secrets the caller may change."""
         check_value(check_name(name), request.value)
         now_ns = self._clock.wall_ns()
 
@@ -58,14 +59,14 @@ class SecretService:
         return self._database.write(work)
 
     def list_visible(self, who: Caller, *, reach: str) -> list[SecretView]:
-        """Return the secrets within the caller's reach, without their values."""
+        """Return the secrets that the caller may see, without their values."""
         teams = who.teams if reach == AccessReach.TEAM else ()
         return self._database.read(
             lambda connection: stored_secrets.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
         )
 
     def remove_replaced(self) -> None:
-        """Delete replaced secret values that no attempt uses."""
+        """Delete replaced versions of secrets that no attempt uses."""
         for whose, name in self._database.read(stored_secrets.replaced):
 
             def work(connection: sa.Connection, whose: SecretOwner = whose, name: str = name) -> None:
@@ -93,7 +94,7 @@ routes = Routes("secrets")
 
 
 class SecretQuery(Query, frozen=True, kw_only=True):
-    """Parameter that selects the owner of the secret: the given team, or the caller without a team."""
+    """Query parameter with the team that owns the secret, or "" for the caller's own secret."""
 
     team: str = ""
 
@@ -106,7 +107,7 @@ def list_secrets(call: Call, secrets: SecretService) -> SecretList:
 
 @routes.put("/secrets/{name}", needs=writing("secrets"), limit=REQUEST_BYTES_MAX)
 def set_secret(call: Call, secrets: SecretService, name: str, body: SecretRequest) -> SecretView:
-    """Set a secret. Later attempts receive the new value."""
+    """Set a secret. Attempts that start later receive the new value."""
     return secrets.set(call.who, name, body, reach=call.reach)
 
 

@@ -2,12 +2,12 @@
 
     settings ─▶ database, locked, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
 
-The server uses no closed component: first the loops finish their ticks, then the engine closes, and then the database
-closes. After a kill, the stored state is as consistent as after this shutdown.
+At shutdown, the loops finish their ticks before the engine closes. The database is the last component to close. If the
+server is killed, the stored state is as consistent as after an orderly shutdown.
 
-After a reboot the server and PostgreSQL start together, while PostgreSQL may still replay its log. The start therefore
-retries for `START_S` seconds while PostgreSQL does not answer, and logs why it waits. Some errors end the start
-immediately, because a retry cannot help: a wrong password, a database that does not exist.
+After a reboot, the server may start while PostgreSQL still replays its log. If PostgreSQL does not answer, the server
+retries for `START_S` seconds and logs the reason. The server does not retry after permanent errors, such as a wrong
+password or a missing database.
 """
 
 from __future__ import annotations
@@ -91,23 +91,23 @@ START_S = 60.0
 _PAUSE_S = 0.2
 _PAUSE_S_MAX = 2.0
 _FINAL = ("authentication failed", "does not exist", "no password supplied", "pg_hba.conf")
-"""Parts of error messages of PostgreSQL and its client library after which a retry is useless."""
+"""Parts of PostgreSQL error messages after which a retry is useless."""
 
 
 LOOP_S = 10.0
-"""Seconds in which all loops together must finish their ticks when the server stops."""
+"""Seconds within which all loops must finish their ticks when the server stops."""
 RAY_S = 20.0
-"""Seconds that the start waits for Ray to report its resources."""
+"""Seconds for which a starting server waits for Ray's report of its resources."""
 SLOW_S = 6 * 3600.0
-"""Seconds after which a tick that visits a whole bucket counts as stuck."""
+"""Seconds after which a loop that scans a whole bucket counts as stuck."""
 _NAMED_MAX = 5
-_PUT_BACK = "restore the file `key` that belongs to this database"
+_PUT_BACK = "restore the key file of the database"
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AssembledServer:
-    """A built server: its services, and the lock and tokens that requests need.
+    """The services of a server, and the lock and tokens that requests need.
 
     Attributes:
         warnings: messages for the operator who starts the server.
@@ -121,7 +121,7 @@ class AssembledServer:
 
 
 class Operator(NamedTuple):
-    """Callbacks to the process that starts a server for an operator.
+    """Callbacks to the process with which an operator starts a server.
 
     Attributes:
         announce: called with a message while the start waits for its database.
@@ -138,7 +138,7 @@ class Operator(NamedTuple):
 def assembled(
     settings: Settings, *, url: str, clock: Clock, other: str = "", operator: Operator | None = None
 ) -> Iterator[AssembledServer]:
-    """Build a server, and stop its components when the context exits.
+    """Build a server, and stop its components at the end of the context.
 
     Args:
         settings: settings of the server.
@@ -160,7 +160,7 @@ def assembled(
         acquire_when_started(database, clock=clock, announce=operator.announce)
         rolled_back = backup.refuse_rollback(settings, database.read, now_ns=clock.wall_ns(), other=other)
         if rolled_back:
-            _log.warning("the operator accepts that the database was rolled back: %s", rolled_back)
+            _log.warning("the operator accepts the rollback of the database: %s", rolled_back)
         database.migrate()
         warnings = _unknown_files(settings, database)
         mark = stack.enter_context(contextlib.closing(_marked(settings, database, clock)))
@@ -187,7 +187,7 @@ def assembled(
         )
         beside: RaySidecar | None = None
         if settings.ray is not None:
-            join_token(database, settings.directory, now_ns=clock.wall_ns())  # token for machines that join the pool
+            join_token(database, settings.directory, now_ns=clock.wall_ns())  # Ensure that a join token exists.
             beside = RaySidecar(settings, url=url, node_token=tokens.node_token)
         engines: list[Engine] = []
         services = compose(
@@ -232,7 +232,7 @@ def assembled(
 
 
 def acquire_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
-    """Acquire the leader lock of the database as soon as the database answers.
+    """Wait until the database answers, and acquire its leader lock.
 
     Raises:
         ServerProblem: another server uses the database.
@@ -263,7 +263,7 @@ def is_temporary(message: str) -> bool:
 
 
 def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
-    """Assign this server its generation, and connect the high-water mark to commits."""
+    """Assign the server's generation, and update the high-water mark after each commit."""
     position = database.number(now_ns=clock.wall_ns())
     path, place = backup.mark_path(settings), backup.place_of(settings)
     mark = MarkFile(path, position, now_ns=clock.wall_ns(), place=place)
@@ -272,7 +272,7 @@ def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
 
 
 def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
-    """Report files of runs that the database does not know, before the loops remove any of these files."""
+    """Report the files of unknown runs before a loop can delete these files."""
     unknown = orphan_runs(settings.directory, database.read, limit=LOOK_MAX)
     if not unknown:
         return ()
@@ -282,7 +282,7 @@ def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
 
 
 def _several_machines(services: Services, beside: RaySidecar) -> Engine:
-    """Return the Ray engine, which spans all machines that have joined."""
+    """Return the Ray engine, which spans all joined machines."""
     engine = RayEngine(
         beside.directory / "engine",
         access=RayAccess(
@@ -295,7 +295,7 @@ def _several_machines(services: Services, beside: RaySidecar) -> Engine:
         news=lambda: services.hub.touch(SCHEDULER),
     )
     if beside.was_there and not engine.ready(RAY_S):
-        _log.warning("Ray has not reported within %s s; new gangs wait for Ray", RAY_S)
+        _log.warning("new gangs wait for Ray, which has not reported within %s s", RAY_S)
     return engine
 
 
@@ -308,7 +308,7 @@ def _looking_after(
     mark: MarkFile,
     renewed: Callable[[], None],
 ) -> Iterator[None]:
-    """Run the loops. The hub wakes the loops."""
+    """Run the server's loops, which the hub wakes."""
     scheduler = make_scheduler(services, engine=engine)
     reconciler = services.make(Reconciler, scheduler=scheduler, engine=engine)
 
@@ -389,7 +389,7 @@ def _look_after_health(services: Services, database: Database) -> None:
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:
-    """Refuse to start with a wrong key, because the key could not decrypt variables, secrets and tokens."""
+    """Refuse to start with a key that cannot decrypt the stored variables and secrets."""
     sealed = database.read(runs.sealed_unfinished)
     if sealed and not any(sealer.is_mine(context) for context in sealed):
         raise ServerProblem(
@@ -407,7 +407,7 @@ def _check_key(database: Database, sealer: Sealer) -> None:
 
 
 def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
-    """Delete the secrets that this key cannot decrypt. Runs that need the lost key end at their placement."""
+    """Delete the secrets that the server's key cannot decrypt."""
 
     def work(connection: sa.Connection) -> list[str]:
         names = stored_secrets.take_away_sealed_by_another(connection, sealer)
@@ -420,7 +420,7 @@ def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
         return names
 
     if names := database.write(work):
-        _log.warning("the key is lost, so the server deleted the secrets %s; set them again", _some(names))
+        _log.warning("set the secrets %s again, because the server has deleted them with the lost key", _some(names))
 
 
 def _some(names: list[str]) -> str:
@@ -431,5 +431,5 @@ def _some(names: list[str]) -> str:
 def login() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # The user id has no name, as in some containers.
+    except (KeyError, OSError):  # In some containers, the user id has no name.
         return ""

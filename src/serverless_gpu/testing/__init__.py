@@ -1,4 +1,4 @@
-"""Fakes and helpers for tests of code that uses serverless-gpu, and for the package's own tests.
+"""Provides fakes and helpers for tests of code that uses serverless-gpu.
 
     FakeGpus()             declared GPUs with processes, memory and telemetry that a test sets
     FakeClock()            a clock that a test moves
@@ -6,7 +6,7 @@
     stop_agent(home)       stops a home's agent and all of its warm processes
     SimulatedEngine(…)     an engine whose nodes exist only in a test
 
-Tests import all of these names from `serverless_gpu.testing`.
+Import all fakes and helpers from `serverless_gpu.testing`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FakeClock", "FakeGpus", "SimulatedEngine", "agent_status", "stop_age
 
 
 class FakeGpus:
-    """The declared GPUs of one home (`SERVERLESS_GPU_FAKE`), in a state that a test sets.
+    """Controls the simulated GPUs of one installation (`SERVERLESS_GPU_FAKE`).
 
     Args:
         home: the home directory, created if needed. None means the home for runs of this process.
@@ -54,7 +54,7 @@ class FakeGpus:
         self._add(uuid, {"memory_used_bytes": memory_used_bytes, "processes": listed})
 
     def shows(self, uuid: str, **figures: float) -> None:
-        """Set the values that telemetry reports for one GPU. The GPU's rank provides all other values.
+        """Set the values that telemetry reports for one GPU. The rank on the GPU provides all other values.
 
         Args:
             uuid: UUID of the GPU, for example ``"FAKE-H100-0"``.
@@ -95,7 +95,9 @@ class FakeGpus:
             os.close(fd)
 
     def hangs(self, hanging: bool = True) -> None:
-        """Make the driver hang or recover. While the driver hangs, queries about declared GPUs get no answer.
+        """Make the simulated driver hang or recover.
+
+        While the driver hangs, the driver does not answer queries about simulated GPUs.
 
         Args:
             hanging: True to hang, False to recover.
@@ -105,7 +107,7 @@ class FakeGpus:
         self._write()
 
     def clear(self, uuid: str) -> None:
-        """Remove all values that tests set for a GPU."""
+        """Reset all values that tests have set for a GPU."""
         self._state.pop(uuid, None)
         self._write()
 
@@ -120,7 +122,7 @@ class FakeGpus:
 
 
 class FakeClock:
-    """A clock that moves only when a test advances it."""
+    """A simulated clock that tests advance."""
 
     def __init__(self, *, boottime_ns: int = 1_000_000_000_000, wall_ns: int = 1_800_000_000_000_000_000) -> None:
         self._boottime_ns = boottime_ns
@@ -132,15 +134,15 @@ class FakeClock:
         self._wall_ns += round(seconds * 1e9)
 
     def step_wall(self, seconds: float) -> None:
-        """Move only the wall clock, forward or back."""
+        """Move the wall clock forward or back, but not the monotonic clock."""
         self._wall_ns += round(seconds * 1e9)
 
     def boottime_ns(self) -> int:
-        """Return the simulated nanoseconds since boot."""
+        """Return the simulated time since boot in nanoseconds."""
         return self._boottime_ns
 
     def wall_ns(self) -> int:
-        """Return the simulated nanoseconds since 1970."""
+        """Return the simulated wall clock time in nanoseconds since 1970."""
         return self._wall_ns
 
     def boot_id(self) -> str:

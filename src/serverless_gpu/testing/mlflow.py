@@ -1,4 +1,4 @@
-"""A fake MLflow server for tests that records what it receives and fails on request.
+"""Provides a fake MLflow server that records all requests and simulates failures for tests.
 
     with FakeMlflow() as mlflow:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.uri)
@@ -7,10 +7,10 @@
         mlflow.behave("answers")
         assert mlflow.run_of(run_id).series("loss") == [(0, 0.7), (1, 0.5)]
 
-The fake is a real HTTP server on a loopback port, so other processes can use it, including MLflow's own clients. The
-fake supports experiments, runs, metrics, parameters, tags, search by one tag, and files through the artifact proxy.
-Like MLflow it refuses a whole request with an invalid name, value or limit. The fake ignores duplicate points, and
-refuses a parameter with a changed value.
+The fake is a real HTTP server on a loopback port, so that MLflow clients in other processes can use the fake. The fake
+supports experiments, runs, metrics, parameters, tags, search by one tag, and files through the artifact proxy. Like
+MLflow, the fake refuses a whole request if one name or value is invalid. The fake ignores duplicate points, and refuses
+a parameter with a changed value.
 
 Behaviours:
 
@@ -23,7 +23,7 @@ Behaviours:
     foreign   answers an HTML page to all requests, like a proxy's login page
     slow      answers after a delay
 
-A test selects a behaviour with `behave`.
+Tests call `behave` to simulate failures.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Asked = Mapping[str, Any]
 
 
 class Refusal(Exception):
-    """The error answer to an invalid request."""
+    """An error answer of the fake to an invalid request."""
 
     def __init__(self, code: str, message: str, status: int = 400) -> None:
         self.code, self.message, self.status = code, message, status
@@ -63,7 +63,7 @@ class Refusal(Exception):
 
 
 class Point(NamedTuple):
-    """A metric point that the fake has received."""
+    """A metric point that a client has sent to the fake."""
 
     key: str
     value: float
@@ -94,11 +94,11 @@ class FakeRun:
         self._seen: set[Point] = set()
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return step and value of each point of one series, in the order of arrival."""
+        """Return the step and value of each point of one series, in order of arrival."""
         return [(point.step, point.value) for point in self.points if point.key == key]
 
     def add(self, point: Point) -> None:
-        """Add a point unless it is a duplicate."""
+        """Add a metric point unless the series already contains the same point."""
         if point not in self._seen:
             self._seen.add(point)
             self.points.append(point)
@@ -141,7 +141,7 @@ class FakeStore:
         self.runs: dict[str, FakeRun] = {}
 
     def do(self, method: str, name: str, asked: Asked) -> dict[str, Any]:
-        """Execute a request and return the answer.
+        """Execute an API request and return its answer.
 
         Args:
             method: HTTP method of the request.
@@ -178,7 +178,7 @@ class FakeStore:
         run.files[name] = data
 
     def file(self, path: str) -> bytes:
-        """Return the content of a file.
+        """Return the content of an artifact file.
 
         Raises:
             Refusal: the file does not exist.
@@ -285,7 +285,7 @@ class FakeStore:
     def _log(
         self, asked: Asked, metrics: list[Asked] | None = None, params: list[Asked] | None = None, tags: Any = None
     ) -> dict[str, Any]:
-        """Store all entries of a request, or none."""
+        """Store either all entries of a request or none of them."""
         run = self._active(asked)
         points = [_point(entry) for entry in metrics or ()]
         for entry in params or ():
@@ -312,7 +312,7 @@ def _point(entry: Asked) -> Point:
 
 
 def check(key: str, value: str, characters_max: int) -> None:
-    """Refuse a name or value that MLflow would refuse.
+    """Refuse a metric, parameter or tag that MLflow would refuse.
 
     Args:
         key: name of a metric, parameter or tag.
@@ -377,7 +377,7 @@ class FakeMlflow:
             self._placeholder.close()
 
     def behave(self, behaviour: Behaviour, *, only: str = "") -> None:
-        """Change the behaviour from now on.
+        """Change the fake's behaviour for the following requests.
 
         Args:
             behaviour: a behaviour from the list in the module docstring.
@@ -393,7 +393,7 @@ class FakeMlflow:
 
     @property
     def runs(self) -> list[FakeRun]:
-        """Return all runs of the fake, oldest first."""
+        """Return all MLflow runs of the fake, oldest first."""
         return list(self.store.runs.values())
 
     def run_of(self, run_id: str) -> FakeRun:
@@ -408,7 +408,7 @@ class FakeMlflow:
         return found[0]
 
     def wait(self, condition: Callable[[FakeMlflow], bool], timeout_s: float = 30.0) -> None:
-        """Wait for a condition, which the fake checks after every request.
+        """Wait until a condition is true, and check the condition after every request.
 
         Args:
             condition: function that returns True to end the wait.
@@ -448,7 +448,7 @@ class FakeMlflow:
             if behaviour == "refuses":
                 return None
             if behaviour == "fails":
-                return _Reply(500, {"error_code": "INTERNAL_ERROR", "message": "the test selected the behaviour fails"})
+                return _Reply(500, {"error_code": "INTERNAL_ERROR", "message": "the test selected `fails`"})
             if behaviour == "forbids":
                 return _Reply(401, "You are not authenticated.")
             if behaviour == "foreign":
@@ -494,7 +494,7 @@ class FakeMlflow:
         server.shutdown()
         server.server_close()
         server.hang_up()
-        # The socket is bound but does not listen: the kernel refuses clients, and no other process gets the port.
+        # A bound socket that does not listen reserves the port while the kernel refuses clients.
         self._placeholder = socket.socket()
         self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._placeholder.bind(("127.0.0.1", self._port))
@@ -543,7 +543,7 @@ def _handler(fake: FakeMlflow) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = _HANG_S_MAX
-        # The server sends head and body in one packet. A second packet would wait 40 ms for an acknowledgement.
+        # Send head and body in one packet, because a second packet would wait 40 ms for an acknowledgement.
         wbufsize = -1
 
         def _any(self) -> None:

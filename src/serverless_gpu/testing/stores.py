@@ -1,11 +1,11 @@
-"""Conformance tests for environment stores, both of this package and of third parties.
+"""Conformance tests for built-in and third-party environment stores.
 
     class TestMine(StoreConformance):
         @pytest.fixture
         def store(self): return MyStore(...)
 
-The store of each test is new and empty. No test sleeps or depends on a store's clock. Units and packs are valid,
-because a store may inspect them.
+Each test starts with a new, empty store. The tests neither sleep nor depend on the store's clock. The tests store only
+valid units and packs, because a store may validate its objects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HOSTILE_KEYS = (
 
 
 def pack_key(data: bytes) -> str:
-    """Return the key of bytes that are stored as a pack."""
+    """Return the key under which a store keeps the given bytes as a pack."""
     return f"packs/{blake3(data).hexdigest()}"
 
 
@@ -54,10 +54,10 @@ def empty_unit(name: str) -> tuple[str, bytes]:
 
 
 class StoreConformance:
-    """Conformance tests for a store. The tests use the fixture `store`, an empty store."""
+    """Conformance tests for the store that the fixture `store` provides."""
 
     def test_what_was_put_can_be_got(self, store: Store) -> None:
-        """The store returns the same bytes, including empty content and large memoryviews."""
+        """The store returns exactly the stored bytes, including empty content and large memoryviews."""
         for data in (b"", b"\0", b"half\r\n\xff" * 1000, bytes(range(256)) * 40_000):
             store.put({pack_key(data): memoryview(data)})
             assert store.get(pack_key(data)) == data
@@ -70,7 +70,7 @@ class StoreConformance:
         assert key in str(_raised(lambda: store.get(key), KeyError))
 
     def test_ranges(self, store: Store) -> None:
-        """A range ends at the end of the object. A range beyond the end is empty."""
+        """A range read stops at the end of the object and is empty beyond the end."""
         data = bytes(range(256)) * 4
         key = pack_key(data)
         store.put({key: data})
@@ -87,14 +87,14 @@ class StoreConformance:
             assert _raised(partial(store.get, pack_key(b"x"), start, length), EnvironmentRejected)
 
     def test_putting_again_replaces(self, store: Store) -> None:
-        """The last content replaces earlier content, whether longer, shorter or equal."""
+        """A `put` replaces longer, shorter and equal content."""
         for data in (b"first", b"second, which is longer", b"3", b"3"):
             store.put({"gc/condemned": data})
             assert store.get("gc/condemned") == data
         assert [stored.size for stored in store.list("gc")] == [1]
 
     def test_many_are_put_at_once(self, store: Store) -> None:
-        """A single put accepts small and large objects, new and existing objects, and an empty mapping."""
+        """A single `put` accepts any mix of small, large, new and existing objects, and an empty mapping."""
         objects: dict[str, bytes | memoryview] = {pack_key(b"%d" % number): b"%d" % number for number in range(150)}
         objects |= {pack_key(data): memoryview(data) for data in (b"", bytes(range(256)) * 8_000)}
         objects |= dict([empty_unit("many")]) | {"gc/condemned": b"list"}
@@ -106,7 +106,7 @@ class StoreConformance:
         assert len(list(store.list("packs"))) == 152
 
     def test_present_answers_for_many_at_once(self, store: Store) -> None:
-        """The store reports exactly the existing keys, and no key for an empty query."""
+        """`present` returns exactly the existing keys, and no keys for an empty query."""
         there = [pack_key(b"%d" % number) for number in range(40)]
         for number, key in enumerate(there):
             store.put({key: b"%d" % number})
@@ -117,7 +117,7 @@ class StoreConformance:
         assert store.present([there[0].replace("packs", "units")]) == frozenset()
 
     def test_list_says_what_is_there(self, store: Store) -> None:
-        """A listing has each object of a kind once, with the object's size and time."""
+        """A listing contains each object of a kind once, with its size and time."""
         sizes = {pack_key(b"x" * size): size for size in range(30)}
         for key, size in sizes.items():
             store.put({key: b"x" * size})
@@ -133,7 +133,7 @@ class StoreConformance:
         assert [stored.key for stored in store.list("gc")] == ["gc/condemned"]
 
     def test_delete_is_idempotent(self, store: Store) -> None:
-        """Deleting an absent object is not an error."""
+        """Deleting a missing object raises no error."""
         keys = [pack_key(b"%d" % number) for number in range(20)]
         for number, key in enumerate(keys):
             store.put({key: b"%d" % number})
@@ -155,11 +155,11 @@ class StoreConformance:
                 lambda key=key: store.delete([key]),
                 lambda key=key: list(store.list(key)),
             ):
-                if key != "packs":  # Listing the kind "packs" is valid.
+                if key != "packs":  # The kind "packs" is a valid argument of `list`.
                     assert _raised(call, EnvironmentRejected), key
 
     def test_writers_of_one_key_at_once(self, store: Store) -> None:
-        """Readers get the complete content of one of the writers."""
+        """With concurrent writers, each reader gets the complete content of one writer."""
         versions = [bytes([number]) * (200_000 + number) for number in range(4)]
         store.put({"gc/condemned": versions[0]})
         seen: list[bytes] = []
@@ -179,12 +179,12 @@ class StoreConformance:
         assert store.get("gc/condemned") in versions
 
     def test_a_url_names_the_store(self, store: Store) -> None:
-        """The URL is the one that a user would enter, and contains no secret."""
+        """The store's URL has the form that users enter, without credentials."""
         assert "://" in store.url
         assert "@" not in store.url
 
     def test_free_bytes_is_a_number_or_unknown(self, store: Store) -> None:
-        """A store that does not know its free space returns None."""
+        """`free_bytes` returns None if the store does not know its free space."""
         free = store.free_bytes()
         assert free is None or free >= 0
 

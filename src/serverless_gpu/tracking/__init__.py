@@ -1,4 +1,4 @@
-"""Tracking of runs in MLflow: the interface (`base.py`), the REST client, and deliveries with retries.
+"""Tracks runs in MLflow: tracker interface (`base.py`), REST client, and deliveries with retries.
 
-The monitor of a node runs a delivery (`delivery.py`) for each attempt.
+A node's monitor process runs one delivery (`delivery.py`) per attempt.
 """

@@ -1,9 +1,9 @@
-"""The interface to experiment trackers.
+"""Defines the interface to experiment trackers.
 
     Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`), without the `mlflow` package
 
-Only one thread at a time may use a tracker. A call blocks only for a bounded time. After the exception `TrackerAway`,
-the caller may retry the call. After the exception `TrackerRefused`, a retry would fail again.
+Only one thread at a time may use a tracker. Each tracker call blocks for a bounded time. After `TrackerAway`, the
+caller may retry the call. After `TrackerRefused`, a retry would fail again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """The tracker is unavailable. If `is_doubtful` is True, the tracker may have executed the request."""
+    """The tracker is unavailable. With `is_doubtful`, it may have executed the request."""
 
     def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
         self.is_doubtful = is_doubtful
@@ -27,7 +27,7 @@ class TrackerAway(Exception):
 
 
 class TrackerRefused(Exception):
-    """The tracker refuses the request, and a retry would fail too. The message is the reason."""
+    """The tracker refuses the request for the reason in the message. A retry would fail again."""
 
 
 class Metric(NamedTuple):
@@ -40,29 +40,29 @@ class Metric(NamedTuple):
 
 
 class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A tracked run, as the tracker reports it."""
+    """A tracked run in the form that the tracker reports."""
 
     run_id: str  # MLflow's identifier of the run.
     experiment_id: str
     uri: str  # Address of the tracking server, without credentials.
-    url: str  # Web page of the run, for users.
-    artifacts: str = ""  # Location of the artifacts, as the tracker reports it.
-    # True if the user ended the run before the delivery began. Ranks that log to an ended run reopen the run.
+    url: str  # Address of the run's web page for users.
+    artifacts: str = ""  # Location of the artifacts according to the tracker.
+    # True if the user ended the run before the delivery began. Ranks that log to an ended tracked run reopen this run.
     had_ended: bool = False
 
 
 class Tracker(Protocol):
-    """A server that stores experiments and runs."""
+    """Interface to a server that stores experiments and runs."""
 
     def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
-        """Return the tracked run with this run's tag, or None.
+        """Return the tracked run whose tag names the run, or None.
 
-        Another node, or a process before a restart, may have created the tracked run.
+        Another node or an earlier process may have created the tracked run.
         """
         ...
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return a new tracked run, or the run that `tracking` continues."""
+        """Create a tracked run, or return the tracked run that `tracking` continues."""
         ...
 
     def log(
@@ -73,11 +73,11 @@ class Tracker(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags. Repeating a call changes nothing."""
+        """Add metric points, parameters and tags. Repeating a call changes nothing."""
         ...
 
     def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
-        """Return the current tags of the tracked run."""
+        """Return all current tags of the tracked run."""
         ...
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
@@ -85,11 +85,11 @@ class Tracker(Protocol):
         ...
 
     def resume(self, tracked: TrackerRun) -> None:
-        """Mark an ended run as running again, for another attempt."""
+        """Mark an ended tracked run as running again for another attempt."""
         ...
 
     def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
-        """Mark the run as ended."""
+        """Mark the tracked run as ended."""
         ...
 
     def close(self) -> None:
@@ -98,11 +98,11 @@ class Tracker(Protocol):
 
 
 def split_userinfo(uri: str) -> tuple[str, str]:
-    """Return an address without its credentials and trailing slash, and the credentials or ""."""
+    """Split an address into the address without trailing slash, and the credentials or ""."""
     try:
         parts = urlsplit(uri.strip())
     except ValueError:
         return "", ""
     userinfo, _, host = parts.netloc.rpartition("@")
-    # A server address needs no query or fragment, and these may contain a secret.
+    # Drop the query and the fragment of the address, because they may contain a secret.
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), userinfo

@@ -1,27 +1,27 @@
-"""Delivers one attempt on one node to MLflow, in a monitor thread that retries after failures.
+"""Delivers the data of one attempt on one node to MLflow, in a monitor thread with retries.
 
     begin or find ─▶ parameters ─▶ files ─▶ points, as they arrive ─▶ failures, tags, status ─▶ receipt ─▶ over
          │                                    ▲ logs/<node rank>.telemetry, from a cursor on
          └─▶ DeliveryListener.tracked        tracking-<node rank>.state: cursor and steps, for the next process
 
-The first node of an attempt creates the MLflow run, unless MLflow already has a run with the tag. An earlier attempt,
-an earlier process or an unanswered request may have created the run. All other nodes wait for the MLflow run. Repeating
-a step changes nothing in MLflow, so the delivery repeats uncertain steps. Only the last attempt sets the run's state.
-If a later attempt has begun, an earlier attempt only adds its points and files.
+The first node of an attempt creates the MLflow run, unless an earlier attempt or process has created a run with the
+same tag. All other nodes wait for the MLflow run. Repeating a delivery step changes nothing in MLflow, so the delivery
+repeats uncertain steps. Only the delivery of the last attempt sets the state of the MLflow run. Deliveries of earlier
+attempts add their points and files.
 
-While MLflow is unavailable, the delivery retries with backoff and sends one notice. The sample file is the buffer.
-Beyond 64 MB of unsent samples the delivery drops and counts the oldest points, with one notice. The delivery skips a
-refused item, such as an item for a deleted run. If MLflow has another value for a parameter, the delivery sends a tag
-instead. For 24 hours after the end of the attempt, the delivery drops nothing but points. If the delivery's process is
-killed, another process continues. No thread ever waits for the delivery.
+While MLflow is unavailable, the delivery retries with backoff and sends one notice. The file of telemetry samples
+serves as the buffer. If more than 64 MB of samples are unsent, the delivery drops the oldest points and sends a notice.
+The delivery skips data that MLflow refuses, for example data for a deleted run. If MLflow has another value for a
+parameter, the delivery sends a tag instead. The delivery gives up 24 hours after the end of the attempt. If the monitor
+process is killed, the next process continues the delivery. No other thread waits for the delivery.
 
-All delivered files are small, and their number is limited. The delivery sends spec.json, environment.json and _air.py
-early. After the attempt's end, the delivery sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The
-delivery sends receipt.json last. The delivery skips an unreadable file, cuts a long file, and replaces invalid UTF-8.
-The delivery never sends results, because results may contain any data.
+The delivery sends a limited number of small files. The delivery sends spec.json, environment.json and _air.py early.
+After the attempt's end, the delivery sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The
+delivery sends receipt.json as the last file. The delivery skips an unreadable file, cuts a long file, and replaces
+invalid UTF-8. The delivery never sends results, because results may contain any data.
 
-Failure cases: With a full disk, a deleted directory or an unreadable state file, the delivery continues in memory. A
-later process repeats the uncertain steps, which changes nothing in MLflow.
+Failure cases: With a full disk, a deleted directory or an unreadable state file, the delivery keeps its state in
+memory. The next process then repeats uncertain steps, which changes nothing in MLflow.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoint
 FILE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 64 << 10
 RANKS_MAX = 8
-"""Maximum number of failed ranks to report: the rank that caused the failure, then the lowest numbers."""
+"""Maximum number of failed ranks that a delivery reports."""
 
 _EARLY = ("spec.json", "environment.json", "_air.py")
 _guard = threading.Lock()
@@ -76,44 +76,44 @@ _BYTES_MAX = 1 << 20
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
-_FRESH_NS = 5 * 10**9  # Nanoseconds after the call during which a missing MLflow run is normal.
+_FRESH_NS = 5 * 10**9  # Nanoseconds after a call during which no earlier request can have created its MLflow run.
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
 
 class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt whose data the delivery sends."""
+    """Description of the attempt whose data the delivery sends."""
 
     run_id: str
     fence: int
     node_rank: int = 0  # The first node of the gang creates, describes and ends the MLflow run.
     num_nodes: int = 1
     spec: RunSpec
-    environment: str = ""  # Description of the ranks' environment, or "".
-    called_ns: int  # Time of the call in nanoseconds since 1970.
+    environment: str = ""  # Description of the ranks' Python environment, or "".
+    called_ns: int  # Time of the user's call in nanoseconds since 1970.
 
 
 class DeliveryListener(Protocol):
-    """Receives progress in the delivery's thread. The methods must not block."""
+    """Receives progress messages in the delivery's thread, in methods that must not block."""
 
     def tracked(self, tracked: TrackerRun) -> None:
-        """Receive the MLflow run, once per process, even if an earlier process created the MLflow run."""
+        """Receive the MLflow run, once per process."""
         ...
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Receive each new reason why no MLflow run exists.
-
-        `final` is True if the MLflow run will never exist.
-        """
+        """Receive a new reason for a missing MLflow run. `final` is True if the delivery has given up."""
         ...
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Receive a message for attached clients and, if `note`, for the run's receipt."""
+        """Receive a message for attached clients. With `note`, the run's receipt also contains the message."""
         ...
 
 
 class MlflowDelivery:
-    """Delivery of one attempt on one node. `run` needs its own thread, and closes the tracker."""
+    """Delivers the data of one attempt on one node to MLflow.
+
+    Call `run` in a separate thread. `run` closes the tracker at its end.
+    """
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class MlflowDelivery:
         clock: Clock | None = None,
     ) -> None:
         if job.spec.tracker is None:
-            raise ValueError(f"run {job.run_id} has no tracking")
+            raise ValueError(f"run {job.run_id} does not use MLflow tracking")
         self._directory = directory
         self._job = job
         self._tracking: Tracking = job.spec.tracker
@@ -159,11 +159,11 @@ class MlflowDelivery:
 
     @property
     def failures(self) -> int:
-        """Return the number of consecutive failures because MLflow was unavailable."""
+        """Return the number of consecutive requests that failed because MLflow was unavailable."""
         return self._failures
 
     def run(self) -> None:
-        """Deliver until all data was sent or dropped, or until `stop` is called."""
+        """Deliver data until the delivery is complete or another thread calls `stop`."""
         try:
             while not self._stopped and not self._memory.over:
                 seconds = self._turn()
@@ -176,24 +176,24 @@ class MlflowDelivery:
             self._tracker.close()
 
     def stop(self) -> None:
-        """Let `run` return after the current request. Another process may continue the delivery."""
+        """Stop `run` after the current request. The next process can continue the delivery."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def abandon(self, why: str) -> None:
-        """End the delivery permanently, after `run` has returned."""
+        """End the delivery permanently. Call this method only after `run` has returned."""
         self._memory.over = why
         self._save()
 
     def wake(self) -> None:
-        """Retry now, because MLflow may be available again or new samples exist."""
+        """Retry immediately, because MLflow may be available again or new samples exist."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def ending(self, state: State, reason: Reason, sentence: str = "") -> None:
-        """Record that the attempt has ended, so its directory has the final logs and failures."""
+        """Record the end of the attempt, after which its directory has the final logs and failures."""
         ending = AttemptEnding(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
         with self._changed:
             if self._memory.ending is None:
@@ -202,7 +202,7 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def settled(self) -> None:
-        """Record that the receipt exists or will never exist."""
+        """Record that the attempt's receipt exists or will never exist."""
         with self._changed:
             self._memory.is_settled = True
             self._woken = True
@@ -211,7 +211,7 @@ class MlflowDelivery:
     # --- private methods, in the delivery thread ------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """Run steps until all are done or MLflow is unavailable, and return the seconds to wait."""
+        """Run all possible delivery steps. Return the seconds until the next try."""
         try:
             while not self._stopped and not self._memory.over and self._step():
                 self._failures = 0
@@ -259,7 +259,7 @@ class MlflowDelivery:
         return True
 
     def _begun(self) -> TrackerRun:
-        """Return the MLflow run, and create it if it does not exist."""
+        """Find or create the MLflow run."""
         job, memory, shared = self._job, self._memory, self._together
         with shared.lock:
             now_ns = self._clock.wall_ns()
@@ -287,14 +287,14 @@ class MlflowDelivery:
             return
         with self._together.lock:
             if not self._has_later():
-                # The delivery sets the tag first, so that deliveries of earlier attempts do not end the run again.
+                # Set the attempt tag first, so that deliveries of earlier attempts do not end the MLflow run again.
                 tags = resumed_tags(self._tracking, self._job.run_id, self._job.fence)
                 self._refusable(lambda: self._tracker.log(self._known, tags=tags))
                 if not self._tracking.run_id and self._memory.ending is None:
                     self._tracker.resume(self._known)
 
     def _has_later(self) -> bool:
-        """Return True when a later attempt has begun. The later attempt then owns the MLflow run's state."""
+        """Return True if a later attempt has begun, which then sets the MLflow run's state."""
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
@@ -310,8 +310,8 @@ class MlflowDelivery:
         try:
             self._tracker.log(self._known, params=params)
         except TrackerRefused:
-            # MLflow refuses a whole request when one parameter has another value, from an earlier attempt or the user.
-            # The delivery therefore sends each parameter separately.
+            # Send each parameter separately, because MLflow refuses a whole request if one parameter already has
+            # another value.
             for key, value in params.items():
                 try:
                     self._tracker.log(self._known, params={key: value})
@@ -320,7 +320,7 @@ class MlflowDelivery:
         with self._together.lock:
             if not self._has_later():
                 tags = {ATTEMPT_TAG: str(self._job.fence), "sgpu.environment": self._job.environment}
-                if self._tracking.run_id:  # An MLflow run that the user created does not have these tags yet.
+                if self._tracking.run_id:  # An MLflow run that the user created has no serverless-gpu tags yet.
                     tags |= first_tags(self._tracking, self._job.run_id, self._job.fence, self._job.spec.tags)
                 self._log_tags(tags)
         self._memory.done.add("params")
@@ -341,7 +341,7 @@ class MlflowDelivery:
         return self._uploaded(failure_files(self._directory), "failures")
 
     def _uploaded(self, files: Iterable[tuple[str, bytes]], step: str) -> bool:
-        """Send the files that are not sent yet, then mark the step as done."""
+        """Send all unsent files of a step, and mark the step as done."""
         for name, data in files:
             if name not in self._memory.done:
                 self._upload(name, data)
@@ -351,8 +351,11 @@ class MlflowDelivery:
         return True
 
     def _upload(self, name: str, data: bytes) -> None:
-        """Send a file, or a tag with its text if MLflow refuses the file. Raises TrackerAway to retry."""
-        if self._suspicious.get(name):  # Raises TrackerAway if MLflow is unavailable for other requests, too.
+        """Send a file.
+
+        If MLflow refuses the file, send its text as a tag. Raises TrackerAway if the step must be retried.
+        """
+        if self._suspicious.get(name):  # Raises TrackerAway if MLflow does not answer other requests either.
             self._refusable(lambda: self._tracker.tags(self._known))
         try:
             self._tracker.upload(self._known, f"{self._folder}{name}", data)
@@ -403,7 +406,7 @@ class MlflowDelivery:
                     self._job.num_nodes > 1 and is_reported_elsewhere(ending.reason, self._tags())
                 ):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
-                    # If the user created the MLflow run, the user's code ends it.
+                    # An MLflow run that the user created is ended by the user's code.
                     if not self._tracking.run_id or self._known.had_ended:
                         at_ms = ending.at_ns // 1_000_000
                         self._refusable(lambda: self._tracker.end(self._known, status_of(ending.state), at_ms))
@@ -418,12 +421,12 @@ class MlflowDelivery:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
-            # The receipt may have the format of another version, which this process cannot read.
+            # A receipt from another version may have an unreadable format.
             with self._together.lock, contextlib.suppress(msgspec.MsgspecError):
                 receipt = from_json(data, Receipt)
                 if not self._has_later():
                     self._log_tags(receipt_tags(self._tracking, receipt, self._job.node_rank, self._job.num_nodes))
-                    if self._job.num_nodes > 1:  # The last node to finish can read the tags of all nodes.
+                    if self._job.num_nodes > 1:  # Only the last node to finish can read the tags of all nodes.
                         self._log_tags(gang_tags(self._tracking, self._tags(), self._job.num_nodes))
         self._memory.done.add("receipt")
         return True
@@ -460,7 +463,7 @@ class MlflowDelivery:
             self._refusable(lambda: self._tracker.log(self._known, tags=tags))
 
     def _refusable(self, act: Callable[[], object]) -> None:
-        """Try an optional action and ignore a refusal."""
+        """Execute an optional request, and ignore its refusal by MLflow."""
         with contextlib.suppress(TrackerRefused):
             act()
 
@@ -470,7 +473,7 @@ class MlflowDelivery:
         save_state(self._path, memory)
 
     def _is_away(self, error: TrackerAway) -> float:
-        """Record that MLflow is unavailable and return the seconds to wait."""
+        """Record that MLflow is unavailable, and return the seconds until the next try."""
         self._failures += 1
         self._memory.dropped += self._points.shorten()
         ending = self._memory.ending
@@ -488,7 +491,7 @@ class MlflowDelivery:
             if sentence != self._said_untracked:
                 self._said_untracked = sentence
                 self._listener.untracked(sentence, final=False)
-        elif self._failures > 1 and not self._said_away:  # After a single missing answer, the delivery sends no notice.
+        elif self._failures > 1 and not self._said_away:  # One failed request does not justify a notice to the user.
             self._said_away = True
             self._listener.said(
                 f"{sentence}; the node keeps system metrics on its disk until MLflow is available again", note=False
@@ -496,11 +499,11 @@ class MlflowDelivery:
 
 
 class _NotYet(TrackerAway):
-    """MLflow answers, but the MLflow run that the delivery waits for does not exist yet."""
+    """MLflow answers, but the expected MLflow run does not exist yet."""
 
 
 class SharedDeliveryState:
-    """State that all deliveries of a run share."""
+    """State that all deliveries of a run in one process share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -508,7 +511,7 @@ class SharedDeliveryState:
 
 
 def shared_delivery_state(run_id: str) -> SharedDeliveryState:
-    """Return the state that a run's deliveries share, kept while any of the deliveries exists."""
+    """Return the shared state of a run's deliveries."""
     with _guard:
         shared = _of_runs.get(run_id)
         if shared is None:
@@ -517,7 +520,7 @@ def shared_delivery_state(run_id: str) -> SharedDeliveryState:
 
 
 class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an attempt, with its time in nanoseconds since 1970."""
+    """The state, reason and time (nanoseconds since 1970) of an attempt's end."""
 
     state: State
     reason: Reason
@@ -528,15 +531,15 @@ class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
 class DeliveryState(msgspec.Struct, kw_only=True):
     """The persistent state of one delivery."""
 
-    tracked: TrackerRun | None = None  # None until the MLflow run is known.
-    asked_ns: int = 0  # Time of the last unanswered request to create the run, in nanoseconds since 1970, or 0.
-    offset: int = 0  # Offset in the sample file. All data before the offset is sent or dropped.
-    sent_ns: int = 0  # Time of the last sent sample. Samples after `offset` with an earlier time were also sent.
-    dropped: int = 0  # points
-    done: set[str] = msgspec.field(default_factory=set)  # steps
-    ending: AttemptEnding | None = None  # The end of the attempt; None while it runs.
-    is_settled: bool = False  # True when the receipt exists or will never exist.
-    over: str = ""  # Reason why the delivery has ended, or "" while it continues.
+    tracked: TrackerRun | None = None  # MLflow run of the delivery, or None before the first answer.
+    asked_ns: int = 0  # Time of the last unanswered request to create the MLflow run, in nanoseconds since 1970, or 0.
+    offset: int = 0  # Offset in the sample file up to which the delivery has sent or dropped all samples.
+    sent_ns: int = 0  # Time of the last sent sample. MLflow also contains all samples before this time.
+    dropped: int = 0  # Number of dropped metric points.
+    done: set[str] = msgspec.field(default_factory=set)  # Names of completed steps.
+    ending: AttemptEnding | None = None  # End of the attempt, or None while the attempt runs.
+    is_settled: bool = False  # True if the attempt's receipt exists or will never exist.
+    over: str = ""  # Reason for the end of the delivery, or "" while the delivery continues.
 
 
 def state_path(directory: Path, node_rank: int) -> Path:
@@ -545,14 +548,14 @@ def state_path(directory: Path, node_rank: int) -> Path:
 
 
 def load_state(path: Path) -> DeliveryState:
-    """Return the stored state, or an empty state if the file is absent or unreadable."""
+    """Return the stored state of a delivery, or an empty state without a readable file."""
     with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
         return from_json(file.read(_BYTES_MAX), DeliveryState)
     return DeliveryState()
 
 
 def save_state(path: Path, memory: DeliveryState) -> None:
-    """Write the state. A full disk or a missing directory does not end the delivery."""
+    """Store the state of a delivery, and ignore a full disk or a missing directory."""
     temporary = path.with_name(path.name + ".tmp")
     with contextlib.suppress(OSError):
         temporary.write_bytes(msgspec.json.encode(memory))
@@ -563,14 +566,14 @@ def save_state(path: Path, memory: DeliveryState) -> None:
 
 
 def early_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths of the files that exist from the beginning of an attempt."""
+    """Yield the names and paths of files that exist from the beginning of an attempt."""
     for name in _EARLY:
         if (directory / name).exists():
             yield name, directory / name
 
 
 def failure_files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the failed ranks' files."""
+    """Yield the names and contents of files about failed ranks."""
     for rank in _failed(directory):
         text = _failure_text(directory, rank)
         if text:
@@ -579,7 +582,7 @@ def failure_files(directory: Path) -> Iterator[tuple[str, bytes]]:
             tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
             if tail:
                 yield f"logs/{rank}.{stream}.txt", tail
-    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # The newest file contains the most stacks.
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # The newest hang report contains the most stacks.
         yield "failures/hang.txt", _head(path)
 
 
@@ -598,7 +601,7 @@ class _Record(msgspec.Struct):
 
 
 def _failed(directory: Path) -> list[int]:
-    """Return failed ranks: the causing rank first, then by number, up to `RANKS_MAX`."""
+    """Return at most `RANKS_MAX` failed ranks, beginning with the rank that caused the failure."""
     ranks: set[int] = set()
     with contextlib.suppress(OSError):
         for path in (directory / "failures").iterdir():
@@ -635,6 +638,6 @@ def _tail(path: Path, limit: int) -> bytes:
         size = file.seek(0, 2)
         file.seek(max(0, size - limit))
         data = file.read(limit)
-        # The result starts with a complete line.
+        # Drop the incomplete first line of the tail.
         return data if size <= limit else data.partition(b"\n")[2] or data
     return b""

@@ -1,15 +1,16 @@
-"""Converts a growing file of samples to points of MLflow's series, in order and in bounded memory.
+"""Converts a growing file of telemetry samples to MLflow metric points in bounded memory.
 
     logs/<node rank>.telemetry ─▶ Samples ─▶ window (10 s, later more) ─▶ merged ─▶ series ─▶ points of one request
     header, sample, sample, …       ▲                                                  │ sent(): the cursor moves
                                     └────────── SampleCursor, for the next process ◀───┘
 
-The file is the buffer, so MLflow may be unavailable for any time. `next` returns the same points until the caller calls
-`sent`. The times of the samples delimit windows, so that a restarted process creates the same windows.
+The sample file serves as the buffer while MLflow is unavailable. `MetricPoints.next` returns the same points until the
+caller calls `sent`. The sample times delimit the averaging windows, so that a restarted process creates the same
+windows.
 
-Failure cases: A missing file has no samples. The reader waits until an incomplete line is complete, and skips the line
-if the writer was killed. A reader that starts at a later offset finds the header for that offset. If the wall clock
-moves back, the window ends.
+Failure cases: The reader treats a missing file as empty. The reader waits for the rest of an incomplete line, or skips
+the line if the writer was killed. A reader that starts in the middle of the file finds the last header before its
+offset. If the wall clock moves back, the reader closes the current window.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ _EARLY_NS = SECOND_NS // 2  # Tolerance in nanoseconds for the sampler's inexact
 
 
 class SampleCursor(NamedTuple):
-    """Position up to which a file was sent. Samples after `offset` and after `sent_ns` are unsent."""
+    """Position of a delivery in a sample file. Samples after `offset` and after `sent_ns` are unsent."""
 
     offset: int = 0
     sent_ns: int = 0
 
 
 def telemetry_path(directory: Path, node_rank: int) -> Path:
-    """Return the path of the file with an attempt's samples on a node."""
+    """Return the path of an attempt's sample file on a node."""
     return directory / "logs" / f"{node_rank}.telemetry"
 
 
 class MetricPoints:
-    """The points of one sample file, which may not exist yet. Not safe for several threads.
+    """Produces the metric points of one sample file, which may not exist yet. Not thread-safe.
 
-    The points of all `num_nodes` nodes together stay below a run's limit. When the backlog exceeds `backlog_bytes_max`
-    bytes, the oldest points are dropped.
+    All `num_nodes` nodes together stay below the limit of points per run. `shorten` drops the oldest points if the
+    backlog exceeds `backlog_bytes_max` bytes.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class MetricPoints:
         self._samples = SampleReader(path, cursor.offset)
         self._num_nodes = num_nodes
         self._backlog_bytes_max = backlog_bytes_max
-        self._known_ns = cursor.sent_ns  # An earlier process has sent the rows up to this time.
-        self._last_ns = cursor.sent_ns  # End time of the last window.
+        self._known_ns = cursor.sent_ns  # Time up to which an earlier process has sent the rows.
+        self._last_ns = cursor.sent_ns  # End time of the last closed window.
         self._cursor = cursor
         self._rows: deque[_Row] = deque()
         self._window: list[_Row] = []
@@ -67,13 +68,13 @@ class MetricPoints:
 
     @property
     def cursor(self) -> SampleCursor:
-        """Return the position up to which the file was sent."""
+        """Return the position up to which the points of the file are sent."""
         return self._cursor
 
     def next(self, *, ended: bool) -> Sequence[Metric]:
-        """Return the points of one request, unchanged until `sent`.
+        """Return the points for the next request. Return the same points until the caller calls `sent`.
 
-        With `ended`, the last window may be incomplete.
+        With `ended`, the points include the last, possibly incomplete window.
         """
         if self._batch:
             return self._batch
@@ -87,18 +88,18 @@ class MetricPoints:
             before = len(self._batch)
             self._add(row)
             wide = len(self._batch) - before
-            room = room - wide if room - wide >= wide else 0  # The next row needs the same number of points.
+            room = room - wide if room - wide >= wide else 0  # The next row will need the same number of points.
         return self._batch
 
     def sent(self) -> None:
-        """Record that the points from `next` were sent or dropped."""
+        """Record that the caller has sent or dropped the points from `next`."""
         self._batch = []
         waiting = self._window or self._rows
         offset = waiting[0].offset if waiting else self._samples.offset
         self._cursor = SampleCursor(offset, self._last_ns)
 
     def shorten(self) -> int:
-        """Drop the oldest points while the backlog is too large, and return the number of dropped points."""
+        """Drop the oldest points of a too large backlog, and return the number of dropped points."""
         dropped = 0
         while self._samples.backlog + self._samples.offset - self._cursor.offset > self._backlog_bytes_max:
             batch = self.next(ended=False)
@@ -122,7 +123,7 @@ class MetricPoints:
         return self._rows.popleft()
 
     def _add(self, row: _Row) -> None:
-        """Add a row to the window, and close the window at the end of its interval."""
+        """Add a row to the current window, and close the window at the end of its interval."""
         if self._window and self._window[-1].header != row.header:
             self._close()
         self._window.append(row)
@@ -156,7 +157,7 @@ class _Row(NamedTuple):
 
 
 class SampleReader:
-    """Reads one sample file, starting at an earlier reader's offset."""
+    """Reads one sample file from the offset of an earlier reader."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -165,19 +166,19 @@ class SampleReader:
 
     @property
     def offset(self) -> int:
-        """Return the offset of the next read."""
+        """Return the file offset of the next read."""
         return self._offset
 
     @property
     def backlog(self) -> int:
-        """Return the number of unread bytes."""
+        """Return the number of unread bytes in the sample file."""
         try:
             return max(0, os.stat(self._path).st_size - self._offset)
         except OSError:
             return 0
 
     def read(self, limit: int = _READ_BYTES) -> list[tuple[Header, Sample]]:
-        """Return the next samples with their headers, from at most `limit` bytes, without longer lines."""
+        """Return the next samples with their headers, from at most `limit` bytes. Skip lines above the limit."""
         data = _bytes(self._path, self._offset, limit)
         lines, used = decode(data)
         self._offset += used if used or len(data) < limit else len(data)
@@ -194,7 +195,7 @@ class SampleReader:
 
 
 def _header_before(path: Path, offset: int) -> Header | None:
-    """Return the last header before an offset."""
+    """Return the last header line before an offset."""
     found: Header | None = None
     at = 0
     while at < offset:

@@ -1,31 +1,30 @@
-"""Client of MLflow's REST interface.
+"""Implements a client for MLflow's REST API.
 
-The client never imports `mlflow`, so any version of the package may be installed, or none.
+The client does not import `mlflow`, so users may install any version of the package.
 
     begin, find   experiments/get-by-name, experiments/create, runs/search, runs/create, runs/get
     log           runs/log-batch, at most 1000 points, 100 parameters or 100 tags at once
     upload        PUT mlflow-artifacts/artifacts/…, if the server stores files itself
     resume, end   runs/update
 
-The tag `sgpu.run_id` identifies the MLflow run. Another node, a restarted process or a retry therefore does not create
-a second run. If two processes create an experiment at the same time, the second process looks up the experiment again.
-The client refuses a deleted experiment. The client refuses `upload` if the server's files are in a bucket or in a local
-directory.
+The tag `sgpu.run_id` identifies the MLflow run, so that a retry or another node does not create a second run. If two
+processes create an experiment at the same time, the second process looks up the experiment again. The client refuses a
+deleted experiment. The client refuses `upload` if the server's files are in a bucket or in a local directory.
 
     RestClient.call, put ─▶ one request, at most 2 s (10 s for slow operations) ─▶ answer, at most 1 MiB
                                                                                  ├▶ TrackerAway: retry later
                                                                                  └▶ TrackerRefused: final
 
-Failure cases: A refused connection, a timeout, and the statuses 408, 425, 429 and 5xx except 501 mean that MLflow is
-unavailable. An error from MLflow about the request is a refusal. For any other error, the result depends on earlier
-answers of the server. If the server never answered like MLflow, the client refuses at once, with a hint. Common causes
-are a wrong address, a login page, a wrong password or an untrusted certificate. A server that answered before is
-probably under maintenance and counts as unavailable. The client aborts a request after twice its timeout. Reading the
-headers, of at most 100 kB, may take longer.
+Failure cases: After a refused connection, a timeout, or a status of 408, 425, 429 or 5xx except 501, MLflow counts as
+unavailable. An error message from MLflow about the request is a refusal. The result of any other error depends on the
+server's earlier answers. If the server has never answered like MLflow, the client raises `TrackerRefused` with a hint.
+Common causes of such answers are a wrong address, a login page, a wrong password or an untrusted certificate. A server
+that has answered like MLflow before is probably under maintenance and counts as unavailable. The client aborts a
+request after twice its timeout, except while reading the headers.
 
-Credentials come from the caller's variables, in MLflow's format. The client sends credentials only to the server that
-these variables name. The client follows no redirects. Error messages contain neither credentials nor a server's control
-characters.
+The client reads credentials from the caller's MLflow environment variables. The client sends credentials only to the
+server that these variables name. The client follows no redirects. Error messages contain neither credentials nor a
+server's control characters.
 """
 
 from __future__ import annotations
@@ -115,15 +114,15 @@ class _Runs(msgspec.Struct):
 
 
 class _Nothing(msgspec.Struct):
-    """An answer whose content is ignored."""
+    """An answer whose content the client ignores."""
 
 
 class MlflowTracker:
-    """An MLflow server, for one thread at a time.
+    """Tracks runs on an MLflow server. Only one thread at a time may use a tracker.
 
     `address` is the URI of the server, with optional user and password. `address` can also be a function that returns
-    the URI, or raises `TrackerAway` while the URI is unknown. `environ` has the caller's MLflow variables. `environ` is
-    empty for a server that the caller did not choose.
+    the URI, or raises `TrackerAway` while the URI is unknown. `environ` contains the caller's MLflow environment
+    variables. For a server that the caller did not choose, `environ` is empty.
     """
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
@@ -131,7 +130,7 @@ class MlflowTracker:
         self._experiments: dict[str, str] = {}
 
     def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
-        """Return the first MLflow run with this run's tag, or None."""
+        """Return the first MLflow run whose tag names the run, or None."""
         if tracking.run_id:
             return self._continued(tracking.run_id)
         experiment_id = self._experiment(tracking, make=False)
@@ -149,9 +148,9 @@ class MlflowTracker:
         return min((self._tracked(run.info) for run in found), key=lambda tracked: tracked.run_id, default=None)
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the MLflow run: a new run, or the continued run, which keeps its name and parent.
+        """Create an MLflow run, or return the continued MLflow run with its name and parent unchanged.
 
-        When TrackerAway is doubtful, MLflow may have created the run.
+        If the error `TrackerAway` is doubtful, MLflow may have created the run.
         """
         if tracking.run_id:
             tracked = self._continued(tracking.run_id)
@@ -160,7 +159,7 @@ class MlflowTracker:
         try:
             experiment_id = self._experiment(tracking, make=True)
         except TrackerAway as error:
-            raise TrackerAway(str(error)) from None  # The client has not requested a run yet.
+            raise TrackerAway(str(error)) from None  # MLflow has not received the request to create a run yet.
         body = {
             "experiment_id": experiment_id,
             "start_time": at_ms,
@@ -170,7 +169,7 @@ class MlflowTracker:
         try:
             made = self._rest.call("POST", "mlflow/runs/create", body, answer=_RunAnswer, timeout_s=LONG_TIMEOUT_S)
         except MlflowNotFound as error:
-            self._experiments.clear()  # Another client permanently deleted the experiment before this request.
+            self._experiments.clear()  # Another client has permanently deleted the experiment since its lookup.
             raise _named(error, EXPERIMENT_VARIABLE if tracking.experiment_id else "") from None
         return self._tracked(made.run.info)
 
@@ -182,10 +181,10 @@ class MlflowTracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags. Repeating a call changes nothing.
+        """Add metric points, parameters and tags. Repeating a call changes nothing.
 
-        After TrackerAway, MLflow may have stored some items. After TrackerRefused, MLflow has stored no item of the
-        refused request.
+        After `TrackerAway`, MLflow may have stored a part of the data. After `TrackerRefused`, MLflow has stored no
+        data of the refused request.
         """
         for points in _batches(metrics, METRICS_MAX):
             rows = [{"key": at.key, "value": at.value, "timestamp": at.at_ms, "step": at.step} for at in points]
@@ -195,23 +194,26 @@ class MlflowTracker:
                 self._batch(tracked, name, [{"key": key, "value": value} for key, value in batch])
 
     def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
-        """Return the run's current tags."""
+        """Return the current tags of an MLflow run."""
         run = self._get(tracked.run_id)
         return {tag.key: tag.value for tag in run.data.tags}
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
-        """Add or replace an artifact at the relative path `name`. Raises TrackerRefused without access."""
+        """Add or replace an artifact at the relative path `name`.
+
+        Raises TrackerRefused if the client cannot access the artifact store.
+        """
         root = _proxied(tracked.artifacts, tracked.uri)
         if root is None:
             raise TrackerRefused(f"MLflow at {tracked.uri} accepts no files for {tracked.artifacts or 'this run'}")
         self._rest.put(f"{_ARTIFACTS}/{quote(root.strip('/'))}/{quote(name)}", data)
 
     def resume(self, tracked: TrackerRun) -> None:
-        """Mark the run as running again."""
+        """Mark the MLflow run as running again."""
         self._update(tracked, {"status": "RUNNING"})
 
     def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
-        """Mark the run as ended."""
+        """Mark the MLflow run as ended."""
         self._update(tracked, {"status": status, "end_time": at_ms})
 
     def close(self) -> None:
@@ -221,7 +223,7 @@ class MlflowTracker:
     # --- private methods --------------------------------------------------------------------------------------------
 
     def _experiment(self, tracking: Tracking, *, make: bool) -> str | None:
-        """Return the experiment's identifier, or None when it does not exist and `make` is False."""
+        """Return the experiment's identifier. With `make`, create a missing experiment."""
         name = tracking.experiment
         if tracking.experiment_id or not name:
             return tracking.experiment_id or "0"  # Identifier of MLflow's default experiment.
@@ -234,7 +236,7 @@ class MlflowTracker:
                     "POST", "mlflow/experiments/create", {"name": name}, answer=_Created, timeout_s=LONG_TIMEOUT_S
                 )
                 experiment_id = made.experiment_id
-            except MlflowExists:  # Another process created the experiment first.
+            except MlflowExists:  # Another process has created the experiment since the lookup.
                 experiment_id = self._looked_up(name)
         if experiment_id is not None:
             self._experiments = {name: experiment_id}
@@ -275,7 +277,7 @@ class MlflowTracker:
 
     def _tracked(self, info: _Info) -> TrackerRun:
         uri = self._rest.uri
-        # Ranks receive the identifiers as environment variables.
+        # Ranks receive the MLflow identifiers as environment variables.
         if not (_is_id(info.run_id) and _is_id(info.experiment_id)):
             raise TrackerRefused(f"MLflow at {uri} returned invalid identifiers")
         return TrackerRun(
@@ -289,12 +291,12 @@ class MlflowTracker:
 
 
 def _named(error: TrackerRefused, variable: str) -> TrackerRefused:
-    """Return a refusal that names the caller's variable and its unknown value."""
+    """Add the name of the caller's variable to the message of a refusal."""
     return type(error)(f"{error} ({variable} names it)") if variable else error
 
 
 def _proxied(artifacts: str, uri: str) -> str | None:
-    """Return the path below the server's own file store, or None if another store has the files."""
+    """Return the artifact path on the MLflow server, or None if the server does not store the artifacts."""
     parts, server = urlsplit(artifacts), urlsplit(uri)
     if parts.scheme == "mlflow-artifacts" and parts.netloc in ("", server.netloc):
         return parts.path
@@ -318,18 +320,18 @@ def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 class MlflowProblem(msgspec.Struct):
-    """JSON body of an error answer from MLflow."""
+    """The JSON body of an error answer from MLflow."""
 
     error_code: str | int
     message: str = ""
 
 
 class MlflowNotFound(TrackerRefused):
-    """MLflow has no object with the requested name or identifier."""
+    """MLflow has no experiment or run with the requested name or identifier."""
 
 
 class MlflowExists(TrackerRefused):
-    """MLflow already has an object with this name."""
+    """MLflow already has an experiment with the requested name."""
 
 
 class _Answer(NamedTuple):
@@ -339,7 +341,7 @@ class _Answer(NamedTuple):
 
 
 class RestClient:
-    """An HTTP client of one server, for one thread at a time. `MlflowTracker` explains the arguments."""
+    """An HTTP client of one MLflow server. Not thread-safe. `MlflowTracker` explains the arguments."""
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
         self._address = address
@@ -360,7 +362,7 @@ class RestClient:
         query: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> T:
-        """Send a JSON request to a path below ``/api/2.0/`` and return the answer within `timeout_s`."""
+        """Send a JSON request to a path below ``/api/2.0/``, and return the answer within `timeout_s` seconds."""
         content = b"" if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         found = self._send(method, path, content, headers, query or {}, timeout_s)
@@ -404,7 +406,7 @@ class RestClient:
             )
             found = self._received(client, request, timeout_s)
         except _UNSENDABLE as error:
-            # The message omits the invalid part, which may be a credential.
+            # The error message omits the invalid part, which may be a credential.
             kind = type(error).__name__
             why = f"the address, the credentials or the proxy have invalid characters or parts ({kind})"
             if isinstance(error, ImportError):
@@ -413,7 +415,7 @@ class RestClient:
         except httpx2.TransportError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._strange(
-                    "the server's certificate is not trusted; set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with "
+                    "the server's certificate is not trusted. Set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with "
                     "its authority"
                 ) from None
             raise TrackerAway(
@@ -425,13 +427,13 @@ class RestClient:
         return found
 
     def _received(self, client: httpx2.Client, request: httpx2.Request, timeout_s: float) -> _Answer:
-        """Return the answer, read in bounded time and memory."""
+        """Read an answer in bounded time and memory."""
         deadline_ns = self._clock.boottime_ns() + round(2 * timeout_s * 1e9)
         parts: list[bytes] = []
         size = 0
         response = client.send(request, stream=True)
         try:
-            # Read without a chunk size, because each read with a size would wait for a full chunk.
+            # Read without a chunk size, because a read with a chunk size would wait for a full chunk.
             for part in response.iter_raw():
                 parts.append(part)
                 size += len(part)
@@ -463,7 +465,7 @@ class RestClient:
             verify=_trust(uri, environ),
             proxy=proxy_for(uri, self._environ),
             follow_redirects=False,
-            trust_env=False,  # The caller's variables apply, not the variables of this process.
+            trust_env=False,  # Use the caller's variables, not the variables of the monitor process.
             limits=httpx2.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=30.0),
         )
         return self._client
@@ -490,17 +492,14 @@ class RestClient:
         return kinds.get(str(problem.error_code), TrackerRefused)(f"MLflow at {self.uri} answers {said}")
 
     def _strange(self, what: str) -> Exception:
-        """Return the exception for an answer that does not come from MLflow.
-
-        The exception is final unless the server has answered like MLflow before.
-        """
+        """Return the exception for an answer in a format other than MLflow's."""
         if self._known:
             return TrackerAway(f"MLflow at {self.uri} does not answer like MLflow: {what}")
         return TrackerRefused(f"MLflow at {self.uri} cannot be used: {what}")
 
 
 def make_ready() -> None:
-    """Import the modules of the first request (100 ms), for a process whose first request must be fast."""
+    """Import the modules that the first request needs (100 ms), so that the first request is fast."""
     httpx2.Client(verify=False, trust_env=False).close()
 
 
@@ -520,7 +519,7 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
     for plugin in ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"):
         if environ.get(plugin, "").lower() not in ("", "0", "false"):
             raise TrackerRefused(
-                f"{plugin} needs an MLflow plugin, which serverless-gpu cannot load; only your own programs can"
+                f"{plugin} needs an MLflow plugin, which serverless-gpu cannot load. Use an http or https address"
             )
     if name and password:
         headers["Authorization"] = "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
@@ -532,7 +531,7 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
 
 
 def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
-    """Return the TLS context for the server's certificate (takes 20 ms), or False for plain HTTP."""
+    """Return the TLS context that verifies the server's certificate, or False to skip the verification."""
     if not uri.startswith("https://"):
         return False
     bundle = next((environ[name] for name in _BUNDLES if environ.get(name)), None)
@@ -553,7 +552,7 @@ def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
 
 
 def proxy_for(uri: str, environ: Mapping[str, str]) -> str | None:
-    """Return the caller's proxy for an address, or None."""
+    """Return the proxy that the caller's variables set for an address, or None."""
 
     def variable(name: str) -> str:
         return environ.get(name) or environ.get(name.upper(), "")
@@ -579,6 +578,6 @@ def _why(error: httpx2.TransportError, timeout_s: float) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return the start of an untrusted text, on one line and without control characters."""
+    """Return the beginning of an untrusted text on one line, without control characters."""
     printable = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(printable.split())[:_TEXT_CHARACTERS_MAX]

@@ -1,4 +1,4 @@
-"""Access bodies: users, teams, services and their tokens, secrets, usage policies, the audit log.
+"""Defines bodies for users, teams, services, tokens, secrets, usage policies and the audit log.
 
     GET    /whoami                                         → PrincipalView
     GET    /users                                          → PrincipalList
@@ -26,10 +26,9 @@
 
     GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
 
-Services are users of kind "service". No route returns a secret's value. The server sends a secret's value only to the
-attempt's node, in the order that starts the attempt (`wire/agents.py`). `after` is the number of the last audit entry
-that the reader has. Within about a second after the answer to a request, the server adds the audit entry to the hash
-chain (`model/audit_chain.py`).
+A service is a principal of kind "service". No route returns a secret's value. The server sends a secret's value only to
+the node of an attempt, in the start order (`wire/agents.py`). The parameter `after` is the number of the reader's last
+audit entry. The server adds each audit entry to the hash chain (`model/audit_chain.py`) within about a second.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class PrincipalList(Answer, frozen=True, kw_only=True):
 
 
 class PrincipalRequest(Request, frozen=True, kw_only=True):
-    """Create a user or a service. The answer contains the first token of the new principal."""
+    """Create a user or a service. The server answers with the principal's first token."""
 
     name: str
     kind: Kind = "user"
@@ -75,7 +74,9 @@ class PrincipalRequest(Request, frozen=True, kw_only=True):
 
 
 class PrincipalChange(Request, frozen=True, kw_only=True):
-    """Change a user or a service. A field with None does not change. Disabling revokes all tokens.
+    """Change a user or a service.
+
+    A field with None keeps its value. If the request disables a principal, the server revokes all its tokens.
 
     Attributes:
         runs: action for the runs of a disabled principal. "finish" lets the runs finish, and "stop" requests their
@@ -100,7 +101,7 @@ class TeamChange(Request, frozen=True, kw_only=True):
 
 
 class TeamView(Answer, frozen=True, kw_only=True):
-    """A team, its members, and the time zone of its budgets."""
+    """A team with its members and the time zone of its budgets."""
 
     name: str
     members: tuple[str, ...]
@@ -114,7 +115,7 @@ class TeamList(Answer, frozen=True, kw_only=True):
 
 
 class TokenRequest(Request, frozen=True, kw_only=True):
-    """Create a token for the caller, or for `principal` with the permission to do so.
+    """Create a token for the caller, or for another principal if the caller has the permission.
 
     Attributes:
         scopes: permitted operations, within the permissions of the owner. An empty tuple permits all operations of the
@@ -142,7 +143,7 @@ class TokenView(Answer, frozen=True, kw_only=True):
 
 
 class TokenMade(Answer, frozen=True, kw_only=True):
-    """A new token. The server returns the secret only in this answer."""
+    """A new token with its secret, which the server never returns again."""
 
     token: TokenView
     secret: str
@@ -166,7 +167,7 @@ class SecretRequest(Request, frozen=True, kw_only=True):
     team: str = ""
 
     def __repr__(self) -> str:
-        """Return the text without the value, because logs may store printed objects."""
+        """Omit the secret's value, because logs may store printed objects."""
         return f"SecretRequest(team={self.team!r})"
 
 
@@ -196,7 +197,7 @@ class SecretList(Answer, frozen=True, kw_only=True):
 
 
 class SecretValue(Answer, frozen=True, kw_only=True):
-    """A secret that the server sends to the node of an attempt.
+    """A secret with its value, which the server sends to the node of an attempt.
 
     Attributes:
         text: name and version for display, such as ``HF_TOKEN@3``.
@@ -211,7 +212,7 @@ class SecretValue(Answer, frozen=True, kw_only=True):
     variable: str = ""
 
     def __repr__(self) -> str:
-        """Return the text without the value, because logs may store printed objects."""
+        """Omit the secret's value, because logs may store printed objects."""
         return f"SecretValue({self.text})"
 
 
@@ -252,7 +253,7 @@ class PolicyList(Answer, frozen=True, kw_only=True):
 
 
 class PolicyRequest(UsagePolicy, Request, frozen=True, kw_only=True):
-    """Create or replace a usage policy. The body has the fields of `model.policy.UsagePolicy`."""
+    """Create or replace a usage policy."""
 
 
 def policy_of(said: PolicyRequest | PolicyView) -> UsagePolicy:

@@ -1,4 +1,4 @@
-"""Defines bodies between agents and the server: joining, orders, and reports about attempts.
+"""Defines bodies between agents and the server for joining, orders, and reports about attempts.
 
 The agent opens all connections between a node and the server. A node accepts connections only during the rendezvous of
 a gang on several nodes (`node/supervisor/rendezvous.py`).
@@ -12,17 +12,17 @@ a gang on several nodes (`node/supervisor/rendezvous.py`).
     PUT  /blobs/{digest}, POST /blobs/missing        as for users (`blobs.py`)
 
 An agent's token is valid for one node, with one name and one home directory. A join creates a token for its node
-(`wire/nodes.py`). If a hello uses another token, the server refuses the hello (NotAllowed) until an administrator
-approves the node.
+(`wire/nodes.py`). If a token belongs to another node, the server refuses the hello message (NotAllowed) until an
+administrator approves the node.
 
-The server may send an order again until the node acknowledges the order. The node executes each order only once per
-gang. The node acknowledges `Start` after the attempt's directory durably records the start.
+The server may repeat an order until the node acknowledges the order. The node executes a repeated order only once. The
+node acknowledges `Start` after it has durably recorded the start in the attempt directory.
 
-A report uses the attempt's own token. If the attempt has several nodes, each node reports about its own ranks. The
-server applies a report completely or not at all, and accepts repeated reports. The server identifies pieces of logs by
-their offset, and facts and files by their name. A repeated report cannot restore an earlier state of the attempt. With
-`stale` in an answer, the server states that the attempt has ended. The node must then stop the attempt and send no more
-reports.
+The node sends each report with the token of the attempt. In an attempt on several nodes, each node reports about its
+own ranks. The server applies a report completely or not at all. The server identifies log pieces by their offset, and
+facts and files by their name. A node can therefore repeat a report, which never restores an earlier state of the
+attempt. An answer with `stale` states that the attempt has ended. The node must then stop the attempt's processes and
+send no more reports.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.base import Answer, Json, Request
 
 CLOCK_OFF_S = 0.5
-"""Minimum reported clock difference in seconds, after subtraction of the measurement error."""
+"""Minimum clock difference in seconds that the server reports."""
 
 
 class AttemptSeen(Request, frozen=True, kw_only=True):
-    """An attempt that is running on a node, or whose results the server has not accepted yet."""
+    """A running attempt on a node, or an ended attempt whose results the server has not accepted yet."""
 
     run_id: str
     fence: int
@@ -58,7 +58,7 @@ class AttemptSeen(Request, frozen=True, kw_only=True):
 
 
 class AgentHello(Request, frozen=True, kw_only=True):
-    """The first message of a node to the server, which describes the node.
+    """The first message from a node to the server, with a description of the node.
 
     Attributes:
         name: display name, by default the host name.
@@ -107,7 +107,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
-    """The server's answer to a hello: the node's identifier, and the interval of its heartbeats.
+    """The server's answer to a hello message, with the node's identifier and heartbeat interval.
 
     Attributes:
         stale: gangs (`run:fence`) from the hello that the server considers ended. The node must stop these gangs and
@@ -123,7 +123,7 @@ class AgentWelcome(Answer, frozen=True, kw_only=True):
 
 
 class ClockReading(Request, frozen=True, kw_only=True):
-    """The difference between the clocks of a node and its server, as the node measured it.
+    """The clock difference between a node and its server, according to the node's measurement.
 
     Attributes:
         ahead_ns: wall clock of the node minus wall clock of the server, in nanoseconds.
@@ -135,12 +135,12 @@ class ClockReading(Request, frozen=True, kw_only=True):
 
 
 def is_off(clock: ClockReading | None) -> bool:
-    """Return True if a node's clock is wrong by more than `CLOCK_OFF_S`, despite the measurement error."""
+    """Return True if a node's clock error exceeds `CLOCK_OFF_S` plus the measurement error."""
     return clock is not None and abs(clock.ahead_ns) - clock.error_ns > CLOCK_OFF_S * 1e9
 
 
 def clock_text(clock: ClockReading | None) -> str:
-    """Return a remark about a wrong clock, or "". The message puts the node's name before the remark."""
+    """Return a remark about a wrong clock for use after the node's name, or ""."""
     if clock is None or not is_off(clock):
         return ""
     apart = format_duration_ms(abs(clock.ahead_ns) // 1_000_000)
@@ -230,15 +230,15 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
 
     @property
     def gpus(self) -> int:
-        """The number of devices that the attempt uses on this node."""
+        """The number of devices that the attempt uses on the node of the order."""
         return self.crews[self.crew].gpus if self.crews else self.world_size
 
 
 class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
-    """An order to report about an attempt now, because the server has news about the attempt.
+    """An order to report about an attempt immediately, because the state of the gang has changed.
 
-    `seq` is 0, and the node does not acknowledge the order. The order already contains the news about the rendezvous
-    and the end of the gang. The node therefore need not wait for the answer to its report.
+    The node does not acknowledge the order, so `seq` is 0. The order already contains the news about the gang, so that
+    the node can act before it has sent the report.
 
     Attributes:
         offers: the same field as in `ReportAnswer`, like `chosen`, `release` and `peer_failed`.
@@ -272,19 +272,19 @@ Order = Start | Stop | ReportNow
 
 
 class OrdersTaken(Request, frozen=True, kw_only=True):
-    """Numbers (`seq`) of orders that the server need not send again."""
+    """Numbers (`seq`) of the orders that the node acknowledges."""
 
     seqs: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)], ...]
 
 
 NOT_SENT = "results do not get to the server: "
-"""Prefix of a message why a node cannot deliver results. Waiting clients show the message."""
+"""Prefix of a node's message about results that the node cannot deliver. Waiting clients show the message."""
 
 
 class LogPiece(Request, frozen=True, kw_only=True):
-    """A piece of a log file that starts at `offset`: output of a rank, or telemetry samples of a node.
+    """A piece of a log file with the output of a rank or the telemetry samples of a node.
 
-    For telemetry samples, `rank` is the number of the node.
+    In a piece with telemetry samples, `rank` is the node's number.
     """
 
     rank: int
@@ -294,7 +294,7 @@ class LogPiece(Request, frozen=True, kw_only=True):
 
 
 class File(Request, frozen=True, kw_only=True):
-    """An output file of an attempt: its bytes, or the reference of an uploaded blob."""
+    """An output file of an attempt, with its bytes or the reference of an uploaded blob."""
 
     name: str
     size: int
@@ -303,7 +303,7 @@ class File(Request, frozen=True, kw_only=True):
 
 
 class Ending(Request, frozen=True, kw_only=True):
-    """The final state of an attempt. The node reports all output files with the final state or earlier.
+    """The final state of an attempt. The node reports output files no later than the final state.
 
     Attributes:
         began: True if user code had started.
@@ -322,7 +322,7 @@ class Ending(Request, frozen=True, kw_only=True):
 
 
 class Report(Request, frozen=True, kw_only=True):
-    """Changes of an attempt since the last report that the server answered.
+    """Changes of an attempt since the last report with an answer.
 
     Attributes:
         state: state of the attempt on the node: STARTING, RUNNING or STOPPING.
@@ -367,7 +367,7 @@ class Report(Request, frozen=True, kw_only=True):
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):
-    """The server's answer to a report.
+    """The server's answer to a report about an attempt.
 
     Attributes:
         stale: True if the server considers the attempt ended.

@@ -1,7 +1,7 @@
-"""Defines the common parts of all bodies: protocol versions, limits, and errors.
+"""Defines the common parts of all HTTP bodies: protocol versions, limits, and errors.
 
 Bodies are JSON objects under `/api/v1`. The server refuses a request with an unknown field. A client ignores unknown
-fields of an answer, so that a newer server can answer an older client. Streams are server-sent events, and the data of
+fields of an answer, so that older clients can use newer servers. A stream consists of server-sent events. The data of
 each event is one tagged object.
 """
 
@@ -11,17 +11,18 @@ import msgspec
 
 API = "/api/v1"
 PROTOCOL = 2
-"""Protocol version, which a node's hello and each request's `SGPU-Protocol` header contain."""
+"""Protocol version in a node's hello message and in each request's `SGPU-Protocol` header."""
 PROTOCOLS = (1, 2)
-"""Protocol versions that a server accepts: the current and the previous version. Operators upgrade the server before
-nodes and clients.
+"""Protocol versions that a server accepts (current and previous).
 
-    1    first version; every later server is tested with its recording in tests/support/server/recorded/
-    2    a node reports its clock difference (`Heartbeat.clock`), and `Report.exec_ns` in the server's time
+Operators upgrade the server before nodes and clients.
+
+    1    first version, recorded in tests/support/server/recorded/ for the tests of later servers.
+    2    A node reports its clock difference (`Heartbeat.clock`). `Report.exec_ns` uses the server's time.
 """
 BODY_BYTES_MAX = 8 << 20
 INLINE_BYTES_MAX = 1 << 20
-"""Maximum bytes of an inline payload, and of the inline outputs of a report. Larger content is a blob."""
+"""Maximum size in bytes of an inline payload or of all inline outputs in a report. Larger content is a blob."""
 INLINE_OUTPUT_BYTES_MAX = 64 << 10
 LOG_REPORT_BYTES_MAX = 1 << 20
 LABEL_CHARACTERS_MAX = 256
@@ -29,10 +30,10 @@ NAME_CHARACTERS_MAX = 64
 PAGE_MAX = 500
 PAGE_DEFAULT = 50
 LIVE_STREAMS_MAX = 128
-"""Maximum number of output streams in one event stream. A rank has two streams."""
+"""Maximum number of output streams in one event stream. Each rank has two output streams."""
 
 Json = msgspec.Raw | msgspec.UnsetType
-"""Unparsed JSON, or `msgspec.UNSET`, which is falsy and omitted. msgspec cannot decode `Raw | None`."""
+"""Unparsed JSON, or `msgspec.UNSET` for an omitted field. msgspec cannot decode `Raw | None`."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +45,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShortageView(Answer, frozen=True, kw_only=True):
-    """Requirements of a run that no node can meet, and alternatives that a node can meet.
+    """The requirements of a run that no node can meet, with alternatives that some node can meet.
 
     Attributes:
         gpus: requested number of devices, or None for all devices of a node.
@@ -61,7 +62,7 @@ class ShortageView(Answer, frozen=True, kw_only=True):
 
 
 class Problem(Answer, frozen=True, kw_only=True):
-    """The body of an answer with status 400 or higher.
+    """The error body of an answer with status 400 or higher.
 
     Attributes:
         code: code of an exception class in `errors.py`. The client raises an exception of this class.

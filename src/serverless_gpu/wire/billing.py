@@ -1,4 +1,4 @@
-"""Defines bodies for billing: budgets, prices, usage by group, and rows of the ledger.
+"""Defines bodies for billing: budgets, prices, usage reports, and ledger rows.
 
     GET    /budgets                                   → BudgetList    budgets that the caller may see
     GET    /budgets/{name}                            → BudgetView
@@ -16,8 +16,8 @@
     GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor → DemandPage  rows that `sgpu advise` reads
 
 A resource is a GPU type, "core" or "memory". The price of a resource applies to one hour of a device, a core or a GiB.
-Amounts are in micros: millionths of the currency unit, or of a DBU. Days are UTC days, numbered from 1970-01-01.
-`until_day` is the first day after the requested range. Sums omit rows that the caller may not see.
+Amounts are in micros, which are millionths of a currency unit or of a DBU. The API numbers UTC days from 1970-01-01.
+The parameter `until_day` is the first day after the requested range. Sums omit charges that the caller may not see.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX, Answer, Request
 
 
 class BudgetView(Answer, frozen=True, kw_only=True):
-    """A budget with its limit, its usage and its forecast.
+    """A budget with its limit, usage and forecast.
 
-    Money is in millionths of `currency`, GPU time in GPU-milliseconds.
+    Money amounts are in millionths of `currency`. GPU time is in GPU-milliseconds.
 
     Attributes:
         kind: type of the scope: "everything", "user", "team", "pool", "policy" or "tag".
@@ -83,7 +83,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
 
 
 class AlarmView(Answer, frozen=True, kw_only=True):
-    """An alarm about a user or a team that spent far more than usual.
+    """An alarm about a user or team that has spent far more than usual.
 
     Attributes:
         at_ns: time of the alarm, in nanoseconds since 1970.
@@ -97,14 +97,14 @@ class AlarmView(Answer, frozen=True, kw_only=True):
 
 
 class BudgetList(Answer, frozen=True, kw_only=True):
-    """Budgets sorted by name, and the alarms of the last seven days, latest first."""
+    """All budgets sorted by name, and the alarms of the last seven days, newest first."""
 
     budgets: tuple[BudgetView, ...]
     alarms: tuple[AlarmView, ...] = ()
 
 
 class BudgetRequest(Request, frozen=True, kw_only=True):
-    """Create or replace a budget. A request contains exactly one limit. Money is in the server's currency."""
+    """Create or replace a budget with exactly one limit. Money limits are in the server's currency."""
 
     kind: ScopeKind
     scope: str = ""
@@ -120,7 +120,7 @@ Moment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class PriceView(Answer, frozen=True, kw_only=True):
-    """A row of the price list.
+    """One row of the price list.
 
     Attributes:
         resource: a GPU type, a family of GPU types, "core" or "memory".
@@ -155,7 +155,7 @@ class PriceList(Answer, frozen=True, kw_only=True):
 
 
 class PriceRequest(Request, frozen=True, kw_only=True):
-    """Set a price, either as an amount per hour, or as DBUs per hour and an amount per DBU.
+    """Set a price per hour, or a number of DBUs per hour and a price per DBU.
 
     Attributes:
         micros_per_hour: price per hour of one device, core or GiB.
@@ -197,7 +197,7 @@ SKUS_MAX = 500
 
 
 class UsageView(Answer, frozen=True, kw_only=True):
-    """A report of usage and cost by group.
+    """A report of the usage and cost of each group.
 
     Attributes:
         by: grouping of the report.
@@ -221,7 +221,7 @@ class UsageView(Answer, frozen=True, kw_only=True):
 
 
 class RecordPage(Answer, frozen=True, kw_only=True):
-    """A page of ledger rows in their order of posting.
+    """A page of ledger rows in posting order.
 
     Attributes:
         after: value of `after` for the next page, or None on the last page.
@@ -232,7 +232,7 @@ class RecordPage(Answer, frozen=True, kw_only=True):
 
 
 class ListPrices(Answer, frozen=True, kw_only=True):
-    """The price list in the form of billing tables.
+    """The price list in the format of billing tables.
 
     Attributes:
         is_cut: True if the list omits some used resources.
@@ -286,7 +286,7 @@ class DemandRow(Answer, frozen=True, kw_only=True):
 
 
 class DemandPage(Answer, frozen=True, kw_only=True):
-    """A page of demand rows. The rows of one attempt are in the order of their days.
+    """A page of demand rows, sorted by day for each attempt.
 
     Attributes:
         cursor: cursor of the next page, or "" on the last page.

@@ -3,10 +3,10 @@
     POST /blobs/missing        DigestList → DigestList      the parts that the client must send
     PUT  /blobs/{digest}       bytes, up to BLOB_PART_BYTES → 204; durable, and checked against its name (BLAKE3)
 
-A client sends a blob in parts, and a list of the parts identifies the blob (`BlobReference`). An interrupted upload
-therefore continues with the missing parts. No route returns a part by its digest. Nodes read payloads through the
-attempt, and clients read outputs through the run. The server keeps digests secret, because a run whose payload names a
-digest gets the bytes of the part.
+A client uploads a blob in parts, so that an interrupted upload can continue with the missing parts. A `BlobReference`
+lists the parts of a blob. No route returns a blob part by its digest alone. Nodes read payloads through routes of the
+attempt. Clients read outputs through routes of the run. The server keeps digests secret, because any run whose payload
+names a digest can read the part.
 
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204
@@ -17,8 +17,8 @@ digest gets the bytes of the part.
     POST   /environments/delete          KeyList → 204                         (operators)
     GET    /environments/free                                → Free
 
-Keys have the form of `environment.stores.base`. A caller with a key can read the key's object, so only operators may
-list keys. Only operators read the records of garbage collection (`gc/…`).
+Object keys have the format that `environment.stores.base` defines. Any caller with a key can read the object, so only
+operators may list keys. Only operators read the records of garbage collection (`gc/…`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KeyList(Request, frozen=True, kw_only=True):
 
 
 class CondemnedAnswer(Answer, frozen=True, kw_only=True):
-    """The state of garbage collection for the requested keys.
+    """The garbage-collection state of the requested keys.
 
     Attributes:
         keys: condemned keys, whose objects garbage collection will delete.
@@ -68,6 +68,6 @@ class StoredList(Answer, frozen=True, kw_only=True):
 
 
 class Free(Answer, frozen=True, kw_only=True):
-    """Free space of the environment store in bytes, or None if unknown."""
+    """The free space of the environment store in bytes, or None if unknown."""
 
     bytes: int | None

@@ -1,6 +1,6 @@
-"""Connects clients and nodes to a server, and sends and receives bodies.
+"""Connects clients and nodes to a server to send and receive HTTP bodies.
 
-If the server answers with an error, the connection raises an exception of `errors`.
+If the server answers with an error, the connection raises an exception from `errors.py`.
 
     ask     one request, one answer            retried for `patience_s` while the server is unreachable
     put     bytes of a part or an object       retried like `ask`
@@ -8,7 +8,7 @@ If the server answers with an error, the connection raises an exception of `erro
     stream  server-sent events, one by one     not retried, because only the reader knows the position
 
 `http_client.py` describes the failure cases of requests. On a stream, the server sends data or a comment at least every
-10 s. After a silence of `SILENCE_S` seconds, the connection raises `ServerUnavailable`.
+10 s. If a stream is silent for `SILENCE_S` seconds, the connection raises `ServerUnavailable`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from serverless_gpu.wire.base import API, Request
 from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, HttpClient, Reply, problem_of, trust
 
 SILENCE_S = 30.0
-"""Seconds without data after which a stream has failed. The server sends data or a comment every 10 s."""
+"""Seconds without data after which a stream counts as broken. The server sends data or a comment every 10 s."""
 EVENT_BYTES_MAX = 32 << 20
 
 
 class Connection(HttpClient):
-    """A connection to one server with one token. Threads may share a connection, forked processes may not.
+    """A connection to one server. Threads may share a connection, but forked processes must not.
 
-    The constructor has the arguments of `HttpClient`.
+    The constructor has the same arguments as `HttpClient`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Connection(HttpClient):
             timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
             limits=httpx2.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60.0),
             verify=trust(ca) if self.url.startswith("https://") else False,
-            trust_env=False,  # A proxy that an environment variable names would see the token.
+            trust_env=False,  # Ignore proxies from environment variables, because a proxy would see the token.
         )
 
     def stream(
@@ -61,9 +61,9 @@ class Connection(HttpClient):
         answer: Any,
         query: Mapping[str, str] | None = None,
     ) -> Iterator[Any]:
-        """Yield the events of a stream until the server ends the stream. `answer` is the event type.
+        """Yield events of type `answer` until the server ends the stream.
 
-        Raises ServerUnavailable if the connection breaks, because only the reader knows the next position.
+        Raises ServerUnavailable if the connection breaks. The reader must then resume from its position.
         """
         decode = decoder(answer).decode
         headers = {**self._headers(), "Accept": "text/event-stream"}
@@ -90,7 +90,7 @@ class Connection(HttpClient):
             raise ServerProblem(f"an event of {self.url}{API}{path} cannot be understood: {error}") from None
 
     def close(self) -> None:
-        """Close all connections. Threads that wait for the server then raise."""
+        """Close all connections. Requests that wait for the server then raise an exception."""
         super().close()
         self._client.close()
 

@@ -4,14 +4,13 @@
     BriefConnection   here: a few requests of a command, with the standard library, because importing httpx2 and its
                       dependencies takes more CPU time than such a command. No streams, no threads
 
-All routes of `wire` are idempotent, so that the client can repeat a request. Clients create the identifiers, and the
-server accepts repeated reports and parts. Plain `http://` is only for loopback, because each request contains a token.
+All routes are idempotent, so that the client can repeat a request. Use plain `http://` only for loopback addresses,
+because each request contains a token.
 
-The client retries a request for `patience_s` seconds if no process listens, if the connection breaks, or after a status
-from 502 to 504. An answer whose exception class is retryable also leads to a retry. After `patience_s`, the client
-raises `ServerUnavailable`. The client prints one line when the wait starts and one line when the wait ends. If `url`
-and `token` are functions, the client calls these functions to find a restarted server with another port or token. An
-answer that is not valid JSON of this protocol, such as the page of a proxy, raises `ServerProblem` with its status.
+The client retries a request after a connection error, a status from 502 to 504, or an answer with a retryable
+exception. After `patience_s` seconds, the client raises `ServerUnavailable`. The client reports the beginning and the
+end of each wait for the server. `url` and `token` can be functions that return the new address and token of a restarted
+server. If an answer does not follow the protocol, such as a proxy's error page, the client raises `ServerProblem`.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ class Reply(NamedTuple):
 
 
 class HttpClient(abc.ABC):
-    """Base class of HTTP clients of one server with one token. Subclasses send the bytes.
+    """Base class of HTTP clients for one server and one token. Subclasses implement the transport.
 
     `url` and `token` are strings, or functions that return the current values. If the server does not answer, the
-    client calls `url` again, possibly in another thread. If the server rejects the token, the client calls `token`.
-    `patience_s` is the maximum wait for an unreachable server, in seconds. At the start and the end of a wait, the
-    client calls `announce` with a message. `ca` is a file with trusted certificates, or "" for the system's
-    certificates.
+    client calls the function `url` again, possibly in another thread. If the server rejects the token, the client calls
+    the function `token` again. `patience_s` is the maximum wait for an unreachable server in seconds. At the start and
+    the end of a wait, the client calls `announce` with a message. `ca` is a file with trusted certificates, or "" for
+    the system's certificates.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class HttpClient(abc.ABC):
     ) -> T:
         """Send a request and return the answer's body.
 
-        `path` is below ``/api/v1``. `answer` is None for an answer without a body. Raises ServerUnavailable after
-        `patience_s`, or the ServerlessGpuError with the code of the refusal.
+        `path` is below ``/api/v1``. For an answer without a body, pass ``NoneType`` as `answer`. Raises
+        ServerUnavailable after `patience_s` seconds, or the exception in the error answer.
         """
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
@@ -117,27 +116,27 @@ class HttpClient(abc.ABC):
             raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
 
     def health(self) -> Health:
-        """Return the health of the server, even if the server is not healthy. Raise the same errors as `ask`."""
+        """Return the health report of a healthy or unhealthy server. Raises the same errors as `ask`."""
         reply = self._patiently("GET", "/health", fine=(503,))
         try:
             return from_json(reply.content, Health)
-        except msgspec.MsgspecError:  # A proxy in front of the server sent this answer.
+        except msgspec.MsgspecError:  # The answer comes from a proxy in front of the server.
             raise problem_of(reply) from None
 
     def put(self, path: str, data: bytes | memoryview) -> None:
-        """Send bytes. Raise the same errors as `ask`."""
+        """Send bytes. Raises the same errors as `ask`."""
         self._patiently("PUT", path, content=bytes(data), headers={"Content-Type": "application/octet-stream"})
 
     def get(
         self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
     ) -> bytes:
-        """Return the bytes of an object, or of a range. Raise the same errors as `ask`."""
+        """Return the bytes of an object or of a byte range. Raises the same errors as `ask`."""
         return self.fetch(path, query=query, start=start, length=length)[0]
 
     def fetch(
         self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Return bytes together with the headers of the answer. Raise the same errors as `get`."""
+        """Return the bytes of an object and the headers of the answer. Raises the same errors as `get`."""
         headers = {}
         if start or length is not None:
             headers["Range"] = f"bytes={start}-" + ("" if length is None else str(start + length - 1))
@@ -145,7 +144,7 @@ class HttpClient(abc.ABC):
         return (b"" if reply.status == 416 else reply.content), reply.headers
 
     def renew(self) -> bool:
-        """Read the current token. Return True if the token has changed."""
+        """Read the current token, and return True if the token has changed."""
         token = self._whose()
         if token == self._token:
             return False
@@ -153,7 +152,7 @@ class HttpClient(abc.ABC):
         return True
 
     def close(self) -> None:
-        """Refuse further requests. Threads that wait for the server then raise."""
+        """Refuse further requests. Requests that wait for the server then raise an exception."""
         self._closed.set()
 
     # --- requests and retries ------------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ class HttpClient(abc.ABC):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        """Send a request to `self.url` with `self._headers()`, or raise the error that `_away` returns."""
+        """Send a request to `self.url` with `self._headers()`. Raise the error from `_away` on failure."""
 
     def _headers(self) -> dict[str, str]:
         """Return the headers of every request."""
@@ -173,7 +172,7 @@ class HttpClient(abc.ABC):
         }
 
     def _patiently(self, method: str, path: str, *, fine: tuple[int, ...] = (), **request: Any) -> Reply:
-        """Send a request, and repeat it while the server is unreachable."""
+        """Send a request, and repeat the request while the server is unreachable."""
         began_ns, pause_s, waiting = self._clock.boottime_ns(), _PAUSE_S, False
         while True:
             try:
@@ -181,7 +180,7 @@ class HttpClient(abc.ABC):
             except ServerlessGpuError as error:
                 waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
                 if (error.retryable or isinstance(error, NotAuthenticated)) and self._has_moved():
-                    continue  # Another server may now use the old address.
+                    continue  # Repeat the request at the server's new address.
                 if isinstance(error, NotAuthenticated) and self.renew():
                     continue
                 if not error.retryable or waited_s + pause_s > self._patience_s:
@@ -199,12 +198,12 @@ class HttpClient(abc.ABC):
             return reply
 
     def _has_moved(self) -> bool:
-        """Read the server's current address. Return True if the address has changed."""
+        """Read the server's current address, and return True if the address has changed."""
         url = self._address().rstrip("/")
         if url == self.url or url.partition(":")[0] != self.url.partition(":")[0]:
             return False
         self.url = url
-        self.renew()  # A token belongs to an address, so a new address may need a new token.
+        self.renew()  # The server at the new address may require another token.
         return True
 
     def _once(
@@ -223,7 +222,7 @@ class HttpClient(abc.ABC):
         return reply
 
     def _away(self, error: Exception, *, is_no_http: bool = False) -> ServerUnavailable:
-        """Return the exception for a transport error. `is_no_http` means that the peer does not use HTTP."""
+        """Return the exception for a transport error. `is_no_http` is True if the peer does not speak HTTP."""
         said = str(error)
         if _UNTRUSTED in said:
             hint = (
@@ -232,7 +231,7 @@ class HttpClient(abc.ABC):
                 "certificate"
             )
             if "mismatch" in said:
-                hint = "use a name in the certificate; `sgpu up` prints the server's names after `others:`"
+                hint = "use a server name from the certificate. `sgpu up` prints the names after `others:`"
             elif "expired" in said or "not yet valid" in said:
                 hint = "check the clock of this machine, or ask the server's operator to renew the certificate"
             why = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
@@ -240,9 +239,9 @@ class HttpClient(abc.ABC):
                 f"this machine does not trust the certificate of the server at {self.url} ({_UNTRUSTED}: {why})",
                 hint=hint,
             )
-        hint = "start the server with `sgpu up` on its machine; check it with `sgpu doctor`"
+        hint = "start the server with `sgpu up` on its machine, and check the server with `sgpu doctor`"
         if proxy := proxy_variable(self.url, os.environ):
-            hint += f"; connections to a server ignore {proxy}: connect directly or through `ssh -L`"
+            hint += f". Connections to a server ignore {proxy}, so connect directly or through `ssh -L`"
         if self.url.startswith("http://") and is_no_http:
             hint = "if the server uses TLS, use an address that begins with https://"
         return ServerUnavailable(
@@ -251,7 +250,7 @@ class HttpClient(abc.ABC):
 
 
 class BriefConnection(HttpClient):
-    """An HTTP client for a few sequential requests. The constructor has the arguments of `HttpClient`."""
+    """An HTTP client for a few sequential requests, with the constructor of `HttpClient`."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
@@ -282,10 +281,10 @@ class BriefConnection(HttpClient):
 
 
 def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
-    """Return the variable that names a proxy for a remote address, or "".
+    """Return the environment variable that sets a proxy for an address, or "".
 
-    Connections to a server bypass proxies, because a proxy would see the token. A user behind a proxy may not expect
-    the bypass. As in curl, a variable in lower case takes precedence.
+    Connections to a server bypass proxies, because a proxy would see the token. Error hints name the variable, because
+    users behind a proxy may not expect the bypass. A lower-case variable takes precedence, as in curl.
     """
     parts = urlsplit(url)
     if parts.hostname in ("localhost", "127.0.0.1", "::1"):
@@ -316,7 +315,7 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
 
 
 def trust(ca: str) -> ssl.SSLContext:
-    """Return the TLS context that checks a server's certificate. `ca` is "" for the system's certificates.
+    """Return the TLS context that verifies a server's certificate.
 
     Creating the context takes 20 ms.
     """

@@ -1,4 +1,4 @@
-"""Defines bodies for nodes, pools, operator rules, and joining machines.
+"""Defines bodies for nodes, pools, node rules, and joining machines.
 
     GET    /nodes                                      → NodeList
     POST   /nodes/{node}/forget      ForgetRequest     → NodeView         gives up the node's attempts at once
@@ -13,14 +13,14 @@
     POST   /nodes/invite             InviteRequest     → InviteAnswer     (administrators)
     POST   /nodes/approve            ApproveRequest    → NodeView         (administrators)
 
-The server stores the rules of a node, so that they survive restarts of the server, the node's agent and the machine.
-`sgpu node list` shows these rules. Operators and the owner in the node's calendar may change them.
+The server stores each node's rules in its database, so that restarts do not change the rules. `sgpu node list` shows
+the rules of each node. Operators and the node's owner may change a node's rules.
 
-A join token (scope "joining") permits only joins, for a limited time and a limited number of homes. The answer to a
-join request contains an agent's token for one node name and one home directory. An operator can revoke each agent's
-token separately. If an answer is lost, the machine repeats the request with the same join token and gets a new agent's
-token. The server does not count the repeated request as another use of the join token. The join answer also contains
-Ray's token, which the join file does not contain.
+A join token (scope "joining") permits a limited number of home directories to join for a limited time. The answer to a
+join request contains an agent token for one node name and one home directory. An operator can revoke each agent token
+separately. If an answer is lost, the machine repeats the join request and receives a new agent token. The server does
+not count the repeated request as another use of the join token. The answer to a join request also contains the Ray
+token, which is absent from the join file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INVITED_S = 86_400.0
 
 
 class NodeDrain(Answer, frozen=True, kw_only=True):
-    """The principal who drains a node, the start time (nanoseconds since 1970) and the reason.
+    """The drain of a node: principal, start time (nanoseconds since 1970) and reason.
 
     With `stop`, the server also stops the runs on the node.
     """
@@ -47,7 +47,7 @@ class NodeDrain(Answer, frozen=True, kw_only=True):
 
 
 class NodeCalendar(Answer, frozen=True, kw_only=True):
-    """The owner of a node, and the times at which other users may use the node, as in `CalendarRequest`."""
+    """The owner of a node, and the times at which other users may use the node."""
 
     owner: str = ""
     owner_first: bool = False
@@ -56,10 +56,7 @@ class NodeCalendar(Answer, frozen=True, kw_only=True):
 
 
 class LeftOut(Answer, frozen=True, kw_only=True):
-    """A device that the server excludes from runs.
-
-    The body also contains the principal who excluded the device, the time (nanoseconds since 1970) and the reason.
-    """
+    """A device that an operator has excluded from runs, with the time and reason."""
 
     uuid: str
     by: str
@@ -68,7 +65,7 @@ class LeftOut(Answer, frozen=True, kw_only=True):
 
 
 class NodeRules(Answer, frozen=True, kw_only=True):
-    """All rules that operators and the owner have set for a node.
+    """All rules that operators and the owner have set for one node.
 
     Attributes:
         drain: the drain request, or None.
@@ -81,7 +78,7 @@ class NodeRules(Answer, frozen=True, kw_only=True):
 
 
 class NodeView(Answer, frozen=True, kw_only=True):
-    """A node as the API shows it.
+    """The API view of a node.
 
     Attributes:
         state: UP, DRAINING, DEGRADED, SILENT, GONE or PENDING. `sentence` gives the reason for DRAINING and DEGRADED,
@@ -124,7 +121,7 @@ class NodeList(Answer, frozen=True, kw_only=True):
 
 
 class NodeDrainRequest(Request, frozen=True, kw_only=True):
-    """Start or end the drain of a node, with a reason.
+    """Start or end the drain of a node for a given reason.
 
     Attributes:
         stop: True if the server should also stop the runs on the node gracefully. If possible, the runs continue on
@@ -137,7 +134,7 @@ class NodeDrainRequest(Request, frozen=True, kw_only=True):
 
 
 class CalendarRequest(Request, frozen=True, kw_only=True):
-    """Set the owner of a node, and the times for other users. Replaces the previous calendar.
+    """Replace the calendar of a node, with its owner and the times for other users.
 
     Attributes:
         owner: principal who may always use the node, or "" for none.
@@ -153,7 +150,7 @@ class CalendarRequest(Request, frozen=True, kw_only=True):
 
 
 class QuarantineRequest(Request, frozen=True, kw_only=True):
-    """Exclude a device of a node until further notice, or lift the exclusion, with a reason.
+    """Exclude a device of a node from runs, or include the device again, with a reason.
 
     Attributes:
         uuid: UUID of the device.
@@ -165,13 +162,13 @@ class QuarantineRequest(Request, frozen=True, kw_only=True):
 
 
 class ForgetRequest(Request, frozen=True, kw_only=True):
-    """Confirm that a node's machine is permanently off. The server then ends the node's attempts."""
+    """Confirm that a node's machine is permanently off, so that the server can end the node's attempts."""
 
     i_know_it_is_dead: bool
 
 
 class PoolView(Answer, frozen=True, kw_only=True):
-    """A pool of nodes with one policy. `free` and `total` count devices by type.
+    """A pool of nodes with one policy. The fields `free` and `total` contain numbers of devices by type.
 
     Attributes:
         lends: True if the pool is reserved and lends idle devices to `BEST_EFFORT` runs that name no pool.
@@ -200,7 +197,7 @@ class PoolList(Answer, frozen=True, kw_only=True):
 class PoolRequest(Request, frozen=True, kw_only=True):
     """`PUT /pools/{name}`: create or change a pool.
 
-    A field with None does not change, or has the default in a new pool.
+    A field with None keeps its value. In a new pool, the field gets its default.
 
     Attributes:
         kind: "on-demand" or "reserved".
@@ -218,7 +215,7 @@ class PoolRequest(Request, frozen=True, kw_only=True):
 
 
 class JoinRequest(Request, frozen=True, kw_only=True):
-    """A request of a machine to join the server.
+    """The request of a machine to join the server.
 
     Attributes:
         name: display name of the node.
@@ -234,7 +231,7 @@ class JoinRequest(Request, frozen=True, kw_only=True):
 
 
 class RayPool(Answer, frozen=True, kw_only=True):
-    """The Ray cluster of a server.
+    """Address and credentials of a server's Ray cluster.
 
     Attributes:
         address: address of the cluster's head.
@@ -254,7 +251,7 @@ class RayPool(Answer, frozen=True, kw_only=True):
 
 
 class JoinAnswer(Answer, frozen=True, kw_only=True):
-    """The credentials of a machine that has joined.
+    """The credentials of a newly joined machine.
 
     Attributes:
         token: agent's token for this machine.
@@ -280,7 +277,7 @@ class InviteRequest(Request, frozen=True, kw_only=True):
 
 
 class InviteAnswer(Answer, frozen=True, kw_only=True):
-    """A new join token. The server returns the secret only in this answer.
+    """A new join token. The server returns a token's secret only once.
 
     Attributes:
         id: identifier of the token, for its revocation.
@@ -295,7 +292,7 @@ class InviteAnswer(Answer, frozen=True, kw_only=True):
 
 
 class ApproveRequest(Request, frozen=True, kw_only=True):
-    """Approve a node in the state PENDING.
+    """Approve a node whose state is PENDING.
 
     Attributes:
         name: name of the node. If several nodes have the same name, the identifier of the node's token.

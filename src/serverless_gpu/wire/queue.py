@@ -1,12 +1,13 @@
-"""Defines bodies for the queue, wait reasons, and the fair shares of teams and users.
+"""Defines bodies for the queue, wait reasons, and fair shares.
 
     GET    /queue?limit                                    → QueueView    runs that the caller may see
     GET    /shares                                         → ShareList
     PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
     DELETE /shares/{kind}/{name}                           → ShareView    restores the default weight of 1
 
-`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The client composes a sentence from the fields of
-`WaitView`, with times in its local time zone. Times are nanoseconds since 1970 by the server's clock.
+`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The client composes a wait sentence from the
+fields of `WaitView`, with times in the client's time zone. All times are in nanoseconds since 1970 by the server's
+clock.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 
 HOLDERS_MAX = 16
-"""Maximum number of named holders. `others` counts the devices of all further holders."""
+"""Maximum number of holders in a `WaitView`. `others` counts the devices of all further holders."""
 _REASONS = frozenset(reason.value for reason in WaitReason)
 
 
 class HolderView(DeviceHolder, frozen=True, kw_only=True):
-    """A run that holds devices that another run needs.
+    """A run that holds devices for which another run waits.
 
     Attributes:
         title: owner and name of the holding run.
@@ -41,7 +42,7 @@ class HolderView(DeviceHolder, frozen=True, kw_only=True):
 
 
 class PartView(GangPart, frozen=True, kw_only=True):
-    """A node that a waiting gang needs: the required devices on this node, and the free devices."""
+    """A node that a waiting gang needs, with the number of required and of free devices."""
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
@@ -96,14 +97,14 @@ class WaitView(Answer, frozen=True, kw_only=True):
 
 
 def wait_view(wait: Wait) -> WaitView:
-    """Convert the scheduler's wait reason to the wire form."""
+    """Convert the scheduler's wait reason to a `WaitView`."""
     view = from_builtins(wait, WaitView, from_attributes=True)
     rest = wait.holders[HOLDERS_MAX:]
     return msgspec.structs.replace(view, holders=view.holders[:HOLDERS_MAX], others=sum(each.count for each in rest))
 
 
 def wait_of(view: WaitView, run_id: str) -> Wait | None:
-    """Convert a view to the scheduler's wait reason. Return None for an unknown reason."""
+    """Convert a `WaitView` to the scheduler's wait reason, or return None for an unknown reason."""
     if view.reason not in _REASONS:
         return None
     wait = from_builtins(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
@@ -112,7 +113,7 @@ def wait_of(view: WaitView, run_id: str) -> Wait | None:
 
 
 LIMIT_MAX = 50
-"""Maximum number of entries in one answer, because each wait reason requires a scan of the queue."""
+"""Maximum number of queue entries in one answer. Each wait reason requires a scan of the queue."""
 ShareKind = Literal["team", "user"]
 
 
@@ -151,7 +152,7 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
 
 
 class QueueView(Answer, frozen=True, kw_only=True):
-    """The waiting runs in the order of scheduling. Runs that no node can ever serve are at the end.
+    """The waiting runs in scheduling order. Runs that no node can ever execute come last.
 
     Attributes:
         waiting: total number of waiting runs.
@@ -162,7 +163,7 @@ class QueueView(Answer, frozen=True, kw_only=True):
 
 
 class ShareView(Answer, frozen=True, kw_only=True):
-    """The fair share of all devices for a team or a user.
+    """The fair share of a team or a user.
 
     Attributes:
         kind: "team" or "user". The users of a team divide the team's share. A user without a team competes with the
@@ -187,7 +188,7 @@ class ShareView(Answer, frozen=True, kw_only=True):
 
 
 class ShareList(Answer, frozen=True, kw_only=True):
-    """The list of all shares.
+    """The list of all fair shares.
 
     Attributes:
         half_life_s: time in seconds after which past usage has half of its weight.
@@ -198,6 +199,6 @@ class ShareList(Answer, frozen=True, kw_only=True):
 
 
 class ShareRequest(Request, frozen=True, kw_only=True):
-    """Set the weight of a share."""
+    """Set the weight of a fair share."""
 
     weight: float

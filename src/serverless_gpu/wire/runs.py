@@ -1,4 +1,4 @@
-"""Defines bodies for runs: estimate, submit, list, follow and stop.
+"""Defines bodies that estimate, submit, list, follow and stop runs.
 
 Routes:
 
@@ -33,14 +33,14 @@ from serverless_gpu.wire.queue import WaitView, wait_of, wait_view
 
 
 class CostView(Answer, frozen=True, kw_only=True):
-    """The usage and cost of all attempts of a run up to now."""
+    """The current usage and cost of all attempts of a run."""
 
     id: str
     cost: Cost
 
 
 class Target(Request, frozen=True, kw_only=True):
-    """Requirements for the node of a run.
+    """The requirements of a run for its nodes.
 
     Attributes:
         machine: `ambient.machine()` of the caller if ranks import the caller's files directly, or "" for any node.
@@ -56,7 +56,7 @@ class Target(Request, frozen=True, kw_only=True):
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
-    """A run submission. A repeated request with the same identifier and body refers to the same run.
+    """A run submission. A repeated request with the same identifier and body returns the same run.
 
     Attributes:
         id: identifier from `ambient.new_run_id`. The client writes it to disk before it sends the request.
@@ -79,7 +79,7 @@ class RunRequest(Request, frozen=True, kw_only=True):
 
 
 class CrewView(Answer, frozen=True, kw_only=True):
-    """The ranks of an attempt on one of several nodes.
+    """The part of an attempt on one of several nodes.
 
     Attributes:
         number: number of the node within the attempt, starting at 0 (NODE_RANK).
@@ -105,7 +105,7 @@ class CrewView(Answer, frozen=True, kw_only=True):
 
 
 class RunView(Answer, frozen=True, kw_only=True):
-    """A run as the API shows it to permitted callers.
+    """The API view of a run.
 
     Attributes:
         fence: number of the current attempt, or 0 before the first.
@@ -147,7 +147,7 @@ class RunView(Answer, frozen=True, kw_only=True):
 
     @property
     def processes(self) -> int | None:
-        """The number of user processes: one per device, or one per node. None if unknown."""
+        """The number of user processes of the run: one per device, or one per node. None if unknown."""
         if self.spec.per_node:
             return len(self.crews) or (1 if self.node else None)
         return self.world_size or self.spec.resources.gpus
@@ -167,7 +167,10 @@ class RunPage(Answer, frozen=True, kw_only=True):
 
 
 class StopRequest(Request, frozen=True, kw_only=True):
-    """A request to stop a run. After `preempt` or `drain`, a run with `resume` continues in a new attempt."""
+    """A request to stop a run.
+
+    After a stop with `preempt` or `drain`, a run with `resume` continues in a new attempt.
+    """
 
     reason: StopReason = StopReason.CANCEL
 
@@ -215,20 +218,20 @@ class AttemptView(Answer, frozen=True, kw_only=True):
 
 
 class AttemptList(Answer, frozen=True, kw_only=True):
-    """All attempts of a run in order."""
+    """All attempts of a run, oldest first."""
 
     attempts: tuple[AttemptView, ...]
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------
-#  After a connection failure, the client sends `after`, the last `seq` that it received, and `offsets` =
-# "<fence>.<rank>.<stream>:<next byte>,…". The server then resumes the stream without gaps and repeats. `ranks` = "all"
-# or "0,3,…" requests the output of these ranks instead of the live ranks of the run (`spec.ranks_log`). A stream
-# carries at most `LIVE_STREAMS_MAX` output streams.
+# After a connection failure, the client sends `after`, the last `seq` that it received, and `offsets` =
+# "<fence>.<rank>.<stream>:<next byte>,…". The server then resumes the stream exactly at the reader's position. With
+# `ranks` = "all" or "0,3,…", the reader requests the output of other ranks than the run's live ranks
+# (`spec.ranks_log`). One event stream contains at most `LIVE_STREAMS_MAX` output streams.
 
 
 class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
-    """A change of the run's state or of its message.
+    """A change of a run's state or status message.
 
     Attributes:
         seq: number of the event, or 0 if only the message or the link has changed.
@@ -248,7 +251,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
 
 
 class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
-    """Bytes that a rank wrote. `offset` is their position in the rank's output stream."""
+    """A piece of a rank's output. `offset` is the position of the piece in the output stream."""
 
     fence: int
     rank: int
@@ -258,7 +261,7 @@ class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
 
 
 class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
-    """A gap of `size` bytes in the live output, at `offset`. The log contains the missing bytes."""
+    """A gap of `size` bytes in the live output at `offset`. The log file contains the missing bytes."""
 
     fence: int
     rank: int
@@ -268,11 +271,11 @@ class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
 
 
 class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
-    """The message about the end of the run: no rank is running.
+    """The message about the end of a run, after all ranks have ended.
 
-    For a run on several nodes, an earlier message with `seq` 0 may arrive while nodes still clean up. The server then
-    already knows the cause and starts no further attempt. The message with a higher `seq` also contains the failures on
-    further nodes.
+    In a run on several nodes, the server may send an early ending message with `seq` 0 while nodes still clean up. The
+    early ending message contains the final cause of a run without further attempts. The final ending message with a
+    higher `seq` also contains the failures on further nodes.
 
     Attributes:
         ending: `node.protocol.Stopped` as JSON. Unset if no node could report, so that only the state and the reason
@@ -290,7 +293,7 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
 
 
 class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
-    """The last message of a stream, after the verification and release of the devices.
+    """The last message of a stream, after the node has verified and released the devices.
 
     Attributes:
         receipt: `model.receipt.Receipt` as JSON. The field is unset for a run without a receipt.
@@ -300,7 +303,7 @@ class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
 
 
 class AcceptedMessage(Answer, frozen=True, kw_only=True, tag="accepted"):
-    """The first message of a stream: the server has stored the run durably."""
+    """The first message of a stream, after the server has stored the run durably."""
 
     run: RunView
 
@@ -323,7 +326,7 @@ class EstimateRequest(Request, frozen=True, kw_only=True):
 
 
 class EstimateView(Answer, frozen=True, kw_only=True):
-    """The estimated start time of a run, if the caller submitted the run now.
+    """The estimated start time and cost of a run.
 
     Attributes:
         at_ns: expected start time, or None if unknown.
@@ -355,14 +358,14 @@ class EstimateView(Answer, frozen=True, kw_only=True):
 
 
 def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:
-    """Convert the scheduler's estimate to the wire form."""
+    """Convert the scheduler's start estimate to an `EstimateView`."""
     parts = msgspec.structs.asdict(estimate)
     wait = parts.pop("wait")
     return EstimateView(now_ns=now_ns, waiting=None if wait is None else wait_view(wait), **parts)
 
 
 def estimate_of(view: EstimateView) -> StartEstimate:
-    """Convert a view to the scheduler's estimate."""
+    """Convert an `EstimateView` to the scheduler's start estimate."""
     wait = None if view.waiting is None else wait_of(view.waiting, "")
     parts = {name: getattr(view, name) for name in StartEstimate.__struct_fields__ if name != "wait"}
     return StartEstimate(**parts, wait=wait)

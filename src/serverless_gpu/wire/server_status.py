@@ -1,6 +1,6 @@
-"""Defines bodies about the server's health, version and drain, without data of users.
+"""Defines bodies about the server's health, version and drain, which contain no user data.
 
-The first two routes are public:
+The routes `/health` and `/version` are public:
 
     GET /health    → Health     503 with the same body while a check fails
     GET /version   → Version
@@ -31,7 +31,7 @@ class HealthCheck(Answer, frozen=True, kw_only=True):
 
 
 class Health(Answer, frozen=True, kw_only=True):
-    """The health of the server: a list of problems, and the result of each health check."""
+    """The health of the server, with a list of problems and the result of each health check."""
 
     ok: bool
     problems: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class DrainRequest(Request, frozen=True, kw_only=True):
 
 
 class DrainView(Answer, frozen=True, kw_only=True):
-    """The state of the server's drain: the principal, the start time and the reason.
+    """The state of the server's drain, with its principal, start time and reason.
 
     Attributes:
         going: number of running runs.

@@ -91,7 +91,7 @@ def test_23A5_ranks_that_wait_for_one_that_failed_are_ended_after_the_grace() ->
         counter = session.actors(Counter, 0)
         with pytest.raises(LookupError, match="own") as caught:
             counter.fail_alone.distributed()
-        assert any("did not return" in note for note in caught.value.__notes__)
+        assert any("did not answer" in note for note in caught.value.__notes__)
         with pytest.raises(SessionEnded, match=re.escape(golden("local.actors.others-did-return"))):
             counter.add.distributed()
 

@@ -213,7 +213,7 @@ def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_sav
         assert stopped.value.reason == "idle" and "idle_timeout=" in str(stopped.value)
         receipt = run.receipt()
         assert (receipt.state, receipt.reason) == ("TIMED_OUT", "idle")
-        assert any(note.startswith("stopped because no device was busy for ") for note in receipt.notes)
+        assert any(note.startswith("the run stopped because no device was busy for ") for note in receipt.notes)
         assert [line.strip() for line in run.logs().splitlines()] == [golden("local.observed.asked-stop-idle")]
     finally:
         monitor.close()

@@ -135,7 +135,7 @@ def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tm
     command = [*refusing("no-flock"), sys.executable, "-c", code, str(tmp_path / "audit"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     refused = "cannot be used: its file system refuses file locks (flock: Function not implemented)"
-    hint = "hint: give a path on a local disk"
+    hint = "hint: pass a path on a local disk"
     expected = [f"{tmp_path} {refused}", hint, f"{tmp_path / 'audit'} {refused}", hint]
     assert done.stdout.splitlines() == expected, done.stderr
 
@@ -157,7 +157,7 @@ def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
     sentence = f"Linux {os.uname().release} refuses pidfd_open here: {reason}"
     first, second = call(tmp_path, *refusing(refused)).splitlines()
     assert first == golden("local.odd_environments.hardwareerror-machine-cannot", sentence=sentence)
-    assert second.startswith("hint: use Linux 5.3 or newer; in a container, use a runtime whose seccomp profile")
+    assert second.startswith("hint: use Linux 5.3 or newer, and in a container a runtime whose seccomp profile")
     assert agent_status(own) is None and not list((own / "runs").iterdir())
     assert (
         golden("local.odd_environments.failed-kernel-run", sentence=sentence)
@@ -283,7 +283,7 @@ def test_22B2_a_server_whose_home_is_read_only_is_refused_and_none_starts_elsewh
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where there is room for another home
     said = sgpu("up", "--port", "0", "--no-node", "--no-mlflow", before=read_only_root(tmp_path))
     assert (said.returncode, said.stdout, list(tmp_path.iterdir())) == (1, "", [])
-    assert said.stderr.startswith(f"sgpu: {own} cannot be written to (Read-only file system), and a server keeps its ")
+    assert said.stderr.startswith(f"sgpu: {own} cannot be written to (Read-only file system), and a server stores its ")
 
 
 def test_23C5_a_home_that_can_be_written_beside_a_read_only_tmp_names_the_sockets(own: Path, tmp_path: Path) -> None:

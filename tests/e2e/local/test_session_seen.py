@@ -22,7 +22,7 @@ def test_who_waits_for_a_session_of_their_own_is_told(warm: Path) -> None:
         run = distributed(gpus=2, gpu_type="H100", quiet=True)(len).submit("ab")
         wait_for(run.waiting_for, "it waits")
         assert run.waiting_for().endswith(
-            "that session is open in this process: call session.distributed(...), or close it"
+            "that session is open in this process: call session.distributed(...), or close the session"
         )
         run.cancel()
         run.wait()

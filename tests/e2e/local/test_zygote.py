@@ -393,7 +393,7 @@ def test_a_dependency_of_what_is_preloaded_may_lie_beside_the_script(warm: Path,
     file.write_text(Path(typing_extensions.__file__).read_text() + "\nMINE = 1\n")
     warmth, reason = run_beside(tmp_path, "typing_extensions")
     assert warmth == "False" and reason.startswith(
-        f"typing_extensions is {file} for the caller, the warm interpreter has"
+        f"typing_extensions is {file} for the caller, but the warm interpreter has"
     )
 
 

@@ -115,7 +115,10 @@ PLAIN = (
     Program("logging_config", r"INFO trainer: before\n(\[rank 0\] .*\n){2}INFO trainer: after\ndone\n"),
     Program("captured_config"),
     Program("cached_functions", r"\[rank 0\] loading abc\ndone\n"),
-    Program("iterators", r"the call to total .*argument `numbers` -> generator\n.*hint: create it inside .*\ndone\n"),
+    Program(
+        "iterators",
+        r"the call to total .*argument `numbers` -> generator\n.*hint: create the object inside .*\ndone\n",
+    ),
     Program("numpy_closure"),
     Program("figure"),
     Program("subprocesses", r"\[rank 0\] a line of a program\ndone\n"),

@@ -125,7 +125,7 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
     join.send_signal(signal.SIGINT)
     assert join.wait(60) == 0
     assert second.said.endswith(
-        "two has left the pool and gets no new runs; 1 run continues here, "
+        "two has left the pool and gets no new runs. 1 run continues here, "
         "and this machine reports to the server how it ends\n"
     )
     assert second.rays() == []

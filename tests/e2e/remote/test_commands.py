@@ -54,7 +54,7 @@ def test_23B3_submit_through_a_server_shows_the_rank_that_failed(served: Path, t
     run_id = hint.split()[4]
     assert golden("remote.commands.serverless-gpu-last", run_id=run_id) in lines
     shown = sgpu("logs", run_id)
-    assert shown.stderr.startswith(f"sgpu: rank 1 of run {run_id} failed; --rank N or --rank all shows others\n")
+    assert shown.stderr.startswith(f"sgpu: rank 1 of run {run_id} failed (--rank N or --rank all prints other ranks)\n")
     assert shown.stderr.endswith("ValueError: boom at rank 1\n")
 
 

@@ -107,7 +107,7 @@ def test_23B12_without_a_server_what_was_typed_is_named_and_local_offered(home: 
         sgpu("submit", "train.sh")
     assert refused.value.message == golden("remote.feasibility.sgpu-submit-train")
     assert golden("remote.feasibility.sgpu-up-starts") in refused.value.hint
-    assert refused.value.hint.endswith("`sgpu submit --local train.sh …` needs no server")
+    assert refused.value.hint.endswith("to run without a server, use `sgpu submit --local train.sh …`")
     with pytest.raises(ServerNotConfigured, match=re.escape(golden("remote.feasibility.sgpu-queue-needs"))):
         sgpu("queue")
 

@@ -75,7 +75,7 @@ def test_23B3_the_rank_that_failed_on_the_second_node_is_shown(pool: Machines, t
     run.wait(60)
     attached, logs = (CliRunner().invoke(program.sgpu, [command, run.id]) for command in ("attach", "logs"))
     assert attached.exit_code == 1 and golden("remote.gangs.sgpu-valueerror-luck") in attached.stderr
-    assert logs.stderr.startswith(f"sgpu: rank 3 of run {run.id} failed; --rank N or --rank all shows others\n")
+    assert logs.stderr.startswith(f"sgpu: rank 3 of run {run.id} failed (--rank N or --rank all prints other ranks)\n")
 
 
 def test_cancel_ends_both(pool: Machines, tmp_path: Path) -> None:

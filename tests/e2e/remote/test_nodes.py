@@ -54,8 +54,8 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert said == golden("remote.nodes.left-out-runs", uuid=uuid, node=node)
     done = sgpu("node", "drain", node, "--stop", "--wait", "60s").stdout
     assert (
-        done.startswith(f"{node} gets no new runs; 2 runs are running there\n")
-        and "no runs are running there\n" in done
+        done.startswith(f"{node} gets no new runs. 2 runs are running on the node\n")
+        and "no runs are running on the node\n" in done
     )
     with pytest.raises(Exception, match=golden("remote.nodes.run-leave-node")):
         ends.results()

@@ -89,7 +89,7 @@ def test_an_interpreter_that_is_gone_is_a_problem(file: Path) -> None:
 
 def test_a_home_that_cannot_be_used_is_a_problem(file: Path) -> None:
     changed(file, profile="/nowhere/node.json", paths=["/nowhere"])
-    assert actor().ensure()["problem"].startswith("its agent was not started: ")
+    assert actor().ensure()["problem"].startswith("the launcher did not start the node's agent: ")
 
 
 def test_a_file_that_is_none_is_a_problem(file: Path) -> None:

@@ -201,11 +201,11 @@ def test_22B5_another_server_or_another_principal_is_not_asked(
 # --- B2: what is to last is not kept in a temporary directory ---------------------------------------------------------
 
 KEEPING = (
-    (("up", "--port", "0"), "a server keeps its database, keys and tokens there"),
-    (("server", "config"), "the server stores its files there"),
-    (("server", "logs"), "the server stores its log there"),
-    (("secret", "delete", "--local", "TOKEN"), "secrets are stored there"),
-    (("mlflow",), "the MLflow server keeps its runs there"),
+    (("up", "--port", "0"), "a server stores its database, keys and tokens in the home directory"),
+    (("server", "config"), "the server stores its files in the home directory"),
+    (("server", "logs"), "the server stores its log in the home directory"),
+    (("secret", "delete", "--local", "TOKEN"), "`sgpu secret` stores secrets in the home"),
+    (("mlflow",), "the MLflow server stores its runs in the home directory"),
     (("queue",), "its server.json names the server"),
 )
 

@@ -74,9 +74,9 @@ def test_a_renamed_command_works_with_a_notice(home: Path) -> None:
     write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t"))
     new, old = run(home, "node", "list"), run(home, "nodes")
     notice, *rest = old.stderr.splitlines()
-    assert notice.startswith("sgpu: `sgpu nodes` is now `sgpu node list`")
+    assert notice.startswith("sgpu: `sgpu nodes` is now called `sgpu node list`")
     assert (old.returncode, rest) == (new.returncode, new.stderr.splitlines())
-    assert "`sgpu user add` is now `sgpu user create`" in run(home, "user", "add", "--help").stderr
+    assert "`sgpu user add` is now called `sgpu user create`" in run(home, "user", "add", "--help").stderr
 
 
 def test_a_schema_describes_the_json(home: Path) -> None:

@@ -94,9 +94,9 @@ def test_an_import_that_hangs_costs_its_family_only(packages: Path) -> None:
     for name in ("numpy", "scipy", "sklearn"):
         (packages / f"{name}.py").write_text("")
     seen = look_at_imports(3.0).modules
-    assert seen["torch"] == Imported(outcome="hung", error="it took too long")
+    assert seen["torch"] == Imported(outcome="hung", error="the process took too long")
     assert seen["torchvision"] == Imported(
-        outcome="untried", error="the time limit of 3 s was reached before the import"
+        outcome="untried", error="the probe reached its time limit of 3 s before the import"
     )
     assert seen["numpy"].outcome == "ok"
 

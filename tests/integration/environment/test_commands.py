@@ -113,7 +113,7 @@ def test_the_fingerprint_says_whether_it_was_known_and_what_changed(place: Place
     address = place.capture()
     known = place.lines("fingerprint")
     assert first[0] == known[0] == address
-    assert known[1].startswith("known: nothing changed since it was captured 20")
+    assert known[1].startswith("known: the environment is unchanged since it was captured 20")
     assert (
         known[2].startswith("took: asking the interpreter ") and ", gate " in known[2] and ", every file " in known[2]
     )
@@ -147,7 +147,7 @@ def test_diff_names_packages_with_both_versions_and_code(place: Place, monkeypat
         "demo 1.0 → 2.0",
         "other 1.0 added",
         "train.py changed",
-        "start-up variable OMP_NUM_THREADS is set now",
+        "start-up variable OMP_NUM_THREADS is newly set",
     ]
     assert place.lines("diff", code=1) == said
     assert place.lines("diff", old[:6], code=1) == said
@@ -160,7 +160,7 @@ def test_diff_names_packages_with_both_versions_and_code(place: Place, monkeypat
 def test_diff_without_a_capture_says_what_to_do_and_has_a_code_of_its_own(place: Place) -> None:
     result = place.run("diff", code=2)
     assert result.stdout == ""
-    assert result.stderr.startswith("sgpu: this environment was never captured from this home and directory")
+    assert result.stderr.startswith("sgpu: this environment has no capture to compare with")
     assert golden("environment.commands.hint-sgpu-env") in result.stderr
 
 
@@ -300,8 +300,8 @@ def test_gc_leaves_what_is_used_now(place: Place) -> None:
 def test_gc_shrinks_what_was_unpacked_here(place: Place, tmp_path: Path) -> None:
     place.run("restore", place.capture(), str(tmp_path / "there"), "--python", sys.executable)
     assert json.loads(place.run("gc", "--json").stdout)["cache_units"] > 0
-    assert place.lines("gc", "--cache", "0", "--dry-run")[-1].startswith("cache of this node: 2 units, ")
-    assert place.lines("gc", "--cache", "0")[-1].startswith("cache of this node: 0 units, 0 B; ")
+    assert place.lines("gc", "--cache", "0", "--dry-run")[-1].startswith("unit cache of this node: 2 units, ")
+    assert place.lines("gc", "--cache", "0")[-1].startswith("unit cache of this node: 0 units, 0 B; ")
 
 
 @pytest.mark.parametrize(
@@ -309,9 +309,9 @@ def test_gc_shrinks_what_was_unpacked_here(place: Place, tmp_path: Path) -> None
     [
         (("--keep", "soon"), "--keep: 'soon' is not a duration"),
         (("--grace", "1"), "--grace: '1' is not a duration"),
-        (("--grace", "5h"), "--grace 5h is shorter than a capture may take"),
+        (("--grace", "5h"), "--grace 5h is shorter than the maximum capture time"),
         (("--cache", "big"), "--cache: 'big' is not a size"),
-        (("--store", "https://x"), "'https://x' is not the name of a store"),
+        (("--store", "https://x"), "'https://x' is not a valid store URL"),
     ],
 )
 def test_gc_says_which_value_is_wrong(place: Place, arguments: tuple[str, ...], said: str) -> None:
@@ -340,7 +340,7 @@ def test_another_active_environment_is_mentioned(place: Place, monkeypatch: pyte
     monkeypatch.setenv("VIRTUAL_ENV", str(place.prefix))
     monkeypatch.setattr(sys, "executable", str(place.python))
     result = CliRunner().invoke(program.sgpu, ["env", "fingerprint"], catch_exceptions=False)
-    said = f"sgpu: using sgpu's own environment, {sys.prefix}; for the active one, add --python {place.prefix}\n"
+    said = f"sgpu: using sgpu's own environment {sys.prefix}. For the active environment, add --python {place.prefix}\n"
     assert result.stderr.startswith(said)
 
 

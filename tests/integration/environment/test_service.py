@@ -164,7 +164,7 @@ def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: 
     (tmp_path / "server").mkdir()
     storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), room=DiskLimits(kept_free_bytes=0))
     with listening(app_of(storage)) as url:
-        for number, says in ((2, ("the server does not have the environment, or no longer has it",)), (3, ())):
+        for number, says in ((2, ("the server does not have the environment, or has deleted it",)), (3, ())):
             caller.ask(number, store=f"sgpu+{url}", token="member")
             known, checked = caller.hear(number, Unchanged), caller.hear(number, FilesChecked)
             assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot

@@ -137,7 +137,7 @@ def _trees() -> Iterator[tuple[str, Unit, str]]:
         ("dotted capital I", "site/\u0130", "site/i\u0307"),
         ("full width", "site/\uff41", "site/A"),
     ):
-        yield name, unit(file(first), file(second)), "same file as"
+        yield name, unit(file(first), file(second)), "path equals"
     yield "below a file", unit(file("site/a"), file("site/a/b")), "below a file or link"
     yield "below a file, deep", unit(file("site/a"), file("site/a/b/c")), "below a file or link"
     yield "below a link", unit(link("site/a", "b"), file("site/a/c"), file("site/b/x")), "below a file or link"
@@ -190,24 +190,24 @@ def _rows() -> Iterator[tuple[str, Unit, str]]:
     for size in (-1, -(2**63), 15 * 10**9 + 1, 2**63, 2**64):
         yield f"size {size}", unit(msgspec.structs.replace(good, size=size)), "a size must be between"
     for digest in (b"", b"\0" * 31, b"\0" * 33):
-        yield f"digest of {len(digest)}", unit(msgspec.structs.replace(good, sha256=digest)), "32 bytes of SHA-256"
-    yield "digest of nothing", unit(msgspec.structs.replace(good, size=0, sha256=b"\1" * 32)), "32 bytes of SHA-256"
-    yield "file with a target", unit(msgspec.structs.replace(good, target="b")), "only links have a target"
-    yield "directory with a target", unit(FileRow(path="site/a", kind="d", target="b")), "only links have a target"
-    yield "directory with a size", unit(FileRow(path="site/a", kind="d", size=4)), "only files have a size"
+        yield f"digest of {len(digest)}", unit(msgspec.structs.replace(good, sha256=digest)), "content's SHA-256"
+    yield "digest of nothing", unit(msgspec.structs.replace(good, size=0, sha256=b"\1" * 32)), "content's SHA-256"
+    yield "file with a target", unit(msgspec.structs.replace(good, target="b")), "only links can have a target"
+    yield "directory with a target", unit(FileRow(path="site/a", kind="d", target="b")), "only links can have a target"
+    yield "directory with a size", unit(FileRow(path="site/a", kind="d", size=4)), "only files can have a size"
     yield (
         "link with a digest",
         unit(FileRow(path="site/b", kind="l", target="a", sha256=b"\0" * 32), good),
         "only files",
     )
-    yield "bytecode", unit(file("site/p/__pycache__/a.cpython-311.pyc")), "bytecode is made on the node"
+    yield "bytecode", unit(file("site/p/__pycache__/a.cpython-311.pyc")), "nodes compile bytecode themselves"
     yield "a million rows and one", Unit(address="0" * 64, rows=(good,) * 1_000_001), "1000001 rows"
     two = [file(f"site/{n}", 8 * 10**9) for n in range(2)]
     yield "more than 15 GB", unit(*two), "at most 15000000000"
     yield "another address", unit(good, address="0" * 64), "does not match its rows"
     yield "an address that is a path", unit(good, address="../../x"), "64 hexadecimal digits"
     yield "upper case address", unit(good, address=unit(good).address.upper()), "64 hexadecimal digits"
-    yield "another format", unit(good, version=2), "its format is 2"
+    yield "another format", unit(good, version=2), "format is 2"
 
 
 def _blocks() -> Iterator[tuple[str, Unit, str]]:
@@ -268,7 +268,7 @@ def _bombs() -> Iterator[tuple[str, Unit, str]]:
     many = tuple(file(f"site/{n}", 1) for n in range(100))
     waste = tuple(PackBlock(0, 40_000 * n, 40_000, BLOCK_BYTES) for n in range(100))
     spots = tuple(ContentPlace(n, 0) for n in range(100))
-    yield "work for nothing", unit(*many, blocks=waste, places=spots), "far more than the 100 bytes of its files"
+    yield "work for nothing", unit(*many, blocks=waste, places=spots), "far more than the 100 bytes of all files"
 
 
 def snapshot(
@@ -292,7 +292,7 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
     own = Root(kind="own", members=(good,))
     yield "another address", replace(snapshot(good), address="0" * 64), "does not match its content"
     yield "address that is a path", replace(snapshot(good), address="../x"), "64 hexadecimal digits"
-    yield "another format", replace(snapshot(good), version=0), "its format is 0"
+    yield "another format", replace(snapshot(good), version=0), "format is 0"
     for field, value in (("version", "../../x"), ("version", "3"), ("abi", "a/b"), ("platform", ""), ("glibc", "../x")):
         yield (
             f"{field} {value!r}",
@@ -320,9 +320,9 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
         ({"name": "a" * 256}, "at most 255 bytes"),
         ({"version": "1\n2"}, "control characters"),
         ({"modules": ("a\0",)}, "control characters"),
-        ({"size": -1}, "not possible"),
-        ({"files": -1}, "not possible"),
-        ({"size": 15 * 10**9 + 1}, "not possible"),
+        ({"size": -1}, "cannot have"),
+        ({"files": -1}, "cannot have"),
+        ({"size": 15 * 10**9 + 1}, "cannot have"),
     ):
         yield f"member with {changes}", snapshot(replace(good, **changes)), rule
     large = [replace(good, address=f"{n:064x}", size=10**10) for n in range(2)]
@@ -352,7 +352,7 @@ def _generated(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
     ):
         yield f"generated {path!r} {text[:12]!r}", snapshot(good, generated=[Generated(path=path, text=text)]), rule
     twice = [Generated(path="site/a.pth", text=""), Generated(path="site/A.pth", text="")]
-    yield "generated twice", snapshot(good, generated=twice), "same file as"
+    yield "generated twice", snapshot(good, generated=twice), "path equals"
     below = [Generated(path="site/a", text=""), Generated(path="site/a/b", text="")]
     yield "generated below a generated file", snapshot(good, generated=below), "below a file"
 
@@ -368,7 +368,7 @@ def _facts(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
         ("loaded outside", SnapshotOrigin(loaded=(("../x.py",),)), "start with site/ or prefix/"),
         ("control character", SnapshotOrigin(left_out=("a\x1b",)), "control characters"),
         ("long sentence", SnapshotOrigin(left_out=("a" * 9000,)), "at most 8192 bytes"),
-        ("before time", SnapshotOrigin(captured_ns=-1), "not a valid time"),
+        ("before time", SnapshotOrigin(captured_ns=-1), "time is not valid"),
         ("modules without end", SnapshotOrigin(loaded=(("site/a.py",) * 200_001,)), "loaded modules are allowed"),
         (
             "notes without end",

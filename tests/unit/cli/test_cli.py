@@ -54,7 +54,9 @@ def test_what_means_several_runs_names_them(runs: Path) -> None:
 def test_what_means_no_run_names_the_latest(runs: Path) -> None:
     with pytest.raises(InvalidValue) as caught:
         choose(Home(runs.parent), "zebra")
-    expected = f"there is no run 'zebra' in {runs}\nhint: the latest are {FIRST}; `sgpu runs` lists all"
+    expected = (
+        f"run 'zebra' does not exist in {runs}\nhint: the latest runs are {FIRST}. List all runs with `sgpu runs`"
+    )
     assert str(caught.value) == expected
 
 
@@ -213,8 +215,9 @@ def test_showing_loads_nothing_of_the_users(runs: Path) -> None:
         (
             ("--rank", "1", "--stream", "stderr"),
             "",
-            f"sgpu: rank 1 of run {FIRST} wrote nothing to stderr; rank 0 wrote output: sgpu logs {FIRST} --rank 0; "
-            f"sgpu show {FIRST} shows how the run ended\n",
+            f"sgpu: rank 1 of run {FIRST} wrote nothing to stderr; rank 0 wrote output. "
+            f"To print the output, run: sgpu logs {FIRST} --rank 0; "
+            f"print the failure with: sgpu show {FIRST}\n",
         ),
         (("--rank", "0", "--follow"), "one\ntwo\nthree\n", "100%\nnot ended\n"),
     ],
@@ -227,7 +230,7 @@ def test_logs(runs: Path, arguments: tuple[str, ...], out: str, err: str) -> Non
 
 def test_23B3_logs_of_a_failed_run_are_those_of_the_rank_that_failed(runs: Path) -> None:
     result = sgpu("logs")
-    told = f"sgpu: rank 1 of run {FIRST} failed; --rank N or --rank all shows others\n"
+    told = f"sgpu: rank 1 of run {FIRST} failed (--rank N or --rank all prints other ranks)\n"
     assert (result.stdout, result.stderr) == ("other \ufffd\n", told)
 
 
@@ -237,7 +240,7 @@ def test_23B3_a_rank_that_wrote_nothing_names_the_option_that_shows_the_others(r
     result = sgpu("logs", "--rank", "0")
     told = (
         f"sgpu: rank 0 of run {FIRST} wrote nothing to stdout or stderr; "
-        f"rank 1 wrote output: sgpu logs {FIRST} --rank 1\n"
+        f"rank 1 wrote output. To print the output, run: sgpu logs {FIRST} --rank 1\n"
     )
     assert (result.stdout, result.stderr) == ("", told)
 
@@ -322,7 +325,7 @@ def test_a_run_that_gives_its_devices_back_is_not_deleted_and_not_to_be_cancelle
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(InvalidValue) as caught:
             sgpu("clean", SECOND)
-    said = f"run {SECOND} is FAILED and still releases its devices"
+    said = f"run {SECOND} is FAILED and has not released its devices yet"
     assert str(caught.value) == golden("cli.cli.hint-can-deleted", said=said)
     sgpu("clean", SECOND)
     assert os.listdir(runs) == [FIRST]
@@ -339,10 +342,10 @@ def test_cancel_without_a_run_when_none_goes_on(runs: Path) -> None:
     [
         (
             ("--older-than", "soon"),
-            "--older-than: 'soon' is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w",
+            "--older-than: 'soon' is not a duration. Write a whole number and a unit: 90s, 15m, 12h, 7d or 2w",
         ),
         *(
-            (("--keep", text), f"--keep: '{text}' is not a size; write a number and a unit: 500MB, 20GiB, or 0")
+            (("--keep", text), f"--keep: '{text}' is not a size. Write a number and a unit, for example 500MB or 20GiB")
             for text in ("much", "-1GiB", "5", "2000000TiB", "0x")
         ),
     ],
@@ -357,7 +360,7 @@ def test_what_clean_does_not_understand(runs: Path, arguments: tuple[str, ...], 
 def test_clean_takes_names_or_limits(runs: Path) -> None:
     result = sgpu("clean", FIRST, "--keep", "1GB")
     assert result.exit_code == 2
-    assert result.stderr.endswith("Error: name runs, or give --older-than and --keep; not both\n")
+    assert result.stderr.endswith("Error: RUN cannot be combined with --older-than or --keep\n")
 
 
 # --- small things ----------------------------------------------------------------------------------------------------
@@ -387,7 +390,7 @@ def test_columns() -> None:
         ("CANCELLED", "1 GPU free: no process of the run is left"),
         (
             "FAILED",
-            "the run no longer had devices; attempt 1 released them: 1 GPU free: no process of the run is left",
+            "the run had no devices. Attempt 1 had released its devices: 1 GPU free: no process of the run is left",
         ),
     ],
 )

@@ -68,8 +68,8 @@ def test_23B2_a_mistyped_option_is_a_usage_error_that_names_the_one_that_was_mea
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["-x", "train.py"], "there is no option -x"),
-        (["--", "-c", "print(1)"], "a program cannot begin with a dash: -c"),
+        (["-x", "train.py"], "sgpu submit has no option -x"),
+        (["--", "-c", "print(1)"], "the program -c must not begin with a dash"),
         (["-m"], "-m needs a module"),
         (["-m", "--gpus"], "-m needs a module"),
         (["-m", "nope"], "no module 'nope'"),
@@ -80,8 +80,8 @@ def test_23B2_a_mistyped_option_is_a_usage_error_that_names_the_one_that_was_mea
         (["python3", "nope.py"], "no file 'nope.py'"),
         (["./nope.sh"], "no program './nope.sh'"),
         (["--local", "nope"], "no program 'nope'"),
-        (["--env-var", "X", "train.py"], "'X' is not KEY=VALUE"),
-        (["--env-var", "PATH=/x", "train.py"], "PATH is not passed to other machines"),
+        (["--env-var", "X", "train.py"], "'X' does not have the form KEY=VALUE"),
+        (["--env-var", "PATH=/x", "train.py"], "PATH cannot be passed to other machines"),
         (["--workdir", "nowhere", "train.py"], "'nowhere' does not exist"),
     ],
 )

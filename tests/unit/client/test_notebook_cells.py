@@ -155,12 +155,12 @@ SHELL_HINT = "hint: move %magics, !commands and ? to a cell without %%distribute
         (
             "if x:\n    return 1",
             "line 3 of the cell: a cell cannot return or yield: return 1\n"
-            "hint: end the cell with an expression; its value becomes each rank's result",
+            "hint: end the cell with an expression, whose value becomes each rank's result",
         ),
         (
             "yield 1",
             "line 2 of the cell: a cell cannot return or yield: yield 1\n"
-            "hint: end the cell with an expression; its value becomes each rank's result",
+            "hint: end the cell with an expression, whose value becomes each rank's result",
         ),
         ("x = = 1", "line 2 of the cell is not valid Python: invalid syntax: x = = 1"),
         ("x = (", "line 2 of the cell is not valid Python: '(' was never closed: x = ("),

@@ -79,10 +79,10 @@ def test_numpy_1_is_only_written_and_still_told() -> None:
 
 def test_a_crash_a_hang_and_what_was_not_tried() -> None:
     modules = {
-        "numpy": Imported(outcome="crashed", error="the process was ended by SIGSEGV", written="a\ncannot load it\n"),
-        "scipy": Imported(outcome="hung", error="it took too long"),
-        "pandas": Imported(outcome="untried", error="the time limit of 8 s was reached before the import"),
-        "cv2": Imported(outcome="untried", error="the time limit of 8 s was reached before the import"),
+        "numpy": Imported(outcome="crashed", error="SIGSEGV ended the process", written="a\ncannot load it\n"),
+        "scipy": Imported(outcome="hung", error="the process took too long"),
+        "pandas": Imported(outcome="untried", error="the probe reached its time limit of 8 s before the import"),
+        "cv2": Imported(outcome="untried", error="the probe reached its time limit of 8 s before the import"),
         "numba": Imported(outcome="absent"),
     }
     findings = found("imports", MachineFacts(imports=ImportFacts(modules=modules), interpreter=INTERPRETER))

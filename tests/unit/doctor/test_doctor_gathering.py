@@ -124,7 +124,7 @@ def test_an_importing_process_that_ends_early_leaves_its_last_word() -> None:
     crashed = read_imports(records, ChildEnded(b"", "boom", -11))
     assert crashed.modules == {
         "a": Imported(outcome="ok"),
-        "b": Imported(outcome="crashed", error="the process was ended by SIGSEGV", written="boom"),
+        "b": Imported(outcome="crashed", error="SIGSEGV ended the process", written="boom"),
     }
     assert read_imports(records, ChildEnded(b"", "", None)).modules["b"].outcome == "hung"
 

@@ -50,7 +50,7 @@ from tests.support.golden import golden
             GpuFacts(binding_problem="no pynvml"),
             (
                 FAILED,
-                "cannot look for GPUs: no pynvml",
+                "the doctor cannot look for GPUs: no pynvml",
                 f"{PYTHON} -m pip install --force-reinstall nvidia-ml-py",
             ),
         ),
@@ -117,7 +117,7 @@ def test_torch_sees_fewer(sees: int, visible: str | None, outcome: CheckOutcome,
 
 
 def test_a_torch_that_hangs_when_it_is_asked_is_unknown() -> None:
-    imports = ImportFacts(torch=replace(TORCH, devices=None, problem="it took too long"))
+    imports = ImportFacts(torch=replace(TORCH, devices=None, problem="the process took too long"))
     assert one("torch-sees-fewer", MachineFacts(gpus=GPUS, imports=imports)) == (
         UNKNOWN,
         golden("doctor.doctor_gpus.torch-could-asked"),
@@ -178,7 +178,7 @@ def test_usage_that_nvml_cannot_tell_is_unknown() -> None:
     usage = {"GPU-0": Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem="NVML: lost")}
     assert found("gpu-busy", MachineFacts(gpus=replace(GPUS, usage=usage))) == [
         Finding(UNKNOWN, "GPU-0: NVML: lost"),
-        Finding(UNKNOWN, "GPU-1: NVML said nothing about it"),
+        Finding(UNKNOWN, "GPU-1: NVML reported no usage for this GPU"),
     ]
 
 

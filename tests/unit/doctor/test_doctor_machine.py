@@ -267,7 +267,7 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[CheckOutcome, str, str]) 
 @pytest.mark.parametrize(
     ("zygotes", "expected"),
     [
-        ((), (OK, "no zygote for this interpreter; its next run starts cold and creates a zygote", "")),
+        ((), (OK, "this interpreter has no zygote; its next run starts cold and creates a zygote", "")),
         ((ZygoteStatus(pid=5, python=PYTHON, state="ready"),), (OK, "pid 5 is ready", "")),
         (
             (

@@ -36,19 +36,19 @@ def test_a_pool_that_is_fine() -> None:
     assert said("pool-token") == (OK, golden("doctor.doctor_pool.ray-asks-everybody"), "")
     assert said("pool-version") == (OK, "Ray 2.60.0, 5 processes", "")
     assert said("pool-ports") == (OK, golden("doctor.doctor_pool.ray-listens-10"), "")
-    sentence = "ranks can signal only processes that they started, so `ray stop` in a rank cannot end Ray"
+    sentence = "`ray stop` in a rank cannot end this machine's Ray, because ranks cannot signal Ray's processes"
     assert said("pool-fence") == (OK, sentence, "")
 
 
 def test_a_ray_that_asks_nobody_is_a_failure() -> None:
-    sentence = "any host that reaches Ray can use it: processes without a token: raylet"
+    sentence = "any host can run code on Ray processes without a token: raylet"
     mend = "sgpu stop   (then start `sgpu up` or `sgpu join` again)"
     assert said("pool-token", without_token=("raylet",)) == (FAILED, sentence, mend)
 
 
 def test_a_token_that_others_can_read_is_a_failure() -> None:
     path = "/home/ada/.serverless_gpu/ray/token"
-    problem = "its mode is 0644, so others can read it"
+    problem = "the file's mode is 0644, so others can read it"
     assert said("pool-token", token_problem=problem) == (
         FAILED,
         golden("doctor.doctor_pool.ray-token", path=path, problem=problem),
@@ -71,7 +71,7 @@ def test_a_ray_that_is_too_old_is_a_failure() -> None:
 
 
 def test_ranks_that_could_end_it_are_said_and_why() -> None:
-    outcome, sentence, _ = said("pool-fence", unfenced="Linux 6.12 or newer is needed, with Landlock")
+    outcome, sentence, _ = said("pool-fence", unfenced="Linux 6.12 or newer with Landlock is required")
     assert outcome == WARNING
     assert sentence == golden("doctor.doctor_pool.ray-stop-rank")
 

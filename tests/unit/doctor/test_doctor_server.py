@@ -50,7 +50,7 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         (
             "server",
             ServerFacts(),
-            (OK, "no server is configured; remote=True needs a server: sgpu up, or sgpu login URL"),
+            (OK, "no server for remote=True is configured (start a server with `sgpu up`, or run `sgpu login URL`)"),
         ),
         ("server", ServerFacts(problem="it is no address", hint="h"), (FAILED, "it is no address")),
         ("server", replace(WELL, is_private=False), (FAILED, "other users can read the token in /h/server.json")),
@@ -66,7 +66,7 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         (
             "server-protocol",
             replace(WELL, version="9"),
-            (OK, f"protocol 1; the server is 9, this package {__version__}"),
+            (OK, f"server version 9 and client version {__version__} both use protocol 1"),
         ),
         ("server-isolation", replace(WELL, closed_pools=None), (UNKNOWN, "your role may not list pools")),
         (
@@ -79,12 +79,13 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             replace(WELL, principals=None, closed_pools=(), shared_pools=("default",)),
             (
                 WARNING,
-                "several principals share one operating-system user in default: each run can read files of the others",
+                "several principals share one operating-system user in default: each run can read the files of all "
+                "other runs",
             ),
         ),
         ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not list nodes")),
-        ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined, so no run can start")),
-        ("server-nodes", replace(WELL, nodes=(), embedded=False), (WARNING, "no node has joined")),
+        ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined the server, so no run can start")),
+        ("server-nodes", replace(WELL, nodes=(), embedded=False), (WARNING, "no node has joined the server")),
         (
             "server-nodes",
             replace(WELL, nodes=(UP, ServerNode(name="n2", state="SILENT", silent_s=99.4))),
@@ -98,14 +99,14 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         (
             "server-protocol",
             replace(WELL, protocol=2, protocols=(1, 2)),
-            (OK, "protocol 1, which the server accepts; its own is 2: upgrade this package soon"),
+            (OK, "the server uses protocol 2, but still accepts protocol 1: upgrade this package soon"),
         ),
         (
             "server-nodes",
             replace(WELL, nodes=(replace(UP, clock="has a clock that is 1 h 00 min ahead of the server's"),)),
             (
                 WARNING,
-                "n1 has a clock that is 1 h 00 min ahead of the server's: the times that its runs record are wrong",
+                "n1 has a clock that is 1 h 00 min ahead of the server's: runs on this node record wrong times",
             ),
         ),
         (
@@ -118,7 +119,11 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             replace(WELL, certificate_left_s=7200.0),
             (WARNING, "the server's certificate expires in 2 h 00 min"),
         ),
-        ("server-tls", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "the certificate could not be read")),
+        (
+            "server-tls",
+            replace(WELL, url="https://gpu.internal"),
+            (UNKNOWN, "the doctor could not read the server's certificate"),
+        ),
         (
             "server-tls",
             replace(WELL, certificate_left_s=30 * 86_400.0),
@@ -128,12 +133,12 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         (
             "server-clock",
             replace(WELL, clock_ahead_s=7),
-            (WARNING, "the server's clock is 7 s ahead of this machine's"),
+            (WARNING, "the server's clock is 7 s ahead of this machine's clock"),
         ),
         (
             "server-clock",
             replace(WELL, clock_ahead_s=-90),
-            (FAILED, "the server's clock is 90 s behind this machine's"),
+            (FAILED, "the server's clock is 90 s behind this machine's clock"),
         ),
     ],
 )

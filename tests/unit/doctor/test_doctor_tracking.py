@@ -17,8 +17,12 @@ SERVER = TrackingServer(uri="http://127.0.0.1:26570", stage="ready", version="3.
 @pytest.mark.parametrize(
     ("tracking", "outcome", "said"),
     [
-        (TrackingFacts(), OK, f"MLflow is not installed for {PYTHON}: runs are not tracked"),
-        (TrackingFacts(installed=True), OK, "runs are tracked in this home's store; `sgpu mlflow` prints the address"),
+        (TrackingFacts(), OK, f"MLflow does not track runs, because MLflow is not installed for {PYTHON}"),
+        (
+            TrackingFacts(installed=True),
+            OK,
+            "MLflow tracks runs in the store of this home directory (to print the store's address, run `sgpu mlflow`)",
+        ),
         (replace(THERE, off="SERVERLESS_GPU_TRACKING=0"), OK, "off: SERVERLESS_GPU_TRACKING=0"),
         (THERE, OK, "https://mlflow.example.com, by MLFLOW_TRACKING_URI; it answers"),
         (
@@ -38,7 +42,11 @@ def test_where_runs_are_tracked(tracking: TrackingFacts, outcome: CheckOutcome, 
     [
         (SERVER, OK, "http://127.0.0.1:26570 is ready, MLflow 3.17.2"),
         (replace(SERVER, stage="stopped"), OK, "http://127.0.0.1:26570 is stopped, MLflow 3.17.2"),
-        (replace(SERVER, away="timed out"), WARNING, "http://127.0.0.1:26570 (pid 7) does not answer: timed out"),
+        (
+            replace(SERVER, away="timed out"),
+            WARNING,
+            "the MLflow server http://127.0.0.1:26570 (pid 7) does not answer: timed out",
+        ),
         (replace(SERVER, stage="failed", problem="no"), WARNING, "http://127.0.0.1:26570: no"),
     ],
 )

@@ -107,12 +107,12 @@ def test_an_ordinary_snapshot_passes() -> None:
 @pytest.mark.parametrize(
     ("path", "row", "rule"),
     [
-        ("site/a", file("site/a"), "generated where a unit has 'site/a'"),
-        ("site/A", file("site/a"), "generated where a unit has 'site/a'"),
-        ("site/a/b", file("site/a"), "generated where a unit has 'site/a'"),
-        ("site/a/b", link("site/a", "."), "generated where a unit has 'site/a'"),
-        ("site/a", file("site/a/b/c"), "has the directory 'site/a'"),
-        ("site/a", FileRow(path="site/a", kind="d"), "generated where a unit has 'site/a'"),
+        ("site/a", file("site/a"), "collides with a unit's path 'site/a'"),
+        ("site/A", file("site/a"), "collides with a unit's path 'site/a'"),
+        ("site/a/b", file("site/a"), "collides with a unit's path 'site/a'"),
+        ("site/a/b", link("site/a", "."), "collides with a unit's path 'site/a'"),
+        ("site/a", file("site/a/b/c"), "collides with a unit's directory 'site/a'"),
+        ("site/a", FileRow(path="site/a", kind="d"), "collides with a unit's path 'site/a'"),
     ],
 )
 def test_nothing_is_generated_on_top_of_a_unit(path: str, row: FileRow, rule: str) -> None:

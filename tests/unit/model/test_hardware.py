@@ -237,9 +237,9 @@ def test_own_types_are_found_first_by_name_alias_and_shape() -> None:
     [
         ("H1000", "did you mean 'H100'?"),
         ("rtx 490", "did you mean 'RTX-4090'?"),
-        ("GPU_8xH1OO", "use one of these names; case, spaces, '-' and '_' do not matter"),
-        ("TPU-v5", "use one of these names; case, spaces, '-' and '_' do not matter"),
-        ("", "use one of these names; case, spaces, '-' and '_' do not matter"),
+        ("GPU_8xH1OO", "use one of the known names, in any spelling of case, spaces, '-' and '_'"),
+        ("TPU-v5", "use one of the known names, in any spelling of case, spaces, '-' and '_'"),
+        ("", "use one of the known names, in any spelling of case, spaces, '-' and '_'"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str, hint: str) -> None:
@@ -328,10 +328,10 @@ def test_own_types_can_be_faked() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "'' is not a type and a count"),
-        ("H100", "'H100' is not a type and a count"),
-        ("H100:4,", "'' is not a type and a count"),
-        (":4", "':4' is not a type and a count"),
+        ("", "'' does not name a type and a count"),
+        ("H100", "'H100' does not name a type and a count"),
+        ("H100:4,", "'' does not name a type and a count"),
+        (":4", "':4' does not name a type and a count"),
         ("H100:", "'' is not a count of 1 or more"),
         ("H100:0", "'0' is not a count of 1 or more"),
         ("H100:-1", "'-1' is not a count of 1 or more"),

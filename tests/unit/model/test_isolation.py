@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from serverless_gpu.model.isolation import LEVELS, NONE, SANDBOX, reaches
+from serverless_gpu.model.isolation import LEVELS, NONE, SANDBOX, Level, reaches
 
 
 @pytest.mark.parametrize(("offered", "minimum"), [*itertools.product(LEVELS, LEVELS)])
-def test_a_level_satisfies_itself_and_all_weaker_levels(offered: str, minimum: str) -> None:
+def test_a_level_satisfies_itself_and_all_weaker_levels(offered: Level, minimum: Level) -> None:
     order = list(LEVELS)
     assert reaches(offered, minimum) is (order.index(offered) >= order.index(minimum))
 

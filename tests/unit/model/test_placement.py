@@ -37,8 +37,8 @@ MIXED = parse_fake("H100:4,A10:2")
 REAL = (gpu(0, "GPU-aa11"), gpu(1, "GPU-aa22"), gpu(2, "GPU-bb33"))
 K80 = (gpu(0, "GPU-1", "Tesla K80"),)
 NO_GPU_HINT = (
-    'hint: gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" creates fake GPUs; '
-    "a GPU that CUDA_VISIBLE_DEVICES hides does not count"
+    'hint: gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" creates fake GPUs. '
+    "GPUs that CUDA_VISIBLE_DEVICES hides do not count"
 )
 
 
@@ -205,7 +205,7 @@ def test_own_types_can_be_asked_for() -> None:
             (*H100S, *SLOTS),
             NotEnoughGpus,
             "the run requests 8 H100, but this machine has 2\n"
-            "hint: use gpus=2, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
+            "hint: use gpus=2, or leave gpus out to use all. GPUs that CUDA_VISIBLE_DEVICES hides do not count",
         ),
         (
             3,
@@ -213,7 +213,7 @@ def test_own_types_can_be_asked_for() -> None:
             H100S,
             NotEnoughGpus,
             "the run requests 3 H100, but this machine has 2\n"
-            "hint: use gpus=2, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
+            "hint: use gpus=2, or leave gpus out to use all. GPUs that CUDA_VISIBLE_DEVICES hides do not count",
         ),
         (
             8,

@@ -53,15 +53,15 @@ def test_windows_are_read_as_people_write_them_and_written_so_that_they_can_be_r
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "expected days, times or both"),
-        ("every night please", "expected days, times or both"),
+        ("", "a window needs days, times or both"),
+        ("every night please", "a window needs days, times or both"),
         ("weekdays", "'weekdays' is not one of mon, tue, wed, thu, fri, sat, sun"),
         ("mon- 09:00-17:00", "'' is not one of mon"),
         ("mon 9-17", "'9-17' is not a range of times"),
         ("mon 09:00-25:00", "'09:00-25:00' is not within 00:00 to 24:00"),
         ("mon 09:61-10:00", "is not within 00:00"),
         ("24:00-08:00", "is not within 00:00"),
-        ("mon 09:00-09:00", "is an empty range; write the days alone for whole days"),
+        ("mon 09:00-09:00", "is an empty range of times, so write only the days to share whole days"),
         ("09:00-17:00 mon", "'09:00' is not one of mon"),
     ],
 )

@@ -139,14 +139,14 @@ def test_no_price_is_made_up(trace: str) -> None:
         (("--reserved", "2e6"), "not an amount from 0 to 1,000,000"),
         (("--reserved", "1e999999"), "not an amount from 0"),
         (("--reserved", "0.0000001"), "more than six digits"),
-        (("--reserved", "nowhere"), "nor a pool with its own price for H100"),
+        (("--reserved", "nowhere"), "nor the name of a pool that has a price for H100"),
         (("--reserved", "nan"), "'nan' is neither an amount"),
-        (("--reserved", "1", "--buy", "5"), "give only one of --buy and --reserved"),
+        (("--reserved", "1", "--buy", "5"), "specify only one of --buy and --reserved"),
         (("--buy", "nan"), "--years must be 0.1 to 100"),
         (("--buy", "5", "--years", "0"), "--years must be 0.1 to 100"),
         (("--waiting", "soon", *PRICES), "is not a number"),
         (("--last", "soon"), "is not a duration"),
-        (("--last", "0d"), "must be longer than 0"),
+        (("--last", "0d"), "the time range must be longer than 0"),
         (("--have", "-1"), "-1 is not in the range"),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_session_counts_for_as_long_as_it_was_idle(home: Path) -> None:
 
 def test_runs_of_before_are_left_out(home: Path) -> None:
     an_ended_run(home, "train", hours=4, busy=80)
-    with pytest.raises(InvalidValue, match="no use found"):
+    with pytest.raises(InvalidValue, match="no usage found"):
         ran("--last", "1s", "--team", "vision")
 
 

@@ -177,15 +177,15 @@ def test_runs_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "name one source of jobs"),
-        (("TRACE", "--history"), "name one source of jobs"),
+        ((), "specify one source of jobs"),
+        (("TRACE", "--history"), "specify one source of jobs"),
         (("--generate", "0"), "0 is not in the range"),
         (("TRACE", "--policy", "best"), "'best' is not one of"),
-        (("TRACE", "--only", "vc"), "'vc' is not NAME=VALUE"),
+        (("TRACE", "--only", "vc"), "'vc' does not have the form NAME=VALUE"),
         (("TRACE", "--share", "search=much"), "'much' is not a number"),
         (("TRACE", "--share", "search=0"), "0 is not a weight"),
         (("TRACE", "--half-life", "soon"), "'soon' is not a duration"),
-        (("--generate", "9", "--only", "vc=x"), "--only needs TRACE or --history"),
+        (("--generate", "9", "--only", "vc=x"), "--only requires TRACE or --history"),
     ],
 )
 def test_what_was_typed_wrong(trace: str, arguments: tuple[str, ...], words: str) -> None:

@@ -131,7 +131,7 @@ def test_what_is_not_understood_is_left_out_and_counted(tmp_path: Path) -> None:
         ("t.json", b"[]", "has no jobs"),
         ("t.json", b'[{"attempts": 3, "submitted_time": "x"}]', "is not a valid trace"),
         ("t.parquet", b"nothing", "is not a valid parquet file"),
-        ("t.csv", b"a,b\n1,2\n", "has no column submit_time_s; it has a, b"),
+        ("t.csv", b"a,b\n1,2\n", "has no column submit_time_s, but only a, b"),
         ("t.csv", b"submit_time_s,duration_s,num_gpus\nx,2,3\nnan,1,1\n", "has no jobs"),
         ("t.csv", b"\xff\xfe\x00", "is not a valid trace"),
     ],

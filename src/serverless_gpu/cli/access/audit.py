@@ -1,12 +1,13 @@
 """`sgpu audit`: lists, copies and verifies a server's audit log.
 
-A copy is a file of JSON lines with one entry on each line. The command verifies a copy whenever it opens the file.
+A copy of the audit log is a JSON Lines file with one audit entry per line. `sgpu audit` verifies a copy whenever it
+opens the file.
 
     {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
 
 Failure cases: A killed export leaves an incomplete last line, which the next export removes. A full disk raises OSError
-and leaves the earlier lines valid. The command refuses the second of two concurrent exports into one file. A changed
-entry raises `AuditBroken`, which names the entry.
+and leaves the earlier lines valid. `sgpu audit export` refuses a file into which another export writes. A
+changed audit entry raises `AuditBroken`, which names the entry.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 PENDING_S = 60.0
-"""Maximum age in seconds of an audit entry without a chain link. The server normally chains an entry within two
-seconds.
+"""Maximum age in seconds of an audit entry without a chain link. The server normally links an entry within two seconds.
 """
 _PAGE = 1000
 LINE_BYTES_MAX = 1 << 20
@@ -49,14 +49,16 @@ def audit() -> None:
 
 
 @audit.command("list")
-@click.option("--who", default="", metavar="NAME", help="Only entries of this user or service.")
-@click.option("--action", default="", help="Only entries with this action, for example token.create.")
-@click.option("--subject", default="", help="Only entries about this identifier or name.")
-@click.option("--limit", type=click.IntRange(1, _PAGE), default=50, show_default=True, help="Number of latest entries.")
+@click.option("--who", default="", metavar="NAME", help="List audit entries of this user or service.")
+@click.option("--action", default="", help="List audit entries with this action, for example token.create.")
+@click.option("--subject", default="", help="List audit entries about this identifier or name.")
+@click.option(
+    "--limit", type=click.IntRange(1, _PAGE), default=50, show_default=True, help="Maximum number of audit entries."
+)
 @wide_option
 @json_option(tuple[ChainedEntry, ...])
 def list_entries(who: str, action: str, subject: str, limit: int, wide: bool, as_json: bool) -> None:
-    """List the latest entries."""
+    """List the latest audit entries."""
     asked = {"principal": who, "action": action, "subject": subject, "limit": str(limit), "newest": "true"}
     with server() as connection:
         found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
@@ -75,9 +77,9 @@ def list_entries(who: str, action: str, subject: str, limit: int, wide: bool, as
 def export(file: Path) -> None:
     """Copy the audit log into FILE.
 
-    FILE receives one JSON object per line. The command verifies the entries that FILE already has, and appends new
-    entries. Run the command regularly on another machine. A person who changes the server's database cannot change the
-    copy on the other machine.
+    `sgpu audit export` writes one JSON object per line. Before the command appends new entries, it verifies the entries
+    of FILE. Run `sgpu audit export` regularly on another machine. An attacker who changes the server's database
+    cannot change a copy on another machine.
     """
     with server() as connection, open_copy(file) as (copy, head):
         before = head
@@ -85,21 +87,21 @@ def export(file: Path) -> None:
         for page in _pages(connection, after=head.number):
             head = _check_followed(page.entries, after=head)
             append_entries(copy, page.entries)
-    say(f"{head.number - before.number} new entries; {file} ends with {_head_text(head)}")
+    say(f"copied {head.number - before.number} new audit entries; {file} ends with {_head_text(head)}")
 
 
 @audit.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--offline", is_flag=True, help="Verify FILE alone, without the server.")
+@click.option("--offline", is_flag=True, help="Verify FILE without contacting the server.")
 def verify(file: Path | None, offline: bool) -> None:
     """Verify the chain of the audit log.
 
-    The command reads the server's chain. With FILE, the command also checks that FILE is a part of the chain. After a
-    failed check, the command names the first entry that was changed, removed or inserted, and exits with 1.
+    `sgpu audit verify` reads the server's audit chain. With FILE, the command also checks that FILE is part of the
+    audit chain. If verification fails, the command exits with 1 and names the first changed, removed or inserted entry.
     """
     if offline:
         if file is None:
-            raise click.UsageError("--offline needs a FILE to verify")
+            raise click.UsageError("--offline requires the argument FILE")
         head = check_copy(file)
         say(f"{file} is intact: {_head_text(head)}")
         return
@@ -128,15 +130,14 @@ def _check_followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> Chain
     head, problem = follow(links, after=after)
     if problem:
         raise AuditBroken(
-            f"the server's audit log: {problem}",
-            hint="an audit entry in the server's database was changed; a copy made by `sgpu audit export` has the "
-            "original entries",
+            f"the server's audit log is broken: {problem}",
+            hint="find the original audit entries in a copy that `sgpu audit export` wrote",
         )
     return head
 
 
 def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry], file: Path) -> Iterator[ChainedEntry]:
-    """Yield the server's entries. Raise AuditBroken if the copy differs or has more entries."""
+    """Yield the server's audit entries. Raise AuditBroken if the copy differs or has more entries."""
     known: ChainedEntry | None = None
     for link in links:
         known = next(copied, None)
@@ -144,29 +145,32 @@ def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry],
             fields = " and ".join(
                 name for name in ChainedEntry.__struct_fields__ if getattr(known, name) != getattr(link, name)
             )
-            both = f"entry {known.number} of {file} is {_entry_text(known)}; the server's entry is {_entry_text(link)}"
+            both = (
+                f"entry {known.number} of {file} is {_entry_text(known)}, but the server's entry is {_entry_text(link)}"
+            )
             raise AuditBroken(
                 f"{both}: they differ in {fields}",
-                hint="one of the two entries was changed after the server wrote it; trust a copy that only you "
-                "can write to",
+                hint="trust the audit entry in a copy that only you can write to",
             )
         yield link
     known = next(copied, None)
     if known is not None:
-        raise AuditBroken(f"{file} has entry {known.number}, {_entry_text(known)}, which the server does not have")
+        raise AuditBroken(
+            f"the copy {file} has entry {known.number}, {_entry_text(known)}, which the server does not have"
+        )
 
 
 def _refuse_another(connection: Connection, head: ChainHead, file: Path) -> None:
-    """Refuse to append to a copy whose last entry differs from the server's entry of that number."""
+    """Raise AuditBroken if a copy's last entry differs from the server's entry with the same number."""
     if not head.number:
         return
     asked = {"after": str(head.number - 1), "limit": "1"}
     found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
     if not found or (found[0].number, found[0].sha256) != (head.number, head.sha256):
         raise AuditBroken(
-            f"{file} ends with {_head_text(head)}, but the server has another entry of that number",
-            hint="this is another server, the server was restored from a backup, or its audit log was changed. "
-            "Run `sgpu audit verify` for details. Export into a new file and keep the old file",
+            f"the copy {file} ends with {_head_text(head)}, but the server's entry with the same number differs",
+            hint="check the server's address and find the changed audit entry with `sgpu audit verify`. After a "
+            "restore from a backup, export into a new file and keep the old file",
         )
 
 
@@ -174,8 +178,8 @@ def _refuse_stuck(page: AuditPage) -> None:
     since_ns = page.pending_since_ns
     if since_ns is not None and page.now_ns - since_ns > PENDING_S * 1e9:
         raise AuditBroken(
-            f"{page.pending} entries are not in the chain, the oldest since {format_moment(since_ns)}",
-            hint="find the reason in the server's log: `sgpu server logs`",
+            f"{page.pending} audit entries are not in the audit chain, the oldest since {format_moment(since_ns)}",
+            hint="find the reason in the server's log with `sgpu server logs`",
         )
 
 
@@ -190,16 +194,16 @@ def _head_text(head: ChainHead) -> str:
 
 
 def read_copy(path: Path) -> Iterator[ChainedEntry]:
-    """Yield the entries of a copy without verification. Raise InvalidValue at a malformed line."""
+    """Yield the audit entries of a copy without verification. Raise InvalidValue for a malformed line."""
     with path.open("rb") as file:
         yield from _links(file, path)
 
 
 def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # noqa: B008 - it cannot change
-    """Return the number and digest of a copy's last entry. Raise AuditBroken unless the chain is intact."""
+    """Return the number and digest of a copy's last entry. Raise AuditBroken if the chain is broken."""
     head, problem = follow(read_copy(path), after=after)
     if problem:
-        raise AuditBroken(f"{path}: {problem}", hint="compare the file with another copy")
+        raise AuditBroken(f"{path}: {problem}", hint="compare the file with another copy of the audit log")
     return head
 
 
@@ -207,7 +211,7 @@ def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # n
 def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
     """Yield a copy under an exclusive lock, with the number and digest of its last entry.
 
-    The function creates a missing file, and raises AuditBroken for a changed copy.
+    `open_copy` creates a missing file, and raises AuditBroken for a changed copy.
     """
     refuse_irregular(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -216,7 +220,8 @@ def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidValue(
-                f"another process exports into {path}", hint="wait until that export ends, or name another file"
+                f"another process exports the audit log into {path}",
+                hint="wait until the other export ends, or name another file",
             ) from None
         except OSError as error:
             raise lock_error(path, error.strerror or str(error), is_home=False) from error
@@ -227,7 +232,7 @@ def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
 
 
 def append_entries(file: IO[bytes], links: Iterable[ChainedEntry]) -> None:
-    """Append entries and flush them to the disk, so that a power failure cannot lose them."""
+    """Append audit entries and flush them to disk, so that they survive a power failure."""
     file.write(b"".join(msgspec.json.encode(link) + b"\n" for link in links))
     file.flush()
     os.fsync(file.fileno())
@@ -237,13 +242,13 @@ def _links(file: IO[bytes], path: Path) -> Iterator[ChainedEntry]:
     for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), start=1):
         if not line.endswith(b"\n"):
             raise InvalidValue(
-                f"{path}: line {number} is incomplete or too long",
-                hint="`sgpu audit export` removes an incomplete last line",
+                f"line {number} of the copy {path} is incomplete or too long",
+                hint="remove an incomplete last line with `sgpu audit export`",
             )
         try:
             yield _decode(line)
         except msgspec.DecodeError as error:
-            raise InvalidValue(f"{path}: line {number} is not an audit entry: {error}") from error
+            raise InvalidValue(f"line {number} of the copy {path} is not an audit entry: {error}") from error
 
 
 def _cut_torn_line(file: IO[bytes]) -> None:

@@ -19,7 +19,7 @@ from serverless_gpu.model.usage_policy import HOLDER_KINDS, UsagePolicy, describ
 from serverless_gpu.wire.access import PolicyList, PolicyView, policy_of, request_of
 
 ANY = "any"
-"""Option value that removes a limit."""
+"""Option value that removes a policy limit."""
 
 
 _COUNTS = {
@@ -28,7 +28,7 @@ _COUNTS = {
     "attempts": "attempts_max",
     "unsaved_attempts": "unsaved_max",
 }
-"""Options of `set` that take a number, and the policy's field for each."""
+"""Options of `sgpu policy set` that take a number, with their policy fields."""
 
 
 @click.group()
@@ -51,7 +51,7 @@ def list_policies(wide: bool, as_json: bool) -> None:
 @wide_option
 @json_option(tuple[PolicyView, ...])
 def my_policies(wide: bool, as_json: bool) -> None:
-    """List the policies that you can use."""
+    """List the usage policies that you can use."""
     found = _fetch_policies(mine=True)
     _print_policies(found, wide=wide, as_json=as_json)
     if as_json:
@@ -60,16 +60,16 @@ def my_policies(wide: bool, as_json: bool) -> None:
     if mandatory:
         say(
             f"{', '.join(mandatory)} {'applies' if len(mandatory) == 1 else 'apply'} to every run, in addition to "
-            "others"
+            "the run's other policies"
         )
     attached = [each.name for each in found if each.holders and not each.mandatory]
     if not attached:
         other = "other " if mandatory else ""
-        say(f"no {other}policy is attached to you; a run may name one of these with policy=")
+        say(f"no {other}policy is attached to you; choose a listed policy with policy=")
     elif len(attached) == 1:
         say(f"{attached[0]} applies automatically")
     else:
-        say("choose a policy with policy= or SGPU_POLICY; policies of a run's team count too")
+        say("choose a policy with policy= or SGPU_POLICY, including policies of the run's team")
 
 
 @policy.command("show")
@@ -90,58 +90,58 @@ def show_policy(name: str, as_json: bool) -> None:
 
 @policy.command("set")
 @click.argument("name", shell_complete=complete_policy)
-@click.option("--pool", metavar="NAME", help="Pool of runs that name no pool.", shell_complete=complete_pool)
-@click.option("--pools", metavar="A,B", help="Pools that runs may name.")
+@click.option("--pool", metavar="NAME", help="Default pool of runs.", shell_complete=complete_pool)
+@click.option("--pools", metavar="A,B", help="Pools that runs may use.")
 @click.option(
-    "--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="Tag that runs must have. Repeatable."
+    "--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="Tag that every run must have. Repeatable."
 )
 @click.option(
     "--default-tag", "default", multiple=True, metavar="KEY=VALUE", help="Tag that runs get by default. Repeatable."
 )
 @click.option(
-    "--gpu-types", metavar="A,B", help="GPU types that runs may request; the first available one is the default."
+    "--gpu-types", metavar="A,B", help="GPU types that runs may request. The default is the first available type."
 )
-@click.option("--gpus-per-run", metavar="N", help="Maximum GPUs of one run.")
-@click.option("--gpus-at-once", metavar="N", help="Maximum GPUs of all active runs of one user.")
+@click.option("--gpus-per-run", metavar="N", help="Maximum number of GPUs for one run.")
+@click.option("--gpus-at-once", metavar="N", help="Maximum number of GPUs for all active runs of a user.")
 @click.option(
-    "--max-run", metavar="DURATION", help="Maximum time of an attempt; with resume=True another attempt follows."
+    "--max-run", metavar="DURATION", help="Maximum duration of an attempt. With resume=True, another attempt follows."
 )
 @click.option("--attempts", metavar="N", help="Maximum number of attempts that start the run's code.")
-@click.option("--total-run", metavar="DURATION", help="Maximum run time of a run's code in all attempts together.")
+@click.option("--total-run", metavar="DURATION", help="Maximum total duration of a run's code in all attempts.")
 @click.option(
     "--unsaved-attempts",
     metavar="N",
-    help="Number of attempts in a row without a checkpoint after which resume=True ends (default: 3).",
+    help="Maximum consecutive attempts without a checkpoint with resume=True (default: 3).",
 )
 @click.option(
     "--mandatory/--optional",
     default=None,
-    help="Apply the policy to all runs in addition to others, or only to runs that choose it.",
+    help="Apply the usage policy to all runs, or only to runs that choose it.",
 )
 @click.option(
-    "--idle", metavar="DURATION", help="Stop a run after its devices idled this long; users may set a shorter time."
+    "--idle", metavar="DURATION", help="Stop a run after its devices idle this long. Users may set a shorter time."
 )
-@click.option("--timeout", metavar="DURATION", help="Time limit of runs that set no limit.")
+@click.option("--timeout", metavar="DURATION", help="Default time limit of runs.")
 @click.option(
     "--team",
     metavar="NAME",
-    help="Team of runs that name no team, if the run's owner is a member.",
+    help="Default team of runs whose owner is a member of the team.",
     shell_complete=complete_team,
 )
-@click.option("--require-team/--no-require-team", "team_required", default=None, help="Require that runs name a team.")
-@click.option("--priorities", metavar="A,B", help="Priority classes that runs may request; naming CRITICAL grants it.")
+@click.option("--require-team/--no-require-team", "team_required", default=None, help="Require a team for every run.")
+@click.option("--priorities", metavar="A,B", help="Priority classes that runs may request (NORMAL,CRITICAL).")
 @click.option(
     "--environment",
     "environments",
     multiple=True,
     metavar="ADDRESS",
-    help="Captured environment whose packages runs may use. Repeatable.",
+    help="Captured environment that runs may use. Repeatable.",
 )
 def set_policy(name: str, **said: Any) -> None:
     """Create or change a usage policy.
 
-    Omitted options keep their value. The value `any` removes a limit. A repeatable option replaces all its previous
-    values. Runs that were already submitted keep their policy.
+    Omitted options leave the policy unchanged. The option value `any` removes a policy limit. A repeatable option
+    replaces all previous values. Already submitted runs keep their policy.
     """
     changes = _changes(said)
     with server() as connection:
@@ -162,7 +162,7 @@ def set_policy(name: str, **said: Any) -> None:
 def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
     """Attach a usage policy to principals.
 
-    The policy applies to runs submitted from now on.
+    The usage policy applies to runs submitted after the change.
     """
     _change_holders(name, "PUT", {"user": user, "service": service, "team": team})
 
@@ -175,7 +175,7 @@ def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], te
 def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
     """Detach a usage policy from principals.
 
-    Runs that were already submitted keep their policy.
+    Already submitted runs keep their policy.
     """
     _change_holders(name, "DELETE", {"user": user, "service": service, "team": team})
 
@@ -185,7 +185,7 @@ def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], te
 def delete_policy(name: str) -> None:
     """Delete a usage policy.
 
-    The policy must not be attached to a principal. The server refuses later runs that name the policy.
+    Detach the policy from all principals first. The server refuses new runs that name a deleted policy.
     """
     with server() as connection:
         view = connection.ask("DELETE", _path(name), answer=PolicyView)
@@ -213,7 +213,7 @@ def _holders(view: PolicyView) -> str:
 def _change_holders(name: str, method: str, said: Mapping[str, tuple[str, ...]]) -> None:
     whom = [(kind, holder) for kind in HOLDER_KINDS for holder in said[kind]]
     if not whom:
-        raise click.UsageError("name a holder: --user, --service or --team")
+        raise click.UsageError("name a holder of the policy: --user, --service or --team")
     with server() as connection:
         for kind, holder in whom:
             path = f"{_path(name)}/holders/{kind}/{quote(holder, safe='')}"
@@ -238,7 +238,7 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
             changes[option] = _parse_names(said[option])
     if "priorities" in changes:
         named = {each.value: each for each in Priority}
-        unknown = f"is not one of {', '.join(named)}"
+        unknown = f"is not a priority class; use one of {', '.join(named)}"
         changes["priorities"] = tuple(
             named.get(name.upper()) or _refuse_option("priorities", f"{name!r} {unknown}")
             for name in _parse_names(said["priorities"])
@@ -257,7 +257,7 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
     if said["default"]:
         for text in _without_any(said["default"]):
             if "=" not in text:
-                _refuse_option("default_tag", f"{text!r} is not KEY=VALUE, for example team=search")
+                _refuse_option("default_tag", f"{text!r} is not a tag of the form KEY=VALUE, for example team=search")
         changes["default_tags"] = dict(text.split("=", 1) for text in _without_any(said["default"]))
     if said["environments"]:
         changes["environments"] = tuple(_without_any(said["environments"]))
@@ -287,7 +287,7 @@ def _parse_required_tag(text: str) -> tuple[str, tuple[str, ...]]:
     key, sign, values = text.partition("=")
     accepted = tuple(value for value in values.split(",") if value)
     if sign and not accepted:
-        _refuse_option("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any value")
+        _refuse_option("require_tag", f"the tag {text!r} accepts no value; use {key!r} to accept any value")
     return key, accepted
 
 

@@ -1,4 +1,4 @@
-"""`sgpu login`, `logout`, `whoami`, `user`, `team`, `token`: users, teams and tokens of a server."""
+"""`sgpu login`, `logout`, `whoami`, `user`, `team`, `token`: manage users, teams and tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def list_tokens(wide: bool, as_json: bool) -> None:
 
 
 @token.command("create")
-@click.option("--label", default="", help="Description that the list of tokens shows.")
+@click.option("--label", default="", help="Description for `sgpu token list`.")
 @click.option(
     "--for",
     "principal",
@@ -85,13 +85,13 @@ def list_tokens(wide: bool, as_json: bool) -> None:
 )
 @click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Limit the token to this scope. Repeatable.")
 @click.option(
-    "--expires", metavar="DURATION", help="Lifetime of the token, for example 12h or 30d (default: no limit)."
+    "--expires", metavar="DURATION", help="Lifetime of the token, for example 12h or 30d (default: unlimited)."
 )
 @json_option(TokenMade)
 def create_token(label: str, principal: str, scopes: tuple[str, ...], expires: str | None, as_json: bool) -> None:
     """Create a token.
 
-    The command prints the secret once, alone on stdout. The server does not store the secret.
+    `sgpu token create` prints the token's secret to stdout once. The server does not store token secrets.
     """
     expires_s = None if expires is None else duration_s("--expires", expires)
     body = TokenRequest(label=label, principal=principal, scopes=scopes, expires_s=expires_s)
@@ -106,19 +106,20 @@ def create_token(label: str, principal: str, scopes: tuple[str, ...], expires: s
 @token.command("revoke")
 @click.argument("identifier")
 def revoke_token(identifier: str) -> None:
-    """Revoke a token at once."""
+    """Revoke a token immediately."""
     with server() as connection:
         revoked = connection.ask("DELETE", f"/tokens/{identifier}", answer=TokenView)
     say(f"token {revoked.id} of {revoked.principal} is revoked")
 
 
 def say_secret(made: TokenMade) -> None:
-    """Print a new token's secret on stdout, for piping into a file.
+    """Print a new token's secret to stdout, for redirection into a file.
 
-    Print the token's description on stderr.
+    Print the token's description to stderr.
     """
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
-    say(f"sgpu: token {made.token.id} of {made.token.principal}, {until}; its secret is shown only once:", err=True)
+    token = f"token {made.token.id} of {made.token.principal}, {until}"
+    say(f"sgpu: {token}; save the token's secret, which is shown only once:", err=True)
     say(made.secret)
 
 
@@ -127,17 +128,17 @@ def say_secret(made: TokenMade) -> None:
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Read the token from this file (default: from a prompt or stdin).",
+    help="Read the token from this file (default: prompt or stdin).",
 )
 @click.option(
-    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the CA certificates to trust."
+    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Trust the CA certificates in this file."
 )
 def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     """Log in to a server.
 
-    URL is the server's address. The command checks the token and then saves the login in this home. Only you can read
-    the file with the address and the token. The token is never an argument, because every user of the machine can read
-    arguments.
+    URL is the server's address. `sgpu login` checks the token and then saves the login in the home directory. Only you
+    can read the file with the server's address and token. Pass no token as an argument, because every user of the
+    machine can read command arguments.
     """
     check_address(url)
     token = _read_token(token_file)
@@ -149,28 +150,28 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     finally:
         connection.close()
     write_profile(
-        durable_home("the command stores the token there").root,
+        durable_home("`sgpu login` stores the token in the home directory").root,
         msgspec.structs.replace(profile, principal=me.name, machine=version.machine),
     )
     here = ", on this machine" if version.machine == machine() else ""
-    say(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
+    say(f"logged in as {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
 
 
 @click.command()
 def logout() -> None:
-    """Delete the server's address and token here.
+    """Delete this home's server address and token.
 
-    The token stays valid. To invalidate the token, use `sgpu token revoke`. At its next start, a server of this home
-    writes its address to this home again.
+    The deleted token stays valid until you revoke it with `sgpu token revoke`. At its next start, a server that uses
+    this home directory writes its address there again.
     """
-    home = durable_home("the token is stored there").root
+    home = durable_home("`sgpu login` stores the token in the home directory").root
     profile = remove_profile(home)
     if profile is None:
         say(f"{home} has no server")
         return
-    say(f"{home} no longer uses {profile.url}; the token stays valid until `sgpu token revoke`")
+    say(f"{home} no longer uses {profile.url}; revoke the token with `sgpu token revoke`")
     if SERVER in os.environ:
-        say(f"sgpu: {SERVER} is set, so commands still use {os.environ[SERVER]}; unset it", err=True)
+        say(f"sgpu: unset {SERVER}, because commands still use its server {os.environ[SERVER]}", err=True)
 
 
 @click.command()
@@ -189,7 +190,7 @@ def whoami(as_json: bool) -> None:
 def user() -> None:
     """List, create, change and delete users.
 
-    A service is a user that represents a program.
+    A service is a user account for a program.
     """
 
 
@@ -210,7 +211,7 @@ def list_users(wide: bool, as_json: bool) -> None:
 @user.command("create")
 @click.argument("name")
 @click.option("--role", type=_ROLES, default="member", show_default=True, help="Role of the user.")
-@click.option("--service", is_flag=True, help="Create a service, which is a program and not a person.")
+@click.option("--service", is_flag=True, help="Create a service account for a program.")
 @click.option(
     "--team",
     "teams",
@@ -223,7 +224,7 @@ def list_users(wide: bool, as_json: bool) -> None:
 def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as_json: bool) -> None:
     """Create a user or a service.
 
-    The command prints the first token once, for `sgpu login`.
+    `sgpu user create` prints the user's first token once, for `sgpu login`.
     """
     body = PrincipalRequest(name=name, kind="service" if service else "user", role=role, teams=teams)
     with server() as connection:
@@ -248,24 +249,24 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
     "--disable/--enable",
     "disabled",
     default=None,
-    help="Disable the user and revoke every token, or enable the user without old tokens.",
+    help="Disable the user and revoke all their tokens, or enable the user.",
 )
 @click.option(
     "--runs",
     type=click.Choice(get_args(OnDisabled)),
     default=None,
-    help="Action for runs of a user who may no longer start runs (default: the server's setting).",
+    help="Action for the user's runs after a loss of rights (default: server setting).",
 )
 def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
     """Change, disable or enable a user."""
     if role is None and disabled is None and runs is None:
-        raise click.UsageError("nothing to change; give --role, --disable, --enable or --runs")
+        raise click.UsageError("the command changes no setting of the user; give --role, --disable, --enable or --runs")
     change = PrincipalChange(role=role, disabled=disabled, runs=runs)
     with server() as connection:
         changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
     say(f"{changed.name} is {changed.role}, {_state(changed)}")
     if disabled is False:
-        say(f"revoked tokens stay revoked; create a new one with: sgpu token create --for {changed.name}")
+        say(f"the user's old tokens stay revoked; create a new token with: sgpu token create --for {changed.name}")
 
 
 @user.command("delete")
@@ -273,19 +274,19 @@ def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabl
 def delete_user(name: str) -> None:
     """Delete a user or a service.
 
-    The user must own no runs, nodes or secrets on the server. No budget or policy may name the user. To end the access
-    of a user with runs, use `sgpu user set NAME --disable`. Reports still include the user's past usage.
+    The user must own no runs, nodes or secrets on the server. Budgets and policies must not name the user. If a user
+    still has runs, disable the user with `sgpu user set NAME --disable`. Reports still include a deleted user's usage.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/users/{quote(name, safe='')}", answer=PrincipalView)
-    say(f"{gone.kind} {gone.name} is deleted, with all tokens")
+    say(f"deleted {gone.kind} {gone.name} and all their tokens")
 
 
 @click.group(cls=LazyGroup, renamed={"add": "team create"})
 def team() -> None:
-    """List, create, fill and delete teams.
+    """List, create, change and delete teams.
 
-    A member can read the runs of the team.
+    Team members can read the team's runs.
     """
 
 
@@ -315,12 +316,12 @@ def create_team(name: str) -> None:
 def delete_team(name: str) -> None:
     """Delete a team.
 
-    The team must have no waiting or running runs and no secrets. No budget or policy may name the team. Reports still
-    include the team's past usage. The team's ended runs remain with their owners.
+    The team must have no waiting runs, running runs or secrets. Budgets and policies must not name the team. Reports
+    still include a deleted team's usage. Owners keep the ended runs of a deleted team.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/teams/{quote(name, safe='')}", answer=TeamView)
-    say(f"team {gone.name} is deleted; it had {len(gone.members)} members")
+    say(f"deleted team {gone.name}, which had {len(gone.members)} members")
 
 
 @team.command("set")
@@ -334,11 +335,11 @@ def delete_team(name: str) -> None:
 def set_team(name: str, time_zone: str) -> None:
     """Set the time zone of a team.
 
-    A budget of the team uses this time zone for its periods, unless the budget sets a time zone.
+    A team budget without a time zone uses the team's time zone for its periods.
     """
     with server() as connection:
         changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)
-    say(f"team {changed.name}: periods of budgets use the time zone {changed.time_zone}")
+    say(f"budgets of team {changed.name} use the time zone {changed.time_zone} for their periods")
 
 
 @team.command("join")
@@ -377,7 +378,7 @@ def _read_token(path: Path | None) -> str:
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable():
         raise InvalidValue(
-            "the text is not a valid token",
-            hint="create a token with `sgpu token create`, or ask the operator of the server",
+            "the entered text is not a valid token",
+            hint="create a token with `sgpu token create`, or ask the server's operator for a token",
         )
     return token

@@ -1,7 +1,7 @@
-"""`sgpu secret`: manages passwords and keys for runs, on a server or in this home.
+"""`sgpu secret`: manages passwords and keys for runs, on a server or in the local home directory.
 
-A user types or pipes the value of a secret, or names a file. The value is never an argument, because every user of the
-machine can read arguments.
+`sgpu secret set` reads a secret's value from a prompt, stdin or a file. A secret's value is never an argument, because
+every user of the machine can read command arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
 from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
-_LOCAL = click.option("--local", is_flag=True, help="Use the secrets of this home, for runs on this machine.")
+_LOCAL = click.option("--local", is_flag=True, help="Use the local secrets for runs on this machine.")
 _TEAM = click.option(
     "--team",
     default="",
@@ -35,28 +35,31 @@ _TEAM = click.option(
 def secret() -> None:
     """List, set and delete secrets for runs.
 
-    A run receives only the secrets that it requests, for example secrets=["HF_TOKEN"].
+    A run receives only the secrets that it requests, for example with secrets=["HF_TOKEN"].
     """
 
 
 @secret.command("set")
 @click.argument("name", shell_complete=complete_secret)
 @click.option(
-    "--file", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the value from a file."
+    "--file",
+    "path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read the value from a file.",
 )
 @_TEAM
 @_LOCAL
 def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     """Set a secret from a prompt, stdin or a file.
 
-    Attempts that start later receive the new value. The command removes one line end from a typed or piped value. The
-    command does not change a value from a file.
+    Attempts that start later receive the secret's new value. `sgpu secret set` removes one trailing newline from a
+    typed or piped value. `sgpu secret set` does not change a value from a file.
     """
     _refuse_both(team, local)
     value = check_value(check_name(name), _read_value(name, path))
     if local:
-        local_secrets.write(durable_home("the command stores secrets there"), name, value)
-        say(f"{name} is set for runs of this machine")
+        local_secrets.write(durable_home("`sgpu secret` stores secrets in the home directory"), name, value)
+        say(f"secret {name} is set for runs on this machine")
         return
     with server() as connection:
         request = SecretRequest(value=value, team=team)
@@ -71,14 +74,14 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
 def list_secrets(local: bool, wide: bool, as_json: bool) -> None:
     """List your and your teams' secrets.
 
-    The command never prints values.
+    `sgpu secret list` never prints the values of secrets.
     """
     if local:
         names = local_secrets.names(this_home())
         if as_json:
             print_json(names)
         else:
-            say_lines("\n".join(names) or "this home has no secrets")
+            say_lines("\n".join(names) or "the home directory has no secrets")
         return
     with server() as connection:
         found = connection.ask("GET", "/secrets", answer=SecretList).secrets
@@ -103,7 +106,7 @@ def delete_secret(name: str, team: str, local: bool) -> None:
     """
     _refuse_both(team, local)
     if local:
-        local_secrets.delete(durable_home("secrets are stored there"), name)
+        local_secrets.delete(durable_home("`sgpu secret` stores secrets in the home directory"), name)
         say(f"{name} is deleted")
         return
     with server() as connection:
@@ -123,7 +126,7 @@ def _read_value(name: str, path: Path | None) -> bytes:
 
 def _refuse_both(team: str, local: bool) -> None:
     if team and local:
-        raise click.UsageError("give only one of --team (a secret on a server) and --local (a secret in this home)")
+        raise click.UsageError("give either --team (a secret on a server) or --local (a secret on this machine)")
 
 
 def _team_suffix(view: SecretView) -> str:

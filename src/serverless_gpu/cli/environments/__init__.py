@@ -5,7 +5,7 @@
     locations.py       the interpreter, the store and the snapshot that the options name
     progress_meter.py  the progress of a capture or restore
 
-Results go to stdout, and all other output goes to stderr. `diff` exits with 1 for a difference and with 2 for a
+The commands write results to stdout and messages to stderr. `diff` exits with 1 for a difference and with 2 for a
 failure, like diff(1).
 """
 
@@ -34,17 +34,17 @@ _TROUBLE = 2
 def env() -> None:
     """Capture, restore and compare environments.
 
-    ADDRESS is the address of a snapshot, or a prefix of the address that is unique in the store.
+    ADDRESS is a snapshot address, or an address prefix that is unique in the store.
     """
 
 
 def _python(command: Command) -> Command:
-    text = "Interpreter or virtual environment to use (default: those of sgpu)."
+    text = "Interpreter or virtual environment to use (default: the environment of sgpu)."
     return click.option("--python", metavar="PATH", help=text)(command)
 
 
 def _store(command: Command) -> Command:
-    text = "Directory, or s3://, gs:// or az:// URL (default: the store of this home)."
+    text = "Store directory, or s3://, gs:// or az:// URL (default: the store in the home directory)."
     return click.option("--store", metavar="URL", help=text)(command)
 
 
@@ -57,7 +57,7 @@ def _store(command: Command) -> Command:
 def show(address: str | None, everything: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Show the contents of an environment.
 
-    Without ADDRESS, the command shows the current environment of the interpreter.
+    Without ADDRESS, the command shows the interpreter's current environment.
     """
     with _interruptible("nothing was changed"):
         module = _module("show")
@@ -73,14 +73,14 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
 def fingerprint(python: str | None, as_json: bool) -> None:
     """Print the environment's current address.
 
-    The command also prints the changes since the last capture, but captures nothing.
+    The command also prints the changes since the last capture. `sgpu env fingerprint` captures nothing.
     """
     with _interruptible("nothing was changed"):
         _module("show").fingerprint(python, as_json=as_json)
 
 
 @env.command()
-@click.option("--repair", is_flag=True, help="Check the units in the store first, and send damaged ones again.")
+@click.option("--repair", is_flag=True, help="Check the units in the store first, and upload damaged units again.")
 @_python
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentCapture"))
@@ -91,7 +91,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
     only the files that are still missing.
     """
     with _interruptible(
-        "no snapshot was made; the store keeps the files sent so far, and the next capture sends the missing files"
+        "no snapshot exists yet. The store keeps the uploaded files, and the next capture uploads the rest"
     ):
         _module("store").capture(python, store, repair=repair, as_json=as_json)
 
@@ -106,12 +106,12 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
 def restore(address: str, directory: str, copies: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Restore a snapshot into DIRECTORY.
 
-    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. The option --python names the
-    base interpreter. By default, the command uses an interpreter of the same version on this machine.
+    DIRECTORY must be new or empty. The command prints the interpreter path of the restored environment. The option
+    --python selects the base interpreter. By default, the restored environment uses an interpreter of the same version
+    on this machine.
     """
     with _interruptible(
-        "the directory was not created; the cache keeps the files fetched so far, and the next restore fetches "
-        "the missing files"
+        "the directory was not created. The cache keeps the downloaded files, and the next restore downloads the rest"
     ):
         _module("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
@@ -125,10 +125,10 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
 def diff(first: str | None, second: str | None, python: str | None, store: str | None, as_json: bool) -> None:
     """Show differences between environments.
 
-    The command compares packages, edited files, code, the interpreter and start-up variables. Without addresses, the
-    command compares the last capture with the current state. With A alone, the command compares A with the current
-    state. With A and B, the command compares A with B. The exit code is 0 without differences, 1 with differences and 2
-    after a failure.
+    The command compares packages, edited files, code, the interpreter and start-up environment variables. Without
+    addresses, the command compares the last capture with the current state. With A alone, the command compares A with
+    the current state. With A and B, the command compares A with B. The exit code is 0 for equal environments, 1 for
+    differences and 2 for a failure.
     """
     with _interruptible("nothing was changed"):
         try:
@@ -145,32 +145,34 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
     metavar="AGE",
     default="30d",
     show_default=True,
-    help="Keep snapshots that were captured or used in this time.",
+    help="Keep snapshots that were captured or used within this time.",
 )
 @click.option(
     "--grace",
     metavar="AGE",
     default="1d",
     show_default=True,
-    help="Delete units that were condemned this long ago; at least 6h, longer than any capture takes.",
+    help="Delete units that were condemned at least this long ago (minimum: 6h).",
 )
 @click.option(
-    "--force", is_flag=True, help="Allow a shorter --grace. Use it only while no capture into this store runs."
+    "--force",
+    is_flag=True,
+    help="Allow a shorter --grace. Use --force only while no capture into the store is running.",
 )
 @click.option(
-    "--cache", metavar="SIZE", help="Also shrink the cache of this node to at most this size, for example 20GB or 0."
+    "--cache", metavar="SIZE", help="Also shrink this node's unit cache to at most this size, for example 20GB or 0."
 )
-@click.option("--dry-run", is_flag=True, help="Only print what the command would condemn and delete.")
+@click.option("--dry-run", is_flag=True, help="List the units that gc would condemn or delete.")
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentCollection"))
 def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: bool) -> None:
-    """Delete unused units of environments.
+    """Delete unused environment units from a store.
 
-    The command keeps all units of recent snapshots and running attempts. The deletion has two steps, so that concurrent
-    captures lose no units. The first step marks unused units as condemned. A later gc deletes condemned units after
-    --grace.
+    The command keeps all units of recent snapshots and running attempts. Deleting in two steps protects the units of
+    concurrent captures. The first `gc` run marks unused units as condemned. A later `gc` run deletes condemned units
+    after the --grace period.
     """
-    with _interruptible("some units may be deleted already, and the next gc deletes the other unused units"):
+    with _interruptible("gc may have deleted some units already. The next gc deletes the other unused units"):
         _module("store").collect_garbage((keep, grace, cache), store, **flags)
 
 
@@ -180,7 +182,7 @@ def _module(name: str) -> ModuleType:
 
 @contextmanager
 def _interruptible(left: str) -> Iterator[None]:
-    """Turn Ctrl-C into one line and an exit code."""
+    """On Ctrl-C, print one line and exit with the code for a cancelled command."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Resolves the interpreter, store and snapshot that options of `sgpu env` name."""
+"""Resolves the interpreter, store and snapshot in the options of `sgpu env`."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ _ADDRESS_DIGITS = 64
 
 
 def environments_directory() -> Path:
-    """Return the directory of this home's environments."""
+    """Return the environments directory in the home directory."""
     return this_home().environments
 
 
 def known_environments(directory: Path) -> Recogniser:
-    """Return the recogniser of the environments that this home captured."""
+    """Return a recogniser for environments that were captured from this home directory."""
     return Recogniser(directory / "index")
 
 
 def open_blobs(url: str | None, directory: Path) -> StoreBlobs:
-    """Return the objects of a store. The default is the store of this home."""
+    """Return the blobs of a store. Without a URL, open the store in the home directory."""
     return StoreBlobs(open_store(directory / "store" if url is None else url, os.environ))
 
 
 def describe(python: str | None) -> Description:
-    """Start an interpreter in the working directory and return its description of its environment.
+    """Run an interpreter in the working directory and return the description of its environment.
 
-    The default is the interpreter of sgpu.
+    Without `python`, run the interpreter that runs sgpu.
     """
     path = sys.executable if python is None else str(_interpreter(python))
     active = os.environ.get("VIRTUAL_ENV", "")
     if python is None and os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
-        say(f"sgpu: using sgpu's own environment, {sys.prefix}; for the active one, add --python {active}", err=True)
+        say(
+            f"sgpu: using sgpu's own environment {sys.prefix}. For the active environment, add --python {active}",
+            err=True,
+        )
     try:
         return read_description(describe_other(path))
     except (RuntimeError, OSError, ValueError) as error:
@@ -51,14 +54,14 @@ def describe(python: str | None) -> Description:
 
 
 def interpreter(python: str | None) -> str:
-    """Return the base interpreter for a restored environment, or "" for any suitable one."""
+    """Return the base interpreter for a restored environment, or "" for any suitable interpreter."""
     return "" if python is None else str(_interpreter(python))
 
 
 def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
-    """Return the snapshot whose address is this text, or begins with this text as a unique prefix."""
+    """Return the snapshot that has this address or this unique address prefix."""
     text = wanted.strip().lower()
-    # A whole address needs no listing of the store, which may be large and remote.
+    # A complete address avoids listing the store, which may be large and remote.
     return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
 
 
@@ -68,7 +71,7 @@ def _interpreter(text: str) -> Path:
         path = path / "bin" / "python"
     if not os.access(path, os.X_OK) or path.is_dir():
         raise InvalidValue(
-            f"--python: there is no interpreter {path}",
+            f"--python: no interpreter exists at {path}",
             hint="name a Python interpreter or the directory of a virtual environment",
         )
     return path

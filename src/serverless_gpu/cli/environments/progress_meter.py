@@ -4,9 +4,9 @@ r"""Progress of a capture or a restore: bytes, files, rate and remaining time.
                         └──▶ Meters on stderr              a terminal: redrawn in place, at most ten times a second
                                                            a file or a pipe: a plain line every five seconds
 
-Several threads report progress, up to a thousand times a second. The rate covers the last five seconds, so that a slow
-network after a fast disk is visible. No estimate appears in the first second. If the terminal closes or the disk under
-stderr is full, drawing stops and the work continues.
+Several threads report progress, up to a thousand times a second. The displayed rate covers the last five seconds and
+shows when a slow network follows a fast disk. The meter shows no rate or remaining time in the first second. If writing
+to stderr fails, for example on a full disk, the meter stops drawing and the capture or restore continues.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLUMNS = 80
 
 
 class ProgressMeter:
-    """Measures the progress of one phase and formats it as a line."""
+    """Measures and formats the progress of one phase."""
 
     def __init__(self, phase: Phase, now_ns: int) -> None:
         self.phase = phase
@@ -47,7 +47,7 @@ class ProgressMeter:
         self._latest = ProgressPoint(phase=phase)
 
     def note(self, progress: ProgressPoint, now_ns: int) -> None:
-        """Record a report. Ignore a late report of a slower thread."""
+        """Record a report. Ignore an outdated report from a slower thread."""
         if progress.bytes_done < self._latest.bytes_done:
             return
         self._latest = progress
@@ -59,13 +59,13 @@ class ProgressMeter:
         """Return the current progress as one line of text."""
         seen = self._latest
         parts = []
-        if seen.bytes_done or seen.bytes_total:  # A file-system walk counts only files.
+        if seen.bytes_done or seen.bytes_total:  # A file-system scan reports files but no bytes.
             parts.append(
                 _of_total(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0)
             )
         parts.append(_of_total(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
         first_ns, first = self._seen[0]
-        rate = 0  # In the first second the rate would be a guess.
+        rate = 0  # A rate from the first second would be inaccurate.
         if now_ns - self._began_ns >= _SURE_NS and now_ns > first_ns:
             rate = (seen.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
         if rate:
@@ -85,7 +85,7 @@ def _of_total(done: str, total: str, *, known: bool) -> str:
 
 
 class Meters:
-    """Draws the progress of the current phase on stderr. The context manager clears the line on exit."""
+    """Draws the progress of the current phase on stderr. Leaving the context clears the progress line."""
 
     def __init__(self, stream: TextIO | None = None, clock: Clock | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -107,7 +107,7 @@ class Meters:
                 self._write("\r\x1b[K")
 
     def report(self, progress: ProgressPoint) -> None:
-        """Accept a progress report from any thread."""
+        """Record and draw a progress report from any thread."""
         with self._lock:
             if self._is_over:
                 return
@@ -127,7 +127,7 @@ class Meters:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # The terminal is gone, or the stream is closed.
+        except (OSError, ValueError):  # The terminal or the stream is closed.
             self._is_over = True
 
 

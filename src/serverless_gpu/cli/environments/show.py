@@ -22,7 +22,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 _PTH_BYTES_MAX = 65_536
 Value = TypeVar("Value")
 SHORT = 12
-"""Number of displayed digits of an address. A prefix of this length is unique in any realistic store."""
+"""Number of address digits in the output. A prefix of 12 digits is unique in any realistic store."""
 _LARGEST = 10
 _NAMED_MAX = 8
 _LEFT_OUT_MAX = 20
@@ -30,12 +30,12 @@ _CODE_CHARACTERS_MAX = 60
 
 
 class EnvironmentState(msgspec.Struct, kw_only=True):
-    """The current state of an environment and its last capture."""
+    """An environment's current state and last capture."""
 
-    last: Snapshot | None  # Last capture, or None before the first capture.
+    last: Snapshot | None  # Snapshot of the last capture; None before the first capture.
     now: Snapshot
-    sources: Mapping[str, LocalUnit]  # Local units by address, or empty if the scan read no file.
-    times: dict[str, int]  # Duration of each step in milliseconds, by name of the step.
+    sources: Mapping[str, LocalUnit]  # Local units by address; empty if no file was scanned.
+    times: dict[str, int]  # Step durations in milliseconds, by step name.
 
     @property
     def known(self) -> bool:
@@ -44,16 +44,16 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Differences between two snapshots: changes of addressed items, and names of variables."""
+    """Differences between two snapshots: changed items and environment variables."""
 
     changes: tuple[Change, ...]
     variables_added: tuple[str, ...] = ()
     variables_removed: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
-        """Return the differences as sentences for people."""
+        """Return the differences as human-readable sentences."""
         said = [change.sentence() for change in self.changes]
-        said += [f"start-up variable {name} is set now" for name in self.variables_added]
+        said += [f"start-up variable {name} is newly set" for name in self.variables_added]
         return said + [f"start-up variable {name} is no longer set" for name in self.variables_removed]
 
 
@@ -64,16 +64,20 @@ def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
     if as_json:
         print_json({"known": look.known, **snapshot_json(look.now, contents)})
         return
-    state = captured_text(look.last) if look.last is not None and look.known else "the current state is not captured"
+    state = (
+        captured_text(look.last)
+        if look.last is not None and look.known
+        else "the current environment has not been captured"
+    )
     _print(snapshot_lines(look.now, contents, everything=everything, state=state))
 
 
 def show_stored(address: str, store: str | None, *, as_json: bool, everything: bool) -> None:
-    """Show a snapshot of a store."""
+    """Print the contents of a snapshot from a store."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     snapshot = locations.choose_snapshot(address, blobs)
-    # Reading the documents of all units could need many requests to a remote store. A list of unowned files needs one
-    # request for each root.
+    # Reading all unit documents could send many requests to a remote store. Listing unowned files sends one request for
+    # each root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
     if as_json:
@@ -97,18 +101,18 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
         return
     lines = [look.now.address]
     if look.last is None:
-        lines.append("not known: no capture from this home and directory; run `sgpu env capture`")
+        lines.append("not known: this environment has no capture. Run `sgpu env capture`")
     elif look.known:
-        lines.append(f"known: nothing changed since it was {captured_text(look.last)}")
+        lines.append(f"known: the environment is unchanged since it was {captured_text(look.last)}")
     else:
-        lines.append(f"not known: it differs from the environment {captured_text(look.last)}")
+        lines.append(f"not known: the environment has changed since it was {captured_text(look.last)}")
         lines += [f"  {sentence}" for sentence in difference.sentences()]
     took = ", ".join(f"{name} {format_duration_ms(ms)}" for name, ms in look.times.items())
     _print([*lines, f"took: {took}"])
 
 
 def differences(first: str | None, second: str | None, python: str | None, store: str | None, *, as_json: bool) -> bool:
-    """Print the differences between environments. Return True if any exist."""
+    """Print the differences between environments. Return True if the environments differ."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
@@ -118,8 +122,8 @@ def differences(first: str | None, second: str | None, python: str | None, store
         look.last = old or look.last
     if look.last is None:
         raise EnvironmentMissing(
-            "this environment was never captured from this home and directory, so no snapshot exists to compare with",
-            hint="capture it with `sgpu env capture`, or name a snapshot: `sgpu env diff ADDRESS`",
+            "this environment has no capture to compare with",
+            hint="capture the environment (`sgpu env capture`), or name a snapshot (`sgpu env diff ADDRESS`)",
         )
     difference = _difference(look, blobs)
     said = difference.sentences()
@@ -131,7 +135,10 @@ def differences(first: str | None, second: str | None, python: str | None, store
 
 
 def _current_state(python: str | None, *, read_all: bool = False) -> EnvironmentState:
-    """Check an environment's files. Scan the environment if a file changed or `read_all` is set."""
+    """Return an environment's current state after checking its files.
+
+    Scan the environment only if a file changed or `read_all` is set.
+    """
     times: dict[str, int] = {}
     description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
     recogniser = locations.known_environments(locations.environments_directory())
@@ -154,7 +161,7 @@ def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value
 
 
 def _difference(look: EnvironmentState, blobs: StoreBlobs) -> Difference:
-    """Return the differences. List edited files of a unit if its old and new versions are available."""
+    """Return the differences, with edited files for each unit whose old and new versions are available."""
     assert look.last is not None  # Callers pass a state with a last capture.
     changes = differences_of_files(look.last, look.now, look.sources, blobs)
     before, after = set(look.last.facts.variables), set(look.now.facts.variables)
@@ -184,25 +191,25 @@ def _print(lines: list[str]) -> None:
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """File rows and `.pth` texts of a snapshot, as far as they are known."""
+    """Known file rows and `.pth` texts of a snapshot."""
 
-    # File rows by address of the unit. For a missing unit, the output shows only the unit's size and number of files.
+    # File rows by unit address. For a unit without file rows, the output shows only the unit's size and file count.
     rows: Mapping[str, tuple[FileRow, ...]] = {}
     texts: Mapping[tuple[str, str], str] = {}  # Texts of `.pth` files, keyed by the unit's address and the row's path.
 
 
 class Pth(msgspec.Struct, frozen=True, kw_only=True):
-    """A `.pth` file in a directory of Python's path."""
+    """A `.pth` file in a directory of `sys.path`."""
 
     file: str
-    owner: str = ""  # Name of the distribution that owns the file, or "".
-    adds: tuple[str, ...] = ()  # Directories that the file adds to `sys.path`.
-    runs: tuple[str, ...] = ()  # Lines of the file that Python executes at every start.
-    known: bool = True  # False if the file's text is not available.
+    owner: str = ""  # Name of the distribution that owns the file; "" if no distribution owns it.
+    adds: tuple[str, ...] = ()  # Directories that the `.pth` file adds to `sys.path`.
+    runs: tuple[str, ...] = ()  # Lines of the `.pth` file that Python executes at every start.
+    known: bool = True  # False if the text of the `.pth` file is unavailable.
 
 
 def snapshot_lines(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
-    """Return a snapshot as lines of text. `state` is the text about the capture."""
+    """Return a snapshot as lines of text. `state` describes the capture."""
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
     glibc = f", glibc {python.glibc}" if python.glibc else ""
     where = f": {snapshot.facts.python}" if snapshot.facts.python else ""
@@ -218,7 +225,7 @@ def snapshot_lines(snapshot: Snapshot, contents: Contents, *, everything: bool, 
     if left_out:
         lines += ["", "left out:", *(f"  {sentence}" for sentence in left_out)]
     if more := len(snapshot.facts.left_out) - len(left_out):
-        lines.append(f"  and {more} more; --all lists them")
+        lines.append(f"  and {more} more entries (--all lists all entries)")
     if snapshot.facts.variables:
         lines += ["", f"start-up variables (names only): {', '.join(snapshot.facts.variables)}"]
     return lines
@@ -249,13 +256,13 @@ def titles(members: Sequence[SnapshotMember]) -> str:
 
 
 def captured_text(snapshot: Snapshot) -> str:
-    """Return the time of a snapshot's capture as text."""
+    """Return a snapshot's capture time as text."""
     captured_ns = snapshot.facts.captured_ns
     return f"captured {format_moment(captured_ns)}" if captured_ns else "captured"
 
 
 def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
-    """Return the `.pth` files of one directory of Python's path, with their effects."""
+    """Return the `.pth` files in one directory of `sys.path`, with their effects."""
     found = [_pth(snapshot, _file(item.path), "", item.text) for item in root.generated if is_pth(item.path)]
     for member in root.members:
         for row in contents.rows.get(member.address, ()):
@@ -266,7 +273,7 @@ def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
 
 
 def directory_of(snapshot: Snapshot, number: int) -> str:
-    """Return the original directory of an environment root, or the root's number without a directory."""
+    """Return an environment root's original directory, or the root's number if no directory is known."""
     originals = snapshot.facts.originals
     return originals[number] if number < len(originals) and originals[number] else f"root {number}"
 
@@ -283,7 +290,7 @@ def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents,
     rows = [[_title(m), format_bytes(m.size), _files(m.files), m.address[:SHORT]] for m in shown]
     lines += [f"  {line}" for line in columns(rows)]
     if rest := named[len(shown) :]:
-        lines.append(f"  and {len(rest)} smaller, {format_bytes(sum(m.size for m in rest))}; --all lists them")
+        lines.append(f"  and {len(rest)} smaller, {format_bytes(sum(m.size for m in rest))} (--all lists all units)")
     for member in root.members:
         if member.kind == "unowned":
             lines.append(f"  {_unowned_text(member, contents.rows.get(member.address, ()), everything=everything)}")
@@ -326,7 +333,7 @@ def _pth_lines(pth: Pth) -> list[str]:
     lines = [f"{pth.file}{owner} adds {directory}" for directory in pth.adds]
     for code in pth.runs:
         shown = code if len(code) <= _CODE_CHARACTERS_MAX else code[: _CODE_CHARACTERS_MAX - 1] + "…"
-        lines.append(f"{pth.file}{owner} runs at every start: {shown}")
+        lines.append(f"{pth.file}{owner} runs this code at every start: {shown}")
     return lines or [f"{pth.file}{owner} adds nothing"]
 
 

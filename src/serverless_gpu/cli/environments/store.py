@@ -1,4 +1,4 @@
-"""`sgpu env capture`, `restore` and `gc`: fill a store, restore from it and delete unused units."""
+"""`sgpu env capture`, `restore` and `gc`: fills a store, restores a snapshot and deletes unused units."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
         return
     if repair:
         shown = ", ".join(key[: key.index("/") + 1 + SHORT] for key in removed)
-        say(f"damaged in the store and sent again: {shown or 'nothing'}")
+        say(f"damaged in the store and uploaded again: {shown or 'nothing'}")
     for line in captured_text(captured, blobs.store.url, took_ms):
         say(line)
 
 
 def captured_text(captured: CaptureResult, url: str, took_ms: int) -> list[str]:
-    """Return the summary of a capture. The last line is the address of the snapshot."""
+    """Return the summary of a capture. The last line is the snapshot address."""
     snapshot, new = captured.snapshot, _new(captured)
     known = len(snapshot.addresses()) - len(new)
     lines = [f"captured {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(took_ms)}"]
     if new:
         size = format_bytes(sum(member.size for member in new))
-        lines.append(f"new: {titles(new)} ({size}); the store already had {known} of {len(snapshot.addresses())} units")
+        lines.append(f"new: {titles(new)} ({size}). The store already had {known} of {len(snapshot.addresses())} units")
     else:
-        lines.append("new: nothing; the store already had all units")
+        lines.append("new: nothing. The store already had all units")
     lines.append(f"sent: {format_bytes(captured.sent_bytes)} to {url}")
     return [*lines, snapshot.address]
 
@@ -93,14 +93,14 @@ def _captured_json(captured: CaptureResult, url: str, took_ms: int) -> dict[str,
 def restore_into(
     address: str, target: str, python: str | None, store: str | None, *, copies: bool, as_json: bool
 ) -> None:
-    """Restore a snapshot into a directory and print how to use it."""
+    """Restore a snapshot into a directory and print the command that uses the restored environment."""
     directory = locations.environments_directory()
     blobs = locations.open_blobs(store, directory)
     snapshot = locations.choose_snapshot(address, blobs)
     order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
-        # Progress reports of a restore name units by address, but users recognize units by title.
+        # Progress reports name units by address, so replace each address with the unit's title.
         def report(progress: ProgressPoint) -> None:
             meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
 
@@ -113,7 +113,7 @@ def restore_into(
 
 
 def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
-    """Return the summary of a restore. The last line is the command that uses the restored environment."""
+    """Return the summary of a restore. The last line names the restored environment's interpreter."""
     lines = [
         f"restored {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(made.ms)}",
         f"fetched: {made.units_fetched} of {len(snapshot.addresses())} units, {format_bytes(made.fetched_bytes)}",
@@ -121,7 +121,7 @@ def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
     if made.note:
         lines.append(f"note: {made.note}")
     if made.linked:
-        lines.append("files of packages are read-only links to the cache; to edit a file, restore with --copies")
+        lines.append("package files are read-only links to the cache. To edit package files, restore with --copies")
     return [*lines, f"use it: {shlex.quote(made.python)}"]
 
 
@@ -141,8 +141,8 @@ def collect_garbage(
     keep_s, grace_s = age_s("--keep", keep), age_s("--grace", grace)
     if grace_s < CAPTURE_S_MAX and not (force or dry_run):
         raise InvalidValue(
-            f"--grace {grace} is shorter than a capture may take ({CAPTURE_S_MAX // 3600}h)",
-            hint="leave --grace out, or add --force if no capture into this store is running",
+            f"--grace {grace} is shorter than the maximum capture time ({CAPTURE_S_MAX // 3600}h)",
+            hint="omit --grace, or add --force if no capture into this store is running",
         )
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
     directory = locations.environments_directory()
@@ -153,8 +153,8 @@ def collect_garbage(
         done = collect(blobs, in_use=in_use, keep_s=keep_s, grace_s=grace_s, dry_run=dry_run, report=meters.report)
     if done.busy:
         raise StorageError(
-            f"another garbage collection of {blobs.store.url} is running; this command deleted nothing",
-            hint="try again after the other garbage collection ends",
+            f"another garbage collection of {blobs.store.url} is running. This command deleted nothing",
+            hint="run `sgpu env gc` again after the other garbage collection ends",
         )
     freed = cache.evict(max_bytes=limit) if limit is not None and not dry_run else 0
     units, held = cache.sizes()
@@ -165,7 +165,7 @@ def collect_garbage(
         for line in collected_text(done, blobs.store.url):
             say(line)
         went = f"; {format_bytes(freed)} deleted" if limit is not None and not dry_run else ""
-        say(f"cache of this node: {units:,} units, {format_bytes(held)}{went}")
+        say(f"unit cache of this node: {units:,} units, {format_bytes(held)}{went}")
     if done.unreadable:
         sys.exit(1)
 
@@ -177,14 +177,12 @@ def collected_text(done: CollectionResult, url: str) -> list[str]:
         url,
         f"  {deleted}: {_tally_text(done.deleted)}",
         f"  {condemned}: {_tally_text(done.condemned)}",
-        f"  condemned before, deleted later: {_tally_text(done.waiting)}",
+        f"  condemned earlier, to be deleted later: {_tally_text(done.waiting)}",
         f"  needed: {_tally_text(done.kept)}",
     ]
     if done.unreadable:
         few = ", ".join(done.unreadable[:_UNREADABLE_MAX])
-        lines.append(
-            f"  {len(done.unreadable)} could not be read, so the command kept the units that they may need: {few}"
-        )
+        lines.append(f"  {len(done.unreadable)} unreadable snapshots, whose units the command kept: {few}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`sgpu budget`: limits of money or GPU time per day, week or month, and the usage of each budget."""
+"""`sgpu budget`: manages budgets, which limit money or GPU time per day, week or month."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def budget() -> None:
 @wide_option
 @json_option(BudgetList)
 def list_budgets(wide: bool, as_json: bool) -> None:
-    """List budgets, their use and forecast.
+    """List budgets, their usage and forecast.
 
-    HELD is the usage that the server reserves for running runs, usually one minute ahead. FORECAST is the usage so far
-    plus the expected usage of the remaining days, at the mean daily usage of the last seven days. Alarms of the last
-    seven days follow the table.
+    HELD is the usage that the server reserves in advance for running runs, usually one minute. FORECAST adds the
+    expected usage of the remaining days to the current usage. The expected daily usage is the mean of the last seven
+    days. The command prints alarms of the last seven days below the table.
     """
     with server() as connection:
         found = connection.ask("GET", "/budgets", answer=BudgetList)
@@ -47,7 +47,7 @@ def list_budgets(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.budgets:
-        say("no budgets that you can see; create a budget with `sgpu budget set`")
+        say("no budgets are visible to you. Create a budget with `sgpu budget set`")
     rows = [_row(each) for each in found.budgets]
     if rows:
         print_table(["BUDGET", "FOR", "PER", "USED", "LIMIT", "%", "HELD", "FORECAST", "AT 100 %"], rows, wide=wide)
@@ -68,7 +68,7 @@ def show_budget(name: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    reached = "not in this period" if found.reached_ns is None else format_soon(found.reached_ns)
+    reached = "not within this period" if found.reached_ns is None else format_soon(found.reached_ns)
     rows = [
         ["budget", f"{found.name}, for {_whose(found)}, per {found.period.value}"],
         ["used", f"{found.sentence} ({found.percent:.1f} %)"],
@@ -85,27 +85,31 @@ def show_budget(name: str, as_json: bool) -> None:
 
 @budget.command("set")
 @click.argument("name", shell_complete=complete_budget)
-@click.option("--user", metavar="NAME", help="Limit the use of this user or service.", shell_complete=complete_user)
-@click.option("--team", metavar="NAME", help="Limit the use of runs of this team.", shell_complete=complete_team)
-@click.option("--pool", metavar="NAME", help="Limit the use in this pool.", shell_complete=complete_pool)
+@click.option("--user", metavar="NAME", help="Limit the usage of this user or service.", shell_complete=complete_user)
+@click.option("--team", metavar="NAME", help="Limit the usage of this team's runs.", shell_complete=complete_team)
+@click.option("--pool", metavar="NAME", help="Limit the usage in this pool.", shell_complete=complete_pool)
 @click.option(
-    "--policy", metavar="NAME", help="Limit the use of runs under this usage policy.", shell_complete=complete_policy
+    "--policy", metavar="NAME", help="Limit the usage of runs under this usage policy.", shell_complete=complete_policy
 )
-@click.option("--tag", metavar="KEY=VALUE", help="Limit the use of runs with this tag; KEY alone matches any value.")
-@click.option("--everything", is_flag=True, help="Limit all use of the server.")
-@click.option("--money", metavar="AMOUNT", help="Limit in the server's currency.")
-@click.option("--gpu-hours", metavar="HOURS", help="Limit in GPU-hours; time of CPU slots does not count.")
-@click.option("--per", type=click.Choice([each.value for each in Period]), help="Length of a period (default: month).")
-@click.option("--time-zone", metavar="ZONE", help="Time zone of the periods, for example Europe/Berlin (default: UTC).")
-@click.option("--hard/--soft", default=None, help="Stop runs at 100 %, or only start no new ones.")
+@click.option("--tag", metavar="KEY=VALUE", help="Limit the usage of runs with this tag. KEY alone matches any value.")
+@click.option("--everything", is_flag=True, help="Limit all usage on the server.")
+@click.option("--money", metavar="AMOUNT", help="Budget limit in the server's currency.")
+@click.option("--gpu-hours", metavar="HOURS", help="Budget limit in GPU-hours, without CPU slot time.")
+@click.option(
+    "--per", type=click.Choice([each.value for each in Period]), help="Length of a budget period (default: month)."
+)
+@click.option(
+    "--time-zone", metavar="ZONE", help="Time zone of the budget periods, for example Europe/Berlin (default: UTC)."
+)
+@click.option("--hard/--soft", default=None, help="At 100 %, stop running runs, or only start no new runs.")
 def set_budget(
     name: str, per: str | None, time_zone: str | None, hard: bool | None, everything: bool, **said: str | None
 ) -> None:
     """Create or change a budget.
 
-    Omitted options keep their value. Usage since the beginning of the current period counts toward the budget. At 100 %
-    of a hard budget, the server sends SIGTERM to the budget's runs. The stopped runs have their grace period to save a
-    checkpoint. A later increase of the budget does not restart stopped runs.
+    The server keeps the current value of each omitted option. Usage since the beginning of the current period counts
+    toward the budget. At 100 % of a hard budget, the server sends SIGTERM to the budget's runs. The stopped runs can
+    save a checkpoint during their grace period. A later increase of the budget does not restart stopped runs.
     """
     changes = _scope(everything, said) | _limit(said)
     changes |= {} if per is None else {"period": Period(per)}
@@ -116,9 +120,11 @@ def set_budget(
             before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
         except NotFound:
             if "kind" not in changes:
-                raise click.UsageError(f"this budget does not exist yet; give {_FOR} to create it") from None
+                raise click.UsageError(f"the budget does not exist yet. Add {_FOR} to create the budget") from None
             if "limit_micros" not in changes:
-                raise click.UsageError(f"this budget does not exist yet; set its limit with {_MUCH}") from None
+                raise click.UsageError(
+                    f"the budget does not exist yet. Add {_MUCH} to set the budget's limit"
+                ) from None
             before = BudgetRequest(kind="everything", period=Period.MONTH)
         asked = msgspec.structs.replace(before, **changes)
         found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
@@ -130,8 +136,8 @@ def set_budget(
 def reopen_budget(name: str) -> None:
     """Reopen a hard budget that stopped runs.
 
-    New runs start until the budget is used up. If the budget is already used up, raise the budget instead (sgpu budget
-    set). Stopped runs stay stopped.
+    The server starts new runs until the budget is used up. If the budget is already used up, raise the budget instead
+    (sgpu budget set). Runs that the budget stopped do not restart.
     """
     with server() as connection:
         found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)
@@ -144,7 +150,7 @@ def delete_budget(name: str) -> None:
     """Delete a budget and its limit."""
     with server() as connection:
         found = connection.ask("DELETE", _path(name), answer=BudgetView)
-    say(f"budget {found.name} is deleted; its use was {_amount(found, found.used)}")
+    say(f"budget {found.name} is deleted. The budget's usage was {_amount(found, found.used)}")
 
 
 def _request_of(view: BudgetView) -> BudgetRequest:
@@ -163,14 +169,14 @@ def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object
     given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
     given += [("everything", "")] if everything else []
     if len(given) > 1:
-        raise click.UsageError(f"give only one of {_FOR}")
+        raise click.UsageError(f"specify only one of {_FOR}")
     return {"kind": given[0][0], "scope": given[0][1]} if given else {}
 
 
 def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
     money, hours = said["money"], said["gpu_hours"]
     if money is not None and hours is not None:
-        raise click.UsageError(f"give only one of {_MUCH}")
+        raise click.UsageError(f"specify only one of {_MUCH}")
     if money is not None:
         return {"limit_micros": micros("--money", money), "limit_gpu_ms": None}
     if hours is not None:

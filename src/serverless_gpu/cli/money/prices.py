@@ -23,7 +23,7 @@ _UNITS = {"core": "core", "memory": "GiB"}
 def price() -> None:
     """List, set and end prices.
 
-    No resource has a default price. Without a price, the server reports the metered usage as unpriced.
+    Resources have no default price. The server reports usage of a resource without a price as unpriced.
     """
 
 
@@ -37,7 +37,7 @@ def price() -> None:
     help="Print all prices as CSV with the columns of Databricks' system.billing.list_prices.",
 )
 def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
-    """List current and planned prices, in UTC."""
+    """List current and planned prices in UTC."""
     if records:
         with server() as connection:
             usage.put_prices(connection.ask("GET", "/usage/prices", answer=ListPrices), as_json=as_json)
@@ -48,7 +48,7 @@ def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.prices:
-        say("no price is set, so all use is unpriced; set a price, for example: sgpu price set H100 2.99")
+        say("no price is set, so all usage is unpriced. Set a price, for example: sgpu price set H100 2.99")
         return
     rows = [["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", "STATE"]]
     for each in found.prices:
@@ -67,13 +67,16 @@ def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
     "--pool",
     default="",
     metavar="NAME",
-    help="Set the price in this pool, which overrides the price for all pools.",
+    help="Set the price in this pool instead of the price for all pools.",
     shell_complete=complete_pool,
 )
 @click.option(
-    "--from", "since", metavar="TIME", help="Start of the price: 2026-12-01 or 2026-12-01T08:00 in UTC (default: now)."
+    "--from",
+    "since",
+    metavar="TIME",
+    help="Start time of the price in UTC, for example 2026-12-01T08:00 (default: now).",
 )
-@click.option("--dbu-per-gpu-hour", metavar="NUMBER", help="DBUs that one device uses in an hour.")
+@click.option("--dbu-per-gpu-hour", metavar="NUMBER", help="Number of DBUs that one device uses per hour.")
 @click.option("--usd-per-dbu", metavar="AMOUNT", help="Price of one DBU in the server's currency.")
 @json_option(PriceSet)
 def set_price(
@@ -86,18 +89,16 @@ def set_price(
 ) -> None:
     """Set the hourly price of a resource.
 
-    RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts that the server places
-    after the price's start. The new price ends the previous price. Earlier attempts keep the previous price. The price
-    of a GPU family (H100) also applies to types of the family without a price.
+    RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts that start after the
+    price's start time. The new price replaces the previous price. Attempts that started earlier keep the previous
+    price. The price of a GPU family (H100) also applies to the family's GPU types without a price.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
     made = (dbu_per_gpu_hour, usd_per_dbu)
     if amount is not None and made != (None, None):
-        raise click.UsageError("give either AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
+        raise click.UsageError("specify either AMOUNT per hour, or --dbu-per-gpu-hour and --usd-per-dbu")
     if amount is None and None in made:
-        raise click.UsageError(
-            "the price is missing: give AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu"
-        )
+        raise click.UsageError("the price is missing. Specify AMOUNT per hour, or --dbu-per-gpu-hour and --usd-per-dbu")
     asked = PriceRequest(
         micros_per_hour=_micros("AMOUNT", amount),
         dbu_micros_per_hour=_micros("--dbu-per-gpu-hour", dbu_per_gpu_hour),
@@ -112,16 +113,18 @@ def set_price(
 
 @price.command("end")
 @click.argument("resource")
-@click.option("--pool", default="", metavar="NAME", help="End the price of this pool.", shell_complete=complete_pool)
 @click.option(
-    "--at", "until", metavar="TIME", help="End of the price: 2026-12-01 or 2026-12-01T08:00 in UTC (default: now)."
+    "--pool", default="", metavar="NAME", help="End only the price in this pool.", shell_complete=complete_pool
+)
+@click.option(
+    "--at", "until", metavar="TIME", help="End time of the price in UTC, for example 2026-12-01T08:00 (default: now)."
 )
 @json_option(PriceSet)
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
     """End a price.
 
-    Attempts that the server places later use the price for all pools, if one is set. The command also withdraws prices
-    that are planned for later.
+    After the price of a pool ends, new attempts use the price for all pools, if that price exists. The command also
+    withdraws planned prices of the resource.
     """
     query = {"pool": pool} if pool else {}
     until_ns = None if until is None else moment_ns("--at", until)
@@ -144,7 +147,7 @@ def _say(done: PriceSet, *, as_json: bool, until_ns: int | None = None) -> None:
         since = "" if done.price.in_force else f" from {format_utc(done.price.from_ns)}"
         say(f"{_text(done.price, done.currency)}{since}")
         if not done.is_known:
-            say(f"note: neither the catalogue nor a node has a GPU named {done.price.resource}")
+            say(f"note: neither the GPU catalogue nor any node has a GPU named {done.price.resource}")
     for each in done.ended:
         verb = "before it" if done.price is not None else "ended"
         if until_ns is not None:
@@ -155,19 +158,19 @@ def _say(done: PriceSet, *, as_json: bool, until_ns: int | None = None) -> None:
             )
         say(f"{verb}: {_text(each, done.currency)}, since {format_utc(each.from_ns)}")
     for each in done.withdrawn:
-        say(f"withdrawn: {_text(each, done.currency)}, which was planned from {format_utc(each.from_ns)}")
+        say(f"withdrawn: {_text(each, done.currency)}, planned from {format_utc(each.from_ns)}")
 
 
 def _text(view: PriceView, currency: str) -> str:
-    """Return a price as text: ``H100 in pool lab: 2.99 USD for one device for one hour``."""
+    """Return a price as text: ``H100 in pool lab: 2.99 USD per device and hour``."""
     where = f" in pool {view.pool}" if view.pool else ""
     made = f", {_decimal(view.dbu_micros_per_hour)} DBU" if view.dbu_micros_per_hour else ""
     unit = _UNITS.get(view.resource, "device")
-    return f"{view.resource}{where}: {_decimal(view.micros_per_hour)} {currency} for one {unit} for one hour{made}"
+    return f"{view.resource}{where}: {_decimal(view.micros_per_hour)} {currency} per {unit} and hour{made}"
 
 
 def _decimal(micros_: int) -> str:
-    """Return millionths as a decimal number with at least two decimal places."""
+    """Return an amount in millionths as a decimal number with at least two decimal places."""
     whole, rest = divmod(micros_, MICROS_PER_UNIT)
     digits = f"{rest:06d}".rstrip("0")
     return f"{whole:,}.{digits.ljust(2, '0')}"

@@ -1,7 +1,7 @@
-"""`sgpu usage`: reports usage and cost, chargeback, and rows for billing tables as CSV or Parquet.
+"""`sgpu usage`: prints usage, cost and chargeback reports, and exports billing rows as CSV or Parquet.
 
-The command writes a temporary file beside the final path and then renames the file. Money and quantities in the file
-are exact decimals. Parquet needs PyArrow, which this package does not install.
+The command writes Parquet to a temporary file and then renames the file. Parquet files store money and quantities as
+exact decimals. Parquet needs PyArrow, which this package does not install.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 FORMULAS = (
-    "BUSY = device time with work / device time that telemetry saw",
-    "IDLE = (device time seen without work + time of sessions without a run) / (device time seen + time of "
-    "sessions without a run)",
+    "BUSY = busy device time / device time with telemetry",
+    "IDLE = (idle device time with telemetry + session time without a run) / (device time with telemetry + "
+    "session time without a run)",
 )
 _DAYS = 30
 _SEGMENTS = (
@@ -60,49 +60,49 @@ _OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
 
 @click.command("usage")
 @click.option(
-    "--by", metavar="FIELDS", help="Fields to group by, with commas: user (default), team, pool, … or tag:KEY."
+    "--by", metavar="FIELDS", help="Comma-separated fields to group by: user (default), team, pool, … or tag:KEY."
 )
-@click.option("--from", "first", metavar="DAY", help="First day in UTC, for example 2026-11-01.")
-@click.option("--to", "last", metavar="DAY", help="Last day in UTC, inclusive (default: today).")
+@click.option("--from", "first", metavar="DAY", help="First day of the report in UTC, for example 2026-11-01.")
+@click.option("--to", "last", metavar="DAY", help="Last day of the report in UTC, inclusive (default: today).")
 @click.option("--last", "lately", metavar="DURATION", help="Number of days until today (default: 30d).")
 @click.option("--month", "in_month", metavar="MONTH", help="Month, for example 2026-11.")
 @click.option(
     "--where",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Only use with this value: team=search, tag:stage=eval. Repeatable.",
+    help="Report only usage with this value, for example team=search. Repeatable.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(1, GROUPS_MAX),
     default=GROUPS_DEFAULT,
     show_default=True,
-    help="Maximum number of lines.",
+    help="Maximum number of report lines.",
 )
-@click.option("--chargeback", metavar="MONTH", help="Report the costs of a month by team, and by user without a team.")
-@click.option("--records", is_flag=True, help="Print rows with the columns of Databricks' system.billing.usage.")
-@json_option(JsonType("cli.json_types:UsageReport"), text="Print JSON; with --records, one object on each line.")
+@click.option(
+    "--chargeback", metavar="MONTH", help="Report a month's costs by team, and by user for users without a team."
+)
+@click.option("--records", is_flag=True, help="Print ledger rows with the columns of Databricks' system.billing.usage.")
+@json_option(JsonType("cli.json_types:UsageReport"), text="Print JSON (with --records, one object per line).")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @click.option("--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write Parquet.")
 def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> None:
-    """Report use and cost.
+    """Report usage and cost.
 
-    You see your own usage and your teams' usage. An operator sees all usage. FIELDS: user, team, pool, policy,
+    Users see their own usage and their teams' usage. An operator sees all usage. FIELDS: user, team, pool, policy,
     gpu_type, name, workload, environment, run, day, week, month, tag:KEY.
     """
     if sum((as_json, as_csv, parquet is not None)) > 1:
-        raise click.UsageError("give only one of --json, --csv and --parquet")
+        raise click.UsageError("specify only one of --json, --csv and --parquet")
     if asked["chargeback"] and (asked["records"] or asked["in_month"]):
-        raise click.UsageError("--chargeback excludes --month and --records")
+        raise click.UsageError("--chargeback cannot be combined with --month or --records")
     if asked["by"] is not None and (asked["chargeback"] or asked["records"]):
-        raise click.UsageError(
-            "--by excludes --chargeback, which is by team and user, and --records, which prints all rows"
-        )
+        raise click.UsageError("--by cannot be combined with --chargeback or --records")
     window = _window(asked)
     where = _parse_filters(asked["where"])
     if asked["records"]:
         if where:
-            raise click.UsageError("--records prints all rows and excludes --where; use --from and --to")
+            raise click.UsageError("--records cannot be combined with --where. Use --from and --to")
         with server() as connection:
             records = _records(connection, window)
             if as_json:
@@ -144,14 +144,14 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
 
 
 def _window(asked: dict[str, Any]) -> DayRange:
-    """Return the requested days, by default the last 30.
+    """Return the requested range of days, by default the last 30 days.
 
-    A default of the current month would be empty on the first day of a month.
+    With the current month as default, the report would be almost empty on the first day of a month.
     """
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
     if len(ways) > 1:
-        raise click.UsageError("give only one of --last, --month, or --from and --to")
+        raise click.UsageError("specify only one of --last, --month, or --from and --to")
     if asked["in_month"] or asked["chargeback"]:
         return usage_report.month(asked["in_month"] or asked["chargeback"])
     today = SystemClock().wall_ns() // calendars.DAY_NS
@@ -162,7 +162,9 @@ def _window(asked: dict[str, Any]) -> DayRange:
     if asked["lately"]:
         seconds = duration_s("--last", asked["lately"])
         if seconds < 86_400 or seconds % 86_400:
-            raise click.BadParameter("the ledger has whole days; write for example 1d, 30d or 4w", param_hint="--last")
+            raise click.BadParameter(
+                "the ledger has whole days. Write a number of days such as 1d, 30d or 4w", param_hint="--last"
+            )
         length = round(seconds / 86_400)
     return usage_report.checked(DayRange(max(0, until - length), until))
 
@@ -170,10 +172,12 @@ def _window(asked: dict[str, Any]) -> DayRange:
 def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
     where: dict[str, str] = {}
     for text in texts:
-        # A tag's key may contain any character except =, so the field ends at the first =.
+        # A tag key may contain any character except =, so the first = ends the field.
         field, equals, value = text.partition("=")
         if not equals:
-            raise click.BadParameter(f"{text!r} is not FIELD=VALUE, for example team=search", param_hint="--where")
+            raise click.BadParameter(
+                f"{text!r} is not a filter. Write FIELD=VALUE, for example team=search", param_hint="--where"
+            )
         if field in where:
             raise click.BadParameter(f"{field} is given twice", param_hint="--where")
         usage_report.refuse_unknown(field)
@@ -182,7 +186,10 @@ def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
-    """Return the ledger's rows, page by page. The function fetches the first page at once to fail early."""
+    """Return an iterator over the ledger rows, page by page.
+
+    Fetch the first page immediately, so that errors appear early.
+    """
 
     def page(after: int) -> RecordPage:
         query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}
@@ -201,12 +208,12 @@ def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
 
 
 def _lines(view: UsageView) -> list[str]:
-    """Return a report for a terminal, without empty columns."""
+    """Return the report as terminal lines, without empty columns."""
     key = ("all", *[""] * (len(view.by) - 1))
     totals = [ReportRow(key=key, currency=total.currency, amounts=total.amounts) for total in view.totals]
     shown = [*(view.groups if view.by else ()), *totals]
     if not view.totals:
-        return ["no use that you can see in these days"]
+        return ["no usage is visible to you on these days"]
     has = {name: any(getattr(each.amounts, name) for each in shown) for name in Amounts.__struct_fields__}
     segments = [(title, name) for title, name in _SEGMENTS if has[name] or name in ("run_ms", "gpu_ms", "billed_ms")]
     head = [*(field.upper() for field in view.by or ("",)), "RUNS", *(title for title, _ in segments)]
@@ -222,7 +229,7 @@ def _lines(view: UsageView) -> list[str]:
         row += [_cost(group, exact=exact), *([usage_report.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
     dates = f"{calendars.format_day(view.from_day)} to {calendars.format_day(view.until_day - 1)}, UTC"
-    waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
+    waiting = f"QUEUED: {unit.name} of waiting time, other columns: " if has["queued_ms"] else ""
     note = f"{dates}; {waiting}{_device_unit(view)}-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
 
@@ -230,7 +237,7 @@ def _lines(view: UsageView) -> list[str]:
 def _chargeback_lines(view: UsageView) -> list[str]:
     shares = usage_report.chargeback(view.groups)
     if not shares:
-        return ["no use that you can see in this month"]
+        return ["no usage is visible to you in this month"]
     unit = _unit(view, _OF_SHARES)
     rows = [["WHO", "", "RUNS", "USED", "BILLED", "UNPRICED", "COST", "PART"]]
     exact = is_any_below_cent(group.amounts.micros for group in (*(share.group for share in shares), *view.totals))
@@ -252,7 +259,7 @@ def _chargeback_lines(view: UsageView) -> list[str]:
 
 
 def _remarks(view: UsageView) -> list[str]:
-    """Return remarks on truncated rows, missing prices, provisional amounts and pending ledger entries."""
+    """Return remarks about omitted rows, missing prices, provisional amounts and running attempts."""
     found = []
     word = _device_unit(view)
     shown = {total.currency: total.amounts for total in usage_report.totals(view.groups)}
@@ -261,27 +268,29 @@ def _remarks(view: UsageView) -> list[str]:
         rest_ms = total.amounts.gpu_ms - part.gpu_ms
         money = (total.amounts.micros or 0) - (part.micros or 0)
         used = f"{format_gpu_ms(rest_ms, unit=word)} for {format_micros(money, total.currency)}"
-        found.append(f"the report omits rows with {used}; a larger --limit shows more")
+        found.append(f"the report omits rows with {used}. Increase --limit to include more rows")
     for total in view.totals:
         amounts = total.amounts
         if amounts.unpriced_ms:
             used = format_gpu_ms(amounts.unpriced_ms, unit=word)
-            found.append(f"{used} have no price and no cost; `sgpu price set` sets a price for later attempts")
+            found.append(f"{used} have no price and no cost. Set a price for later attempts with `sgpu price set`")
         if amounts.provisional_ms:
             used = format_gpu_ms(amounts.provisional_ms, unit=word)
             found.append(
-                f"{used} may still change, because their nodes became unreachable before they reported the end"
+                f"{used} are provisional, because unreachable nodes have not reported the end of their attempts"
             )
         if amounts.going_ms:
             used = format_gpu_ms(amounts.going_ms, unit=word)
-            found.append(f"{used} are not in the ledger yet: running attempts, up to their last report")
+            found.append(f"{used} belong to running attempts, which are not in the ledger yet")
     if view.is_going_cut:
-        found.append(f"more than {view.going} attempts are running; this report lacks the use of the others")
+        found.append(
+            f"more than {view.going} attempts are running, and the report omits the usage of some of these attempts"
+        )
     return found
 
 
 def _device_unit(view: UsageView) -> str:
-    """Return the kind of device in the report's totals: GPUs, CPU slots, or both."""
+    """Return the device kind in the report's totals: GPUs, CPU slots, or both."""
     if "gpu_type" not in view.by or view.is_cut:
         return time_unit()
     return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
@@ -311,7 +320,7 @@ def _cost(group: ReportRow, *, exact: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a user-given name as a cell. Tags may contain line breaks."""
+    """Return a user-given name as a table cell without control characters, such as line breaks in tags."""
     clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return clean or "-"
 
@@ -322,16 +331,16 @@ def _percent(part: float | None) -> str:
 
 Kind = Literal["text", "whole", "money", "part"]
 AT_ONCE = 10_000
-"""Number of rows in a row group of a Parquet file. The writer holds one row group in memory at a time."""
+"""Number of rows per Parquet row group. The Parquet writer keeps one row group in memory."""
 _PARTS = ("busy", "seen", "idle")
 
 
 class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A report as columns."""
+    """A report as a table with typed columns."""
 
     names: tuple[str, ...]
-    kinds: tuple[Kind, ...]  # Text, integer, money (a decimal with six digits), or a fraction of 1.
-    lines: tuple[tuple[Any, ...], ...]  # Table rows. None is an empty cell, such as a cost without a price.
+    kinds: tuple[Kind, ...]  # Column types: text, integer, money (a decimal with six digits) or fraction of 1.
+    lines: tuple[tuple[Any, ...], ...]  # Table rows; None marks an empty cell, for example the cost of unpriced usage.
 
     def rows(self) -> list[dict[str, Any]]:
         """Return each row as a mapping from column names to cells."""
@@ -339,12 +348,12 @@ class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(view: UsageView) -> UsageTable:
-    """Return a report as columns: groups, currency and amounts."""
+    """Return a usage report as a table of groups, currencies and amounts."""
     return _table(view.by, ((group.key, group) for group in view.groups))
 
 
 def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
-    """Return a month's cost shares as columns."""
+    """Return a month's cost shares as a table."""
     kept = list(shares)
     made = _table(
         ("month", "who", "is"),
@@ -368,7 +377,7 @@ def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
 
 
 def amounts_of(group: ReportRow) -> dict[str, Any]:
-    """Return a group's amounts by column name."""
+    """Return a report group's amounts by column name."""
     amounts = group.amounts
     return {
         "currency": group.currency,
@@ -381,7 +390,7 @@ def amounts_of(group: ReportRow) -> dict[str, Any]:
 
 
 def put(table: UsageTable, path: Path | None) -> None:
-    """Write a report as Parquet into a file, or print it as CSV."""
+    """Write a report as Parquet to a file, or print the report as CSV."""
     if path is None:
         _say_csv(table.names, iter(table.lines))
         return
@@ -397,7 +406,7 @@ def put(table: UsageTable, path: Path | None) -> None:
 
 
 def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
-    """Write ledger rows in billing columns: as Parquet into a file, or as CSV with JSON cells to stdout."""
+    """Write ledger rows with billing columns to a Parquet file, or print CSV with JSON cells."""
     if path is None:
         _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
         return
@@ -406,14 +415,14 @@ def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
 
 
 def put_prices(found: ListPrices, *, as_json: bool) -> None:
-    """Print the price book in billing columns: as CSV with JSON cells, or as JSON lines."""
+    """Print the price book with billing columns, as CSV with JSON cells or as JSON lines."""
     if as_json:
         for price in found.prices:
             say(msgspec.json.encode(price).decode())
     else:
         _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
-        say("sgpu: the list is incomplete: the server has more prices than it sent", err=True)
+        say("sgpu: the price list is incomplete, because the server has too many prices", err=True)
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -447,7 +456,7 @@ def _pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         message = "--parquet needs PyArrow, which is not installed"
-        raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]', or --csv") from None
+        raise ServerlessGpuError(message, hint="run pip install 'serverless-gpu[simulate]', or use --csv") from None
     return pyarrow
 
 
@@ -500,7 +509,7 @@ def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, An
                 count += len(rows)
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}"
-        raise StorageError(message, hint="name a file in a directory that you can write to") from None
+        raise StorageError(message, hint="choose a file in a directory that you can write to") from None
     say(f"sgpu: {path}: {count:,} rows", err=True)
 
 

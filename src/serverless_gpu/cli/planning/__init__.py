@@ -1,1 +1,1 @@
-"""Commands that plan capacity. `model/billing` and `replay` compute the results of these commands."""
+"""Commands that plan capacity. The packages `model/billing` and `replay` compute the results."""

@@ -4,9 +4,9 @@
     history   receipts of this home                ended runs that have a receipt
     trace     what `sgpu simulate` reads           only submit times, durations and GPU counts of jobs
 
-The advice counts each run from its submission, for as long as the run had its GPUs. The advice assumes that no run
-waits. A session counts only while none of its runs uses the session's devices, because the runs count separately. The
-command omits rows beyond the limit and incomplete receipts, and reports the omissions in a remark.
+The demand curve moves each run's GPU time to the run's submission time. The advice therefore assumes that no run waits
+in the queue. A session counts only while no run uses the session's devices, because runs count separately. The command
+omits rows beyond the limit and incomplete receipts. A remark reports these omissions.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _SECOND_NS = 1_000_000_000
 
 
 class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of past usage by time, team, pool and GPU type. An empty text matches everything."""
+    """Filter of past usage by time, team, pool and GPU type. An empty filter field matches all usage."""
 
-    start_ns: int  # Start of the filter's time range, inclusive. `end_ns` is the exclusive end.
+    start_ns: int  # Inclusive start of the time range; `end_ns` is the exclusive end.
     end_ns: int
     team: str = ""
     pool: str = ""
@@ -52,32 +52,32 @@ class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuTypeUses(msgspec.Struct, kw_only=True):
-    """All past usage of one GPU type."""
+    """Past usage and cost of one GPU type."""
 
-    uses: list[GpuUse] = []  # Usage periods, with start times as if no run had waited.
-    waited_ns: int = 0  # GPU-nanoseconds for which runs waited in the queue.
-    gpu_ms: int = 0  # GPU-milliseconds that count as usage. `unpriced_ms` is the part without a price.
+    uses: list[GpuUse] = []  # Usage periods, which start at the submission time.
+    waited_ns: int = 0  # Queue time in GPU-nanoseconds.
+    gpu_ms: int = 0  # Used GPU-milliseconds; `unpriced_ms` is the unpriced part.
     unpriced_ms: int = 0
-    lent_ms: int = 0  # GPU-milliseconds for which runs held GPUs. `billed_ms` is the billed part.
+    lent_ms: int = 0  # Held GPU-milliseconds; `billed_ms` is the billed part.
     billed_ms: int = 0
     micros: int = 0  # Total charge in millionths of the currency.
 
     @property
     def billed(self) -> Fraction:
-        """Return the billed fraction of the GPU time that runs held, or 1 if no run held a GPU."""
+        """Return the billed fraction of held GPU time, or 1 if no run held a GPU."""
         return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
 
 
 class PastUse(msgspec.Struct, kw_only=True):
-    """Past usage of GPUs."""
+    """Past GPU usage from one source."""
 
-    source: str  # Name of the source, for messages.
+    source: str  # Name of the usage source in messages.
     start_ns: int
     end_ns: int
     kinds: dict[str, GpuTypeUses] = {}  # Past usage by GPU type.
-    ran: list[ObservedAttempt] = []  # Attempts as telemetry observed them.
-    attempts: int = 0  # Number of attempts or jobs.
-    remarks: list[str] = []  # omissions
+    ran: list[ObservedAttempt] = []  # Attempts with their telemetry summary.
+    attempts: int = 0  # Number of attempts or trace jobs.
+    remarks: list[str] = []
 
     def kind(self, gpu_type: str) -> GpuTypeUses:
         """Return the mutable usage record of one GPU type."""
@@ -91,7 +91,7 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
     currency: str = "USD"
 
     def price(self, gpu_type: str, pool: str = "") -> int | None:
-        """Return the hourly price of one device in a pool. "" means the price for all pools."""
+        """Return the hourly price of one device in a pool, or the price for all pools for ""."""
         own = [row for row in self.rows if row.pool == pool]
         paid = tariff(own, gpu_type=canonical(gpu_type), pool=pool, at_ns=0, currency=self.currency)
         return paid.gpu_micros_per_hour
@@ -107,19 +107,19 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
-    """Return the usage in a server's ledger that the caller may see.
+    """Return the past usage in a server's ledger that the caller may see.
 
     Raise ServerProblem if the server is unreachable.
     """
     rows, is_cut = _rows(connection, wanted)
     past = of_rows(rows, wanted)
     if is_cut:
-        past.remarks.append(f"rows after the first {ROWS_MAX:,}; choose a shorter time with --last")
+        past.remarks.append(f"rows after the first {ROWS_MAX:,}(choose a shorter time with --last)")
     return past
 
 
 def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
-    """Return the usage in ledger rows. Several rows can belong to one attempt."""
+    """Return the past usage in ledger rows. One attempt can have several ledger rows."""
     attempts: dict[tuple[str, int], list[DemandRow]] = {}
     for row in rows:
         attempts.setdefault((row.run_id, row.fence), []).append(row)
@@ -181,7 +181,7 @@ def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], b
 
 
 def of_home(home: Home, wanted: UseFilter) -> PastUse:
-    """Return the usage in this home's run directories."""
+    """Return the past usage in the run directories of a home directory."""
     ids = own_runs(home)
     past = PastUse(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
     untold = 0
@@ -209,7 +209,7 @@ def book_of_home(configuration: Configuration) -> PriceBook:
 
 
 def _add(past: PastUse, record: RunRecord) -> bool:
-    """Add the usage of a run. Return False if the run's receipt is missing or incomplete."""
+    """Add a run's usage. Return False if the run's receipt is missing or incomplete."""
     receipt, ended_ns = record.receipt, record.ended_ns
     if receipt is None or ended_ns is None:
         return False
@@ -249,9 +249,9 @@ def _ran_of(record: RunRecord, receipt: Receipt) -> ObservedAttempt:
 
 
 def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
-    """Return the usage in a trace between its first and last submissions.
+    """Return the past usage between a trace's first and last submissions.
 
-    The times of the filter do not apply.
+    The filter's time range does not apply to traces.
     """
     jobs = [
         job
@@ -259,7 +259,9 @@ def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
         if (not wanted.team or job.team == wanted.team) and (not wanted.pool or job.pool == wanted.pool)
     ]
     if not jobs:
-        raise InvalidValue(f"{trace.source} has no matching jobs", hint="check --team and --pool")
+        raise InvalidValue(
+            f"{trace.source} has no jobs that match the filter", hint="check the options --team and --pool"
+        )
     start_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
     end_s = last_s if last_s > start_s else max(job.submit_s + job.duration_s for job in jobs)
     past = PastUse(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
@@ -277,25 +279,25 @@ def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
     past.remarks = [f"{count:,} {why}" for why, count in trace.left_out.items()]
     if later_ms:
         past.remarks.append(
-            f"{format_gpu_ms(later_ms)} after the last submission, because later submissions are unknown"
+            f"{format_gpu_ms(later_ms)} of usage after the last submission, because later submissions are unknown"
         )
     return past
 
 
 def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
-    """Return the requested GPU type, or the most used GPU type, with its past usage."""
+    """Return the requested GPU type and its past usage, by default the most used GPU type."""
     gpu_type = wanted.gpu_type
     found = {name: kind for name, kind in past.kinds.items() if not gpu_type or matches(gpu_type, name)}
     if not found:
         asked = (("of", gpu_type), ("by team", wanted.team), ("in pool", wanted.pool))
         said = "".join(f" {of} {name}" for of, name in asked if name)
         there = (
-            f"GPU types with use: {', '.join(sorted(past.kinds))}"
+            f"GPU types with usage: {', '.join(sorted(past.kinds))}"
             if past.kinds
-            else "choose a longer time, for example --last 90d"
+            else "choose a longer time range, for example --last 90d"
         )
-        raise InvalidValue(f"{past.source}: no use found{said}", hint=there)
-    if gpu_type:  # A GPU family includes all of its members.
+        raise InvalidValue(f"{past.source}: no usage found{said}", hint=there)
+    if gpu_type:  # A GPU family includes all GPU types in the family.
         together = GpuTypeUses()
         for kind in found.values():
             together.uses += kind.uses
@@ -307,14 +309,14 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
 
 
 def _since_first_use(past: PastUse) -> PastUse:
-    """Move the start of the time range to the first usage, and return the past usage."""
+    """Return the past usage with a time range that starts at the first usage."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
     return past
 
 
 def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> GpuUse:
-    """Return the usage of a run, from its submission, for as long as the run held its devices."""
+    """Return a run's usage period, moved to the run's submission time."""
     lent_ns = lent_ms * _MS_NS // gpus if gpus else 0
     start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + lent_ns) - waited_ns
     return GpuUse(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)

@@ -64,32 +64,38 @@ _CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 
 @click.command("advise")
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--local", is_flag=True, help="Use runs of this machine even if a server is configured.")
-@click.option("--last", default="30d", show_default=True, metavar="AGE", help="How far back to look.")
-@click.option("--team", default="", help="Only runs of this team.", shell_complete=complete_team)
-@click.option("--pool", default="", help="Only runs in this pool.", shell_complete=complete_pool)
-@click.option("--gpu-type", default="", help="GPU type (default: the most used one).")
-@click.option("--reserved", metavar="PRICE|POOL", help="Price of a reserved GPU-hour, or a pool with that price.")
+@click.option("--local", is_flag=True, help="Base the advice on this machine's runs even if a server is configured.")
+@click.option("--last", default="30d", show_default=True, metavar="AGE", help="Length of the analysed time range.")
+@click.option("--team", default="", help="Analyse only runs of this team.", shell_complete=complete_team)
+@click.option("--pool", default="", help="Analyse only runs in this pool.", shell_complete=complete_pool)
+@click.option("--gpu-type", default="", help="GPU type to analyse (default: the most used GPU type).")
+@click.option(
+    "--reserved", metavar="PRICE|POOL", help="Price of a reserved GPU-hour, or the name of a pool with this price."
+)
 @click.option(
     "--on-demand",
     metavar="PRICE|POOL",
-    help="Price of an on-demand GPU-hour, or a pool with that price (default: the price for all pools).",
+    help="Price of an on-demand GPU-hour, or the name of a pool with this price (default: the price for all pools).",
 )
-@click.option("--buy", type=float, metavar="PRICE", help="Price of buying a GPU, instead of --reserved.")
-@click.option("--years", type=float, default=4, show_default=True, help="Number of years that a bought GPU is in use.")
-@click.option("--running", type=float, default=0.0, metavar="PRICE", help="Running cost of a bought GPU per hour.")
+@click.option("--buy", type=float, metavar="PRICE", help="Purchase price of a GPU, as an alternative to --reserved.")
+@click.option("--years", type=float, default=4, show_default=True, help="Service life of a purchased GPU in years.")
+@click.option("--running", type=float, default=0.0, metavar="PRICE", help="Running cost of a purchased GPU per hour.")
 @click.option("--have", type=click.IntRange(0, 1_000_000), default=0, show_default=True, help="GPUs reserved today.")
-@click.option("--waiting", metavar="PRICE", help="Cost of one run that waits one hour for one GPU.")
-@click.option("--explain", is_flag=True, help="Print the formula of each number.")
+@click.option("--waiting", metavar="PRICE", help="Cost of waiting one hour for one GPU.")
+@click.option("--explain", is_flag=True, help="Print the formula behind each number.")
 @click.option(
-    "--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw the advice into a .png, .svg or .pdf file."
+    "--png",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a chart of the advice to a .png, .svg or .pdf file.",
 )
 @json_option(JsonType("cli.json_types:Advice"))
 def advise_command(**options: Any) -> None:
     """Recommend how many GPUs to reserve.
 
-    The command also lists runs that did not use their GPUs. The advice uses the server's ledger. Without a server, the
-    advice uses the runs of this machine. TRACE is a file in the format of `sgpu simulate`.
+    The command also lists runs that underused their GPUs. The recommendation is based on usage in the server's ledger.
+    Without a server, the recommendation is based on this machine's runs. TRACE is a trace file in a format that `sgpu
+    simulate` accepts.
     """
     drawing = None if options["png"] is None else load_drawing(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
@@ -112,7 +118,7 @@ def _parse_filter(options: Mapping[str, Any]) -> UseFilter:
     now_ns = SystemClock().wall_ns()
     last_s = duration_s("--last", options["last"])
     if not last_s:
-        raise click.BadParameter("must be longer than 0", param_hint="--last")
+        raise click.BadParameter("the time range must be longer than 0", param_hint="--last")
     asked = {name: options[name] for name in ("team", "pool", "gpu_type")}
     return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
@@ -128,7 +134,7 @@ def _read_use(options: Mapping[str, Any], wanted: UseFilter, configuration: Conf
 
 
 def _has_server() -> bool:
-    """Return True if a server is configured, even an unreachable one."""
+    """Return True if a server is configured, even if the server is unreachable."""
     try:
         find_profile(this_home().root, os.environ)
     except ServerNotConfigured:
@@ -145,7 +151,7 @@ def _report(
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
     found: tuple[QueueOutcome, ...] = ()
-    if advice is not None:  # Simulates pools of the advised size, the current size and sizes around the mean demand.
+    if advice is not None:  # Simulate pools of the advised, current and mean size.
         mean = -(-curve.used_ns // curve.span_ns)
         sizes = {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
         found = queues(kind.uses, advice.rates, sizes, waiting=waiting)
@@ -169,46 +175,46 @@ def _report(
 
 
 def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: Fraction) -> tuple[GpuRates | None, str]:
-    """Return both prices, or None and a message that names the missing price."""
+    """Return the reserved and on-demand prices, or None and a message that names the missing price."""
     if options["buy"] is not None and options["reserved"] is not None:
-        raise click.UsageError("give only one of --buy and --reserved")
+        raise click.UsageError("specify only one of --buy and --reserved")
     on_demand = _price("--on-demand", options["on_demand"] or "", book, gpu_type)
     reserved = _purchase_rate(options) if options["buy"] is not None else None
     if reserved is None and options["reserved"] is not None:
         reserved = _price("--reserved", options["reserved"], book, gpu_type)
     if on_demand is None:
         return None, (
-            f"{gpu_type} has no on-demand price, so there is no advice; add `--on-demand 2.99`, or run `sgpu "
+            f"{gpu_type} has no on-demand price, so no advice is possible. Add `--on-demand 2.99`, or run `sgpu "
             f"price set {gpu_type} 2.99`"
         )
     if billed == 0:
-        return None, f"no use of {gpu_type} was billed, so it costs nothing on demand: reserve none"
+        return None, f"the server billed no usage of {gpu_type}, so do not reserve any GPUs"
     if on_demand == 0:
-        return None, f"{gpu_type} costs nothing on demand: reserve none"
+        return None, f"{gpu_type} costs nothing on demand, so do not reserve any GPUs"
     if reserved is None:
         return None, (
-            "the price of a reserved GPU is unknown; add `--reserved 1.90`, `--reserved POOL` or `--buy 30000`"
+            "the price of a reserved GPU is unknown. Add `--reserved 1.90`, `--reserved POOL` or `--buy 30000`"
         )
     return GpuRates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
 def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None:
-    """Return the price for an option value, which is an amount or the name of a pool."""
+    """Return the price from an option value, which is an amount or a pool name."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)
     if found is None:
         raise click.BadParameter(
-            f"{text!r} is neither an amount nor a pool with its own price for {gpu_type}", param_hint=option
+            f"{text!r} is neither an amount nor the name of a pool that has a price for {gpu_type}", param_hint=option
         )
     return found
 
 
 def _purchase_rate(options: Mapping[str, Any]) -> int:
-    """Return the hourly cost of a bought GPU: its price over its lifetime plus its running cost."""
+    """Return the hourly cost of a purchased GPU: hourly depreciation plus running cost."""
     buy, years, running = (float(options[name]) for name in ("buy", "years", "running"))
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
-        raise click.UsageError("--buy and --running must be at least 0, and --years must be 0.1 to 100")
+        raise click.UsageError("--buy and --running must be at least 0, and --years must be between 0.1 and 100")
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
 
 
@@ -218,16 +224,16 @@ class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
     past: PastUse
     gpu_type: str
     kind: GpuTypeUses
-    advice: Advice | None  # Advice on reserved GPUs, or None if a price is missing (`why_not`).
+    advice: Advice | None  # Reservation advice; None if a price is missing (`why_not`).
     why_not: str
-    queues: tuple[QueueOutcome, ...]  # Simulated pools without on-demand overflow.
+    queues: tuple[QueueOutcome, ...]  # Simulation results of pools without on-demand GPUs.
     runs: tuple[OversizedRuns, ...]  # Runs that underused their GPUs.
-    waiting: int | None  # Micros for one run that waits one hour for one GPU, or None without a price.
+    waiting: int | None  # Price in micros of waiting one hour for one GPU; None if not set.
     currency: str
 
 
 def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
-    """Yield the report's text, with formulas if `explain` is set."""
+    """Yield the report's text lines. Include the formulas if `explain` is set."""
     yield from _head(report)
     if report.advice is not None:
         yield from ("", *_mixes(report.advice))
@@ -236,14 +242,14 @@ def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
     else:
         yield from ("", report.why_not)
     if report.queues:
-        yield from ("", "waits without on-demand GPUs:", *_queues(report))
+        yield from ("", "waiting times without on-demand GPUs:", *_queues(report))
     yield from ("", *_runs(report))
     if explain:
         yield from ("", "formulas:", *(f"  {name}: {text}" for name, text in _formulas(report).items()))
 
 
 def as_json(report: AdviceReport) -> dict[str, object]:
-    """Return the report as JSON values: money in micros, time in device-milliseconds, shares in percent."""
+    """Return the report as JSON values, in micros, device-milliseconds and percent."""
     advice, past = report.advice, report.past
     queues = []
     for queue in report.queues:
@@ -287,7 +293,7 @@ def as_json(report: AdviceReport) -> dict[str, object]:
 
 
 def title_of(report: AdviceReport) -> str:
-    """Return the picture's title."""
+    """Return the title of the report's chart."""
     return f"{report.gpu_type}: {report.past.source}, {_span(report.past)}"
 
 
@@ -305,7 +311,7 @@ def _head(report: AdviceReport) -> Iterator[str]:
         if name != report.gpu_type
     )
     if named:
-        yield f"also used, but not in this report: {named}; choose a GPU type with --gpu-type"
+        yield f"other GPU types with usage: {named} (choose a GPU type with --gpu-type)"
     word = time_unit([report.gpu_type])
     charged = f", charged {format_micros(kind.micros, report.currency)}" if kind.micros else ""
     unpriced = f", {format_gpu_ms(kind.unpriced_ms, unit=word)} unpriced" if kind.unpriced_ms and charged else ""
@@ -317,10 +323,10 @@ def _head(report: AdviceReport) -> Iterator[str]:
     yield f"concurrent demand: {curve.used_ns / curve.span_ns:.1f} GPUs on average, {curve.peak} at most"
     yield (
         f"reserved {price(rates.reserved)}, on demand {price(rates.on_demand)} {rates.currency} per GPU-hour: a "
-        f"reserved GPU pays off if it is used for at least {advice.duty_percent:.1f} % of the time"
+        f"reserved GPU pays off if runs use the GPU for at least {advice.duty_percent:.1f} % of the time"
     )
     if rates.billed != 1:
-        yield f"billed on demand: {percent(rates.billed)} of the time on loan"
+        yield f"billed on demand: {percent(rates.billed)} of the held GPU time"
     saves = advice.now.micros - advice.best.micros
     best = f"reserve {advice.best.slots}" if advice.best.slots else "reserve none"
     gain = f": {format_micros(saves, rates.currency)} less than today" if saves > 0 else ""
@@ -361,7 +367,7 @@ def _slots(advice: Advice) -> list[str]:
 
 
 def _select_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return a few reservation slots: the first, the last, the slots beside the advice, and some between."""
+    """Return the reservation slots to print, mainly those near the advised number."""
     if len(slots) <= SLOTS_MAX:
         return list(slots)
     turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)
@@ -406,19 +412,17 @@ def _queues(report: AdviceReport) -> list[str]:
     shown = columns(rows)
     if any(queue.too_large for queue in report.queues):
         parts = (f"{queue.too_large:,} with {queue.slots}" for queue in report.queues if queue.too_large)
-        shown.append(f"omitted runs, which need more GPUs than the pool has: {', '.join(parts)}")
+        shown.append(f"omitted runs that need more GPUs than the pool has: {', '.join(parts)}")
     if replayed < len(report.kind.uses):
-        shown.append(
-            f"replayed: the latest {replayed:,} of {len(report.kind.uses):,} uses; the figures cover only these uses"
-        )
+        shown.append(f"replayed: the latest {replayed:,} of {len(report.kind.uses):,} usage periods")
     return shown
 
 
 def _runs(report: AdviceReport) -> list[str]:
     if not report.past.ran:
-        return ["runs: no run has telemetry of its GPUs"]
+        return ["runs: no run has GPU telemetry"]
     if not report.runs:
-        return ["runs: no run with 10 minutes of telemetry had much more GPU than it used"]
+        return ["runs: no run with 10 minutes of telemetry underused its GPUs significantly"]
     rows = [["SAVES", "COST", "USED", "BUSY", "RUN", "ON", "ADVICE"]]
     for run in report.runs[:_RUNS_MAX]:
         money = (
@@ -430,8 +434,8 @@ def _runs(report: AdviceReport) -> list[str]:
         used = format_gpu_ms(run.gpu_ms, unit=time_unit([run.gpu_type]))
         rows.append([*money, used, f"{run.busy_percent:.1f} %", f"{name} ({run.runs})", run.gpu_type, run.text()])
     more = len(report.runs) - _RUNS_MAX
-    head = "runs that had more GPU than they used, by user and name:"
-    return [head, *columns(rows), *([f"and {more:,} more; --json lists them"] if more > 0 else [])]
+    head = "runs that underused their GPUs, by user and name:"
+    return [head, *columns(rows), *([f"and {more:,} more runs (--json lists all runs)"] if more > 0 else [])]
 
 
 def _formulas(report: AdviceReport) -> dict[str, str]:
@@ -443,7 +447,7 @@ def _formulas(report: AdviceReport) -> dict[str, str]:
 
 def _span(past: PastUse) -> str:
     length = format_duration_ms((past.end_ns - past.start_ns) // 1_000_000)
-    if past.start_ns < _CALENDAR_NS:  # A trace can have its own clock that starts near 0.
+    if past.start_ns < _CALENDAR_NS:  # A trace's timestamps may start near 0.
         return length
     return f"{format_utc(past.start_ns)[:16]} to {format_utc(past.end_ns)[:16]} UTC ({length})"
 

@@ -1,4 +1,4 @@
-"""`sgpu simulate`: shows the results of several schedulers on one trace, side by side."""
+"""`sgpu simulate`: replays a trace with several schedulers and compares the results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DRAWING = "serverless_gpu.replay.charts"
 
 
 class _TraceChoice(NamedTuple):
-    """The source of the jobs. Exactly one field is set."""
+    """The source of the jobs to replay. Exactly one of the three fields is set."""
 
     trace: Path | None
     history: bool
@@ -50,28 +50,34 @@ class _TraceChoice(NamedTuple):
 
 @click.command("simulate")
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--history", is_flag=True, help="Replay the server's ended runs that you can see.")
+@click.option("--history", is_flag=True, help="Replay the server's ended runs that are visible to you.")
 @click.option(
-    "--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Replay this many generated jobs."
+    "--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Replay this number of generated jobs."
 )
 @click.option(
     "--load",
     type=float,
     default=0.9,
     show_default=True,
-    help="GPU time of generated jobs, relative to that of the cluster.",
+    help="Ratio of the generated jobs' GPU time to the cluster's GPU time.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of generated jobs.")
-@click.option("--only", multiple=True, metavar="COLUMN=VALUE", help="Replay only rows with this value. Repeatable.")
 @click.option(
-    "--cluster", default="8x8", show_default=True, metavar="NxG|FILE", help="Nodes and GPUs per node, or a file."
+    "--only", multiple=True, metavar="COLUMN=VALUE", help="Replay only trace rows with this value. Repeatable."
+)
+@click.option(
+    "--cluster",
+    default="8x8",
+    show_default=True,
+    metavar="NxG|FILE",
+    help="Number of nodes and GPUs per node, or a cluster file.",
 )
 @click.option(
     "--placement",
     type=click.Choice(["nodes", "count"]),
     default="nodes",
     show_default=True,
-    help="Place jobs on nodes, or by GPU count as on one large node.",
+    help="Place jobs on separate nodes, or on one large node (count).",
 )
 @click.option(
     "--policy",
@@ -85,28 +91,36 @@ class _TraceChoice(NamedTuple):
     type=click.Choice(["unknown", "learned", "known"]),
     default="unknown",
     show_default=True,
-    help="Durations of jobs that our scheduler knows in advance.",
+    help="Knowledge of our scheduler about job durations.",
 )
-@click.option("--preemption", is_flag=True, help="Allow our scheduler to stop any job and continue it later.")
-@click.option("--half-life", metavar="AGE", help="Age at which past use counts half, for example 7d.")
+@click.option("--preemption", is_flag=True, help="Allow our scheduler to preempt any job and resume the job later.")
+@click.option("--half-life", metavar="AGE", help="Half-life of past usage in fair-share scheduling, for example 7d.")
 @click.option(
     "--guard", metavar="AGE", help="Waiting time after which a job moves to the front of the queue, for example 14d."
 )
-@click.option("--reservations", type=click.IntRange(min=0), help="Number of blocked gangs that get reserved devices.")
+@click.option(
+    "--reservations",
+    type=click.IntRange(min=0),
+    help="Number of blocked gangs for which the scheduler reserves devices.",
+)
 @click.option("--share", multiple=True, metavar="TEAM=WEIGHT", help="Weight of a team (default: 1). Repeatable.")
 @click.option(
-    "--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw the results into a .png, .svg or .pdf file."
+    "--png",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a chart of the results to a .png, .svg or .pdf file.",
 )
 @json_option(JsonType("cli.json_types:Simulation"))
 def simulate_command(**options: Any) -> None:
     """Replay a trace on a simulated cluster.
 
-    The command compares the outcomes of several schedulers and runs nothing. TRACE is a Parquet or CSV file with the
-    columns submit_time_s, duration_s and num_gpus, Philly's cluster_job_log, or the output of `sgpu runs --json`.
+    The command compares the outcomes of several schedulers without starting any run. TRACE is a Parquet or CSV file
+    with the columns submit_time_s, duration_s and num_gpus. Philly's cluster_job_log and the output of `sgpu runs
+    --json` are also valid traces.
     """
     asked = _TraceChoice(options["trace"], options["history"], options["made_up"])
     if sum(map(bool, asked)) != 1:
-        raise click.UsageError("name one source of jobs: TRACE, --history or --generate JOBS")
+        raise click.UsageError("specify one source of jobs: TRACE, --history or --generate JOBS")
     cluster = read_cluster(options["cluster"])
     trace = _trace(asked, cluster, options)
     shown = cluster.as_sum() if options["placement"] == "count" else cluster
@@ -122,7 +136,7 @@ def simulate_command(**options: Any) -> None:
             with _Progress(policy) as progress:
                 outcomes.append(simulate(trace, shown, policy, settings=settings, progress=progress.tell))
     except KeyboardInterrupt:
-        say(f"sgpu: interrupted while {policy} was replayed; nothing was written", err=True)
+        say(f"sgpu: interrupted while {policy} was replayed. No results were written", err=True)
         sys.exit(CANCELLED)
     if options["as_json"]:
         print_json(_as_json(outcomes, trace))
@@ -143,13 +157,13 @@ def _trace(asked: _TraceChoice, cluster: Cluster, options: Mapping[str, Any]) ->
         return read_trace(asked.trace, only)
     if asked.made_up is not None:
         if only:
-            raise click.UsageError("--only needs TRACE or --history")
+            raise click.UsageError("--only requires TRACE or --history")
         return generate(asked.made_up, gpus=cluster.gpus, load=options["load"], seed=options["seed"])
     return jobs_of(rows_of_json(_history()), "the server's runs", only)
 
 
 def _history() -> Iterator[dict[str, Any]]:
-    """Yield the server's runs in the form of `sgpu runs --json`, newest first."""
+    """Yield the server's runs in the format of `sgpu runs --json`, newest first."""
     wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.run_rows")
     connection = connect(find_profile(this_home().root, os.environ))
     try:
@@ -181,7 +195,7 @@ def _scheduling(options: Mapping[str, Any]) -> QueuePolicy:
         except ValueError:
             raise click.BadParameter(f"{text!r} is not a number", param_hint="--share") from None
         if not 0 < shares[team] < 1e9:
-            raise click.BadParameter(f"{text} is not a weight; write a number above 0", param_hint="--share")
+            raise click.BadParameter(f"{text} is not a weight. Write a number above 0", param_hint="--share")
     return msgspec.structs.replace(QueuePolicy(), team_weights=shares, **told)
 
 
@@ -190,13 +204,13 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
+            raise click.BadParameter(f"{text!r} does not have the form NAME=VALUE", param_hint=option)
         pairs[name] = value
     return pairs
 
 
 class _Progress:
-    """Shows the progress of a replay as a line on stderr, only on a terminal."""
+    """Shows the progress of a replay on stderr if stderr is a terminal."""
 
     def __init__(self, policy: str) -> None:
         self._policy, self._shown = policy, sys.stderr.isatty()
@@ -207,7 +221,7 @@ class _Progress:
         return self
 
     def tell(self, done: int, total: int) -> None:
-        """Print the number of ended jobs."""
+        """Print the number of completed jobs."""
         if self._shown:
             click.echo(f"\r{self._policy}: {done:,} of {total:,} jobs\x1b[K", err=True, nl=False)
 
@@ -240,7 +254,7 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     lines += [f"left out: {count:,} {why}" for why, count in first.impossible.items()]
     lines += [f"{each.policy} never placed {each.unserved:,}" for each in outcomes if each.unserved]
     if len(teams) > _TEAMS_MAX:
-        lines.append(f"{len(teams) - _TEAMS_MAX} more teams; --json lists their shares")
+        lines.append(f"{len(teams) - _TEAMS_MAX} more teams (--json lists the shares of all teams)")
     return [*lines, "", *columns(rows)]
 
 

@@ -1,11 +1,11 @@
-"""`sgpu logs`: prints the output of a run's ranks, once or continuously.
+"""`sgpu logs`: prints or follows the output of a run's ranks.
 
     this machine: logs/<rank>.<stream>          ┬─ RunOutput: one OutputStream   ┬─▶ decode ─▶ TerminalDisplay
     server: /runs/{run}/logs/{rank}/{stream}    ┘  for each rank and stream      └── --raw ──▶ the bytes
 
-If the selected ranks wrote no output, the command names ranks with output. With --follow, the command also prints
-output that ranks write just before the run ends. If the server is unreachable, the command prints one notice and waits.
-If the server starts another attempt of the run, the command first prints the remaining output of the previous attempt.
+If the selected ranks wrote no output, the command names other ranks that wrote output. With --follow, the command also
+prints the last output before the run ends. If the server is unreachable, the command prints one notice and waits. If
+the server starts another attempt of the run, the command first prints the remaining output of the previous attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 PIECE_BYTES = 1 << 16
-_LAUNCH_S = 10.0  # Maximum seconds from the creation of a run's directory until the agent accepts the run.
+_LAUNCH_S = 10.0  # Maximum time in seconds between creating a run directory and the agent accepting the run.
 _LOOK_S_MAX = 1.0
 _RANKS_ASKED_MAX = 64
 _READ_BYTES = 1 << 20
@@ -51,7 +51,9 @@ _READ_BYTES = 1 << 20
 @click.command()
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option(
-    "--rank", metavar="N|all", help="Rank to print, or all (default: the first rank that failed, else rank 0)."
+    "--rank",
+    metavar="N|all",
+    help="Rank to print, or all (default: the first failed rank, or rank 0 without a failure).",
 )
 @click.option(
     "--stream",
@@ -61,17 +63,20 @@ _READ_BYTES = 1 << 20
     help="Streams to print.",
 )
 @click.option(
-    "--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt (default: the last attempt)."
+    "--attempt",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of the attempt to print (default: the last attempt).",
 )
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each stream.")
-@click.option("--follow", "-f", is_flag=True, help="Continue with new output until the run ends.")
-@click.option("--raw", is_flag=True, help="Print the bytes unchanged, all on stdout.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Print only the last N lines of each stream.")
+@click.option("--follow", "-f", is_flag=True, help="Print new output until the run ends.")
+@click.option("--raw", is_flag=True, help="Print the raw bytes of all streams to stdout.")
 def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **options: Any) -> None:
     """Print the output of a run.
 
-    Output of ranks to stdout goes to stdout, and output to stderr goes to stderr. The command prints the output of the
-    last attempt. With --follow, the command also prints the output of later attempts. RUN is an identifier of a run, or
-    the beginning or end of an identifier. Without RUN, the command uses the latest run.
+    The command prints each rank's stdout to stdout and each rank's stderr to stderr. By default, the command prints the
+    output of the last attempt. With --follow, the command also prints the output of later attempts. RUN is a run
+    identifier, or the beginning or end of a run identifier. Without RUN, the command selects the latest run.
     """
     tail: int | None = options["tail"]
     follow: bool = options["follow"]
@@ -84,13 +89,13 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
         else:
             record = read_run(home.runs, found.run_id)
             if attempt is not None:
-                refuse_missing_attempt(found.run_id, attempt, 1)  # A run without a server has one attempt.
+                refuse_missing_attempt(found.run_id, attempt, 1)  # A local run has one attempt.
             output = OwnOutput(home, record)
         if rank is None:
-            failed = output.failed_rank()  # First rank that failed, or None.
+            failed = output.failed_rank()
             ranks = [failed or 0]
             if failed is not None and output.ranks() > 1:
-                shown = f"rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others"
+                shown = f"rank {failed} of run {output.run_id} failed (--rank N or --rank all prints other ranks)"
                 click.echo(f"sgpu: {shown}", err=True)
         else:
             ranks = _ranks(output, rank)
@@ -107,15 +112,17 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
 
 
 def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:
-    """Return a message about ranks without output, with the option that prints ranks with output."""
+    """Return a message that names ranks without output and suggests a rank with output."""
     written = [rank for rank in output.written_ranks() if rank not in ranks]
     subject = f"rank {ranks[0]}" if len(ranks) == 1 else "the ranks"
     parts = [f"{subject} of run {output.run_id} wrote nothing to {where}"]
     if written:
         option = f"--rank {written[0]}" if len(written) == 1 else "--rank N"
-        parts.append(f"{ranks_text(written)} wrote output: sgpu logs {output.run_id} {option}")
+        parts.append(
+            f"{ranks_text(written)} wrote output. To print the output, run: sgpu logs {output.run_id} {option}"
+        )
     if output.failed_rank() in ranks:
-        parts.append(f"sgpu show {output.run_id} shows how the run ended")
+        parts.append(f"print the failure with: sgpu show {output.run_id}")
     return "; ".join(parts)
 
 
@@ -126,7 +133,8 @@ def _ranks(output: RunOutput, wanted: str) -> list[int]:
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) < count):
         has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
         raise InvalidValue(
-            f"run {output.run_id} has {has}, not {wanted!r}", hint="" if count == 1 else "--rank all prints all ranks"
+            f"run {output.run_id} has {has}, not {wanted!r}",
+            hint="" if count == 1 else "print all ranks with --rank all",
         )
     return [int(wanted)]
 
@@ -134,10 +142,10 @@ def _ranks(output: RunOutput, wanted: str) -> list[int]:
 def _show(
     sources: Sequence[OutputStream], display: Display | None, goes_on: Callable[[], bool], look_s_max: float = _LOOK_S
 ) -> None:
-    """Print the output so far and, while the run continues, new output. Without a display, print bytes."""
+    """Print existing output, and new output until the run ends. Without a display, print raw bytes."""
     last, look_s = False, _LOOK_S
     while not last:
-        last = not goes_on()  # Checked before reading, so that the last output of an ending run is printed.
+        last = not goes_on()  # Check before reading, to print the last output of a run that ends.
         look_s = min(look_s_max, 1.5 * look_s)
         for source in sources:
             for data in source.pieces():
@@ -157,15 +165,15 @@ def _show(
 def _write(target: TextIO | None, text: str) -> str:
     """Write text.
 
-    Raise an error for a closed pipe or a full disk, although a Python call ignores these errors.
+    Unlike the display of a Python call, raise an error for a closed pipe or a full disk.
     """
-    # Without `color`, click removes colours from output into files.
+    # Without `color`, click removes colours from output to files.
     click.echo(text, file=target, nl=False, color=True)
     return ""
 
 
 class OutputStream(abc.ABC):
-    """A stream of one rank, and the position up to which the command has printed the stream."""
+    """One output stream of a rank, and the current read position."""
 
     def __init__(self, rank: int, stream: str) -> None:
         self.rank = rank
@@ -175,39 +183,39 @@ class OutputStream(abc.ABC):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def skip_to_tail(self, lines: int) -> None:
-        """Skip all output except the last lines."""
+        """Skip all output except the last `lines` lines."""
         self._offset = tail_start(self.size(), self.read, lines)
         self.has_written = self.has_written or self._offset > 0
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield new output since the last call."""
+        """Yield the output since the last call."""
         while data := self.read(self._offset, PIECE_BYTES):
             self._offset += len(data)
             self.has_written = True
             yield data
 
     def decode(self, data: bytes) -> str:
-        """Decode the next bytes of the stream."""
+        """Decode the next bytes of the output stream."""
         return self._decoder.decode(data)
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Return the current size of the stream in bytes."""
+        """Return the output stream's current size in bytes."""
 
     @abc.abstractmethod
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes from `offset`, or no bytes at the end of the output."""
+        """Return at most `size` bytes of the output stream from `offset`."""
 
 
 class RunOutput(abc.ABC):
-    """The output of one run's ranks."""
+    """Output of all ranks of one run."""
 
     run_id: str
     look_s_max = _LOOK_S
 
     @abc.abstractmethod
     def ranks(self) -> int:
-        """Return the number of ranks that are known so far."""
+        """Return the number of known ranks."""
 
     @abc.abstractmethod
     def written_ranks(self) -> list[int]:
@@ -219,15 +227,15 @@ class RunOutput(abc.ABC):
 
     @abc.abstractmethod
     def source(self, rank: int, stream: str) -> OutputStream:
-        """Return one stream of one rank."""
+        """Return one output stream of a rank."""
 
     @abc.abstractmethod
     def goes_on(self) -> bool:
-        """Return True if more output may follow."""
+        """Return True if ranks may write more output."""
 
 
 class OwnOutput(RunOutput):
-    """The output of a run of this machine."""
+    """Output of a local run."""
 
     def __init__(self, home: Home, record: RunRecord) -> None:
         self.run_id = record.run_id
@@ -235,7 +243,7 @@ class OwnOutput(RunOutput):
         self._record = record
 
     def ranks(self) -> int:
-        """Return the number of ranks that are known so far."""
+        """Return the number of known ranks."""
         return max([self._record.world_size, 1, *(rank + 1 for rank in self.written_ranks())])
 
     def written_ranks(self) -> list[int]:
@@ -248,11 +256,11 @@ class OwnOutput(RunOutput):
         return None if self._record.stopped is None else failed_rank(self._record.stopped)
 
     def source(self, rank: int, stream: str) -> OutputStream:
-        """Return one stream of one rank."""
+        """Return one output stream of a rank."""
         return _File(self._record.directory, rank, stream)
 
     def goes_on(self) -> bool:
-        """Return True if more output may follow. A run without a supervisor is queued or launching."""
+        """Return True if ranks may write more output, also for a queued or launching run."""
         if is_live(self._record.directory):
             return True
         if read_run(self._home.runs, self.run_id).state != NOT_STARTED:
@@ -267,14 +275,14 @@ class _File(OutputStream):
         self._path = directory / "logs" / f"{rank}.{stream}"
 
     def size(self) -> int:
-        """Return the current size of the stream in bytes."""
+        """Return the output stream's current size in bytes."""
         try:
             return self._path.stat().st_size
         except OSError:
             return 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes from `offset`."""
+        """Return at most `size` bytes of the output stream from `offset`."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -286,18 +294,24 @@ class _File(OutputStream):
 
 
 def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
-    """Raise InvalidValue unless the run had this attempt, counted from 1.
+    """Raise InvalidValue unless the attempt number is between 1 and `last`.
 
-    `last` is the number of attempts.
+    `last` is the number of attempts of the run.
     """
     if 1 <= attempt <= last:
         return
-    had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
+    had = (
+        "has not started any attempt yet"
+        if last == 0
+        else "had one attempt"
+        if last == 1
+        else f"had attempts 1 to {last}"
+    )
     raise InvalidValue(f"run {run_id} {had}, not {attempt}", hint=f"sgpu show {run_id}")
 
 
 def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
-    """Return the offset of the last lines, found by backward reads with `read(offset, count)`."""
+    """Return the offset of the last lines. Read backwards with `read(offset, count)`."""
     if lines == 0:
         return end
     position, wanted = end, lines
@@ -305,7 +319,7 @@ def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
         start = max(0, position - PIECE_BYTES)
         data = read(start, position - start)
         if position == end and data.endswith(b"\n"):
-            wanted += 1  # The last line break does not begin another line.
+            wanted += 1  # The final line break does not start another line.
         count = data.count(b"\n")
         if count >= wanted:
             for _ in range(wanted):
@@ -318,16 +332,16 @@ def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
 
 @contextlib.contextmanager
 def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[RunOutput]:
-    """Yield the output of a server's run.
+    """Yield the output of a server run.
 
-    The attempt None selects the last attempt and all later attempts.
+    `attempt=None` selects the last attempt and all later attempts.
     """
     with patient_server(home.root) as connection:
         yield ServedOutput(connection, view, attempt)
 
 
 class ServedOutput(RunOutput):
-    """The output of a server's run. The attempt None selects the last attempt and all later attempts."""
+    """Output of a server run. `attempt=None` selects the last attempt and all later attempts."""
 
     look_s_max = _LOOK_S_MAX
 
@@ -343,7 +357,7 @@ class ServedOutput(RunOutput):
         self._next = 0
 
     def ranks(self) -> int:
-        """Return the number of ranks that are known so far."""
+        """Return the number of known ranks."""
         return self._view.processes or 1
 
     def written_ranks(self) -> list[int]:
@@ -365,15 +379,15 @@ class ServedOutput(RunOutput):
         return None if found is None else failed_rank(found.stopped)
 
     def source(self, rank: int, stream: str) -> OutputStream:
-        """Return one stream of one rank."""
+        """Return one output stream of a rank."""
         source = _Log(self._connection, self.run_id, self._fence, rank, stream)
         self._sources.append(source)
         return source
 
     def goes_on(self) -> bool:
-        """Return True if more output may follow.
+        """Return True if ranks may write more output.
 
-        Move to the next attempt after the end of the previous attempt.
+        Switch to the next attempt after the previous attempt has ended.
         """
         if self._next:
             if self._fence:
@@ -398,11 +412,11 @@ class _Log(OutputStream):
         self._complete = False
 
     def turn_to(self, fence: int) -> None:
-        """Continue at the beginning of another attempt's output."""
+        """Continue with the beginning of another attempt's output."""
         self._fence, self._offset, self._complete = fence, 0, False
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield new output since the last call, with as few requests as possible."""
+        """Yield the output since the last call. Send as few requests as possible."""
         while self._fence and not self._complete:
             data, headers = self._fetch(self._offset, _READ_BYTES)
             self._offset += len(data)
@@ -414,11 +428,11 @@ class _Log(OutputStream):
                 return
 
     def size(self) -> int:
-        """Return the current size of the stream in bytes."""
+        """Return the output stream's current size in bytes."""
         return int(self._fetch(0, 1)[1].get("SGPU-Size", 0)) if self._fence else 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most `size` bytes from `offset`."""
+        """Return at most `size` bytes of the output stream from `offset`."""
         return self._fetch(offset, size)[0] if self._fence else b""
 
     def _fetch(self, offset: int, size: int) -> tuple[bytes, Mapping[str, str]]:

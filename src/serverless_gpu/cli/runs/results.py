@@ -1,7 +1,8 @@
 """`sgpu result`: copies the results of ranks into a directory.
 
-The command does not load results, because unpickling would run code. The command refuses a run that is still running.
-Results on a server arrive in pieces. If a file shrinks or the server becomes unreachable, no incomplete copy remains.
+The command copies pickled results without loading them, because unpickling executes code. The command raises an error
+for a run that has not ended. The command downloads results from a server in pieces. If a download fails, the command
+leaves no incomplete copy.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NAME = re.compile(r"results/(\d{1,9})\.pkl", re.ASCII)
 
 
 class Result(NamedTuple):
-    """A rank's result: its size in bytes and its pieces."""
+    """Size and content of one rank's result."""
 
     size: int
     pieces: Iterator[bytes]
@@ -44,7 +45,9 @@ class Result(NamedTuple):
 
 @click.command()
 @click.argument("run", required=False, shell_complete=complete_run)
-@click.option("--rank", default="all", show_default=True, metavar="N|all", help="Rank whose result to copy, or all.")
+@click.option(
+    "--rank", default="all", show_default=True, metavar="N|all", help="Rank whose result the command copies, or all."
+)
 @click.option(
     "--output",
     "directory",
@@ -55,10 +58,10 @@ class Result(NamedTuple):
 def result(run: str | None, rank: str, directory: Path | None, as_json: bool) -> None:
     """Copy the results of ranks to files.
 
-    Each result becomes <rank>.pkl in a directory. The command prints the paths. The command does not load results,
-    because unpickling would run code of the author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads a
-    result. RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command uses the
-    latest run.
+    Each result becomes <rank>.pkl in a directory. The command prints the paths of the copies. The command does not
+    unpickle results, because unpickling executes the author's code. To load a result in Python, call
+    `serverless_gpu.attach(RUN).result(rank)`. RUN is a run identifier, or the beginning or end of a run identifier.
+    Without RUN, the command selects the latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -82,11 +85,11 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
     for _, path, _ in copied:
         say(str(path))
     total = format_bytes(sum(size for _, _, size in copied))
-    say(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
+    say(f"sgpu: copied {total}. In Python, call serverless_gpu.attach({found.run_id!r}).results()", err=True)
 
 
 def _select_results(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
-    """Return the selected results. Raise InvalidValue if the run continues or the rank has no result."""
+    """Return the selected results. Raise InvalidValue if the run has not ended or the rank has no result."""
     if state not in TERMINAL:
         raise InvalidValue(f"run {run_id} is {state} and has no results yet", hint=f"sgpu attach {run_id}")
     if rank == "all":
@@ -106,20 +109,22 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def write_result(result: Result, path: Path) -> Path:
-    """Write a result atomically to a file that only its user can read."""
+    """Write a result atomically to a file that only the current user can read."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path, mode=0o600) as beside, beside.open("wb") as file:
             file.writelines(result.pieces)
             if file.tell() != result.size:
-                raise StorageError(f"{path} would have only {file.tell()} of {result.size} bytes", hint="try again")
+                raise StorageError(
+                    f"{path} would contain only {file.tell()} of {result.size} bytes of the result", hint="try again"
+                )
     except OSError as error:
         raise storage_error(error, path) from None
     return path
 
 
 class ServedResult:
-    """The result of one rank on the server."""
+    """One rank's result on the server."""
 
     def __init__(self, connection: Connection, run_id: str, fence: int, file: FileView) -> None:
         self.size = file.size
@@ -129,7 +134,7 @@ class ServedResult:
         self._file = file
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of the result."""
+        """Yield the result's bytes in pieces."""
         if self._file.inline is not None:
             yield self._file.inline
             return
@@ -138,14 +143,14 @@ class ServedResult:
             wanted = min(_SERVED_PIECE_BYTES, self.size - done)
             data = self._connection.get(path, query={"fence": str(self._fence)}, start=done, length=wanted)
             if not data:
-                return  # The writer detects missing bytes.
+                return  # `write_result` detects missing bytes.
             yield data
             done += len(data)
 
 
 @contextlib.contextmanager
 def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult]]:
-    """Yield a run's results by rank, which are readable while the context is open."""
+    """Yield a server run's results by rank. The results are readable until the context ends."""
     with patient_server(home.root) as connection:
         answer = load("serverless_gpu.wire.runs").FileList
         found = connection.ask("GET", f"/runs/{view.id}/results", answer=answer)

@@ -1,4 +1,4 @@
-"""`sgpu attach`, `cancel`, `run preempt` and `clean`: follow, stop, preempt or delete runs."""
+"""`sgpu attach`, `cancel`, `run preempt` and `clean`: follows, stops, preempts or deletes runs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 def attach(run: str | None) -> None:
     """Follow a run until it ends.
 
-    RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command uses the latest
-    run. Ctrl-C detaches, and the run continues. The exit code is that of `sgpu submit`, or 130 after Ctrl-C.
+    RUN is a run identifier, or the beginning or end of a run identifier. Without RUN, the command selects the latest
+    run. Ctrl-C ends the command, and the run continues. The command exits with the same codes as `sgpu submit`, and
+    with 130 after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
     error = handle.follow(only_looks=True, raises=False)
@@ -53,9 +54,9 @@ def attach(run: str | None) -> None:
 def preempt(run: str) -> None:
     """Ask a run to yield its devices.
 
-    The ranks receive the stop reason and may save a checkpoint first. A run of the server with `resume` continues as a
-    new attempt when devices are free. Any other run ends. RUN is an identifier of a run, or the beginning or end of an
-    identifier.
+    The ranks receive the stop reason and can save a checkpoint before they exit. A server run with the option `resume`
+    continues as a new attempt when devices are free. A run without `resume` ends. RUN is a run identifier, or the
+    beginning or end of a run identifier.
     """
     found = locate(this_home(), run)
     handle = attach_to(found.run_id)
@@ -64,8 +65,8 @@ def preempt(run: str) -> None:
         raise AlreadyFinished(f"run {handle.id} has ended: {state}")
     handle.preempt()
     resumes = found.view is not None and found.view.spec.resume
-    then = "it continues as a new attempt when devices are free" if resumes else "then it ends"
-    say(f"run {handle.id} was asked to yield its devices; {then}")
+    then = "the run continues as a new attempt when devices are free" if resumes else "the run then ends"
+    say(f"run {handle.id} must yield its devices, and {then}")
 
 
 @click.command()
@@ -73,7 +74,7 @@ def preempt(run: str) -> None:
 def cancel(run: str | None) -> None:
     """Stop a run and wait for its devices.
 
-    RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command lists the running
+    RUN is a run identifier, or the beginning or end of a run identifier. Without RUN, the command lists the running
     runs.
     """
     home = this_home()
@@ -81,7 +82,7 @@ def cancel(run: str | None) -> None:
         _refuse_unnamed(home)
     found = locate(home, run)
     wanted = found.run_id
-    inside: list[Run[object]] = []  # Runs that use the devices of the session.
+    inside: list[Run[object]] = []  # Runs that use the session's devices.
     if found.view is None and read_run(home.runs, wanted).kind != FUNCTION:
         records = [read_run(home.runs, run_id) for run_id in run_ids(home.runs)]
         inside = [attach_to(record.run_id) for record in records if record.live and record.session == wanted]
@@ -97,13 +98,13 @@ def cancel(run: str | None) -> None:
 
 
 def _refuse_unnamed(home: Home) -> NoReturn:
-    """List the runs to choose from, and raise UsageError."""
+    """List the running runs, and raise UsageError."""
     live = [row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
     unasked = ""
     try:
         served = server_runs(home, limit=PAGE)
     except ServerProblem as error:
-        served, unasked = (), f" here; runs of the server are not known: {error.message}"
+        served, unasked = (), f" on this machine. The server's runs are unknown: {error.message}"
     live += [remote.row(view)[:4] for view in served if view.state not in TERMINAL]
     for line in columns(live):
         say(line, err=True)
@@ -113,32 +114,36 @@ def _refuse_unnamed(home: Home) -> NoReturn:
 
 
 def describe_gate(handle: Run[object]) -> str:
-    """Return the release state of a run's devices. A run that never had devices has no receipt."""
+    """Return the release state of a run's devices. A run without devices has no receipt."""
     try:
         receipt = handle.receipt()
     except ServerlessGpuError:
         return "the run had no devices"
-    if receipt.state != handle.status():  # The run waited again, so the last receipt belongs to an earlier attempt.
-        return f"the run no longer had devices; attempt {receipt.fence} released them: {receipt.gate}"
+    if receipt.state != handle.status():  # The last receipt belongs to an earlier attempt.
+        return f"the run had no devices. Attempt {receipt.fence} had released its devices: {receipt.gate}"
     return receipt.gate
 
 
 @click.command()
 @click.argument("run", nargs=-1, shell_complete=complete_run)
-@click.option("--older-than", metavar="AGE", help="Delete runs that ended longer ago than this: 12h, 7d, 2w.")
-@click.option("--keep", metavar="SIZE", help="Delete the oldest runs until the others use at most this size: 20GiB.")
-@click.option("--dry-run", is_flag=True, help="Only print what the command would delete.")
+@click.option("--older-than", metavar="AGE", help="Delete runs that ended before this age, such as 12h, 7d or 2w.")
+@click.option(
+    "--keep",
+    metavar="SIZE",
+    help="Delete the oldest runs until the remaining runs use at most this size, such as 20GiB.",
+)
+@click.option("--dry-run", is_flag=True, help="List the runs that the command would delete.")
 def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
     """Delete directories of ended runs.
 
     The command deletes the logs and results of ended runs. The command also deletes local copies of results from the
-    server. Without RUN and options, the command deletes the runs that the configuration no longer keeps. The agent
-    applies the configuration every hour. The command keeps runs that ended less than an hour ago unless you name them
-    or give a shorter AGE. The command always keeps running runs.
+    server. Without RUN and options, the command applies the retention limits in the configuration. The agent applies
+    the same limits every hour. The command deletes a run that ended within the last hour only if you name the run or
+    set a shorter AGE. The command never deletes running runs.
     """
     home = this_home()
     if run and (older_than or keep):
-        raise click.UsageError("name runs, or give --older-than and --keep; not both")
+        raise click.UsageError("RUN cannot be combined with --older-than or --keep")
     chosen, spared = (_find_named(home, run), "") if run else _find_expired(home, older_than, keep)
     if dry_run:
         rows = []
@@ -159,7 +164,7 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
     problems = tuple(problem for each in done for problem in each.problems)
     cleaned = CleanupResult(tuple(deleted), sum(each.freed_bytes for each in done), problems)
     stay = {run_id for place in _places(home) for run_id in run_ids(place)}
-    said = cleaned_text(cleaned) if chosen else f"nothing to delete; {_count(len(stay))} stay"
+    said = cleaned_text(cleaned) if chosen else f"nothing to delete. The command kept {_count(len(stay))}"
     say(said + spared)
     for problem in problems:
         say(f"sgpu: {problem}", err=True)
@@ -168,14 +173,14 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
 
 
 class _Directory(NamedTuple):
-    """The directory of a run, and its parent directory."""
+    """A run directory and its parent directory."""
 
     place: Path
     entry: RunDirectory
 
 
 def _places(home: Home) -> tuple[Path, Path]:
-    """Return the parents of run directories: for own runs, and for copies of results from a server."""
+    """Return the parent directories of local runs and of result copies from a server."""
     return home.runs, home.remote
 
 
@@ -188,12 +193,12 @@ def _find_named(home: Home, runs: tuple[str, ...]) -> list[_Directory]:
         if run_id in own:
             record = read_run(home.runs, run_id, queued)
             if record.live and record.stopped is not None:
-                why = f"run {run_id} is {record.state} and still releases its devices"
-                raise InvalidValue(why, hint="delete the run after its devices are free")
+                why = f"run {run_id} is {record.state} and has not released its devices yet"
+                raise InvalidValue(why, hint="delete the run after the release of its devices")
             if record.live or record.ended_ns is None:
-                raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
+                raise InvalidValue(f"run {run_id} is {record.state}", hint=f"stop the run with `sgpu cancel {run_id}`")
             chosen.append(_entry(home.runs, run_id, record.ended_ns))
-        if run_id in copied:  # The server keeps the original results.
+        if run_id in copied:  # The server still has the original results.
             chosen.append(_entry(home.remote, run_id, read_run(home.remote, run_id, ()).ended_ns))
     return chosen
 
@@ -203,11 +208,11 @@ def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Directory:
 
 
 def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Directory], str]:
-    """Return the directories that the retention rules delete, and a text about recently ended runs."""
+    """Return the expired run directories, and a text about recently ended runs."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Directory(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
-    # The configuration applies to each parent directory. A size from the command line applies to both directories
-    # together.
+    # A size limit in the configuration applies to each parent directory. A size limit on the command line applies to
+    # both parent directories together.
     groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
     chosen = [each for group in groups for each in _deletable(group, policy, now_ns)]
     old = [each for group in groups for each in _deletable(group, replace(policy, spared_ns=0), now_ns)]

@@ -1,4 +1,4 @@
-"""`sgpu show` and `sgpu metrics`: print details and telemetry of one run."""
+"""`sgpu show` and `sgpu metrics`: prints the details or telemetry of one run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import AttemptList, CrewView, FileList, RunView
 
 _FILES_MAX = 200
-# Options that another line of the output shows, and fields that are not options.
+# Options that the output shows on another line, and fields that are not options.
 _OMITTED_OPTIONS = frozenset({"name", "resources", "tracker", "ray"})
 _SHOWN_MAX = 128
 
@@ -46,8 +46,8 @@ _SHOWN_MAX = 128
 def show(run: str | None, as_json: bool) -> None:
     """Show everything about one run.
 
-    The command shows the request, the ending, the receipt, the devices and the files. RUN is an identifier of a run, or
-    the beginning or end of an identifier. Without RUN, the command uses the latest run.
+    The command shows the run's request, failure, receipt, devices and files. RUN is a run identifier, or the beginning
+    or end of a run identifier. Without RUN, the command selects the latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -69,15 +69,18 @@ def show(run: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the metrics into a .png, .svg or .pdf file."
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a chart of the metrics to a .png, .svg or .pdf file.",
 )
 @wide_option
-@json_option(JsonType("cli.json_types:MetricSeriesByName"), text="Print every sample as JSON.")
+@json_option(JsonType("cli.json_types:MetricSeriesByName"), text="Print every telemetry sample as JSON.")
 def metrics(run: str | None, plot: Path | None, wide: bool, as_json: bool) -> None:
     """Show the telemetry of a run.
 
-    The metrics come from the run's nodes, GPUs and ranks. RUN is an identifier of a run, or the beginning or end of an
-    identifier. Without RUN, the command uses the latest run.
+    The command shows metrics of the run's nodes, GPUs and ranks. RUN is a run identifier, or the beginning or end of a
+    run identifier. Without RUN, the command selects the latest run.
     """
     found = locate(this_home(), run)
     handle = attach(found.run_id)
@@ -90,7 +93,7 @@ def metrics(run: str | None, plot: Path | None, wide: bool, as_json: bool) -> No
         print_json({name: {"times": one.times, "values": one.values} for name, one in series.items()})
         return
     if not series:
-        say(f"sgpu: run {found.run_id} has no samples", err=True)
+        say(f"sgpu: run {found.run_id} has no telemetry samples", err=True)
         return
     rows = [["SERIES", "SAMPLES", "LEAST", "MEAN", "MOST", "LAST"]]
     for name, (_, values) in series.items():
@@ -118,7 +121,7 @@ def _story(home: Home, record: RunRecord) -> str:
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
     link = _mlflow_link(record)
-    if link and (record.receipt is None or not record.receipt.tracked):  # The MLflow link can arrive after the receipt.
+    if link and (record.receipt is None or not record.receipt.tracked):  # The link can arrive after the receipt.
         parts.append(f"tracked: {link}")
     uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
     if uses:
@@ -127,7 +130,7 @@ def _story(home: Home, record: RunRecord) -> str:
 
 
 def _mlflow_link(record: RunRecord) -> str:
-    """Return the run's address in MLflow, or "" while it is unknown."""
+    """Return the URL of the run in MLflow, or "" if the URL is unknown."""
     tracked = from_directory(record.directory)
     if tracked is not None:
         return tracked.url
@@ -158,7 +161,7 @@ def _files_text(home: Home, record: RunRecord) -> list[str]:
         lines.append(f"  and {len(files) - _FILES_MAX} more")
     hangs = [name for name, _ in files if name.startswith("hang-")]
     if hangs:
-        lines.append(f"stacks of hanging ranks: {', '.join(hangs)}")
+        lines.append(f"stack traces of hanging ranks: {', '.join(hangs)}")
     return lines
 
 
@@ -182,7 +185,7 @@ def _details(record: RunRecord) -> dict[str, object]:
 
 
 def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]:
-    """Return a table of devices by rank, or no lines for one device. `nodes` has one name per device."""
+    """Return a table of devices by rank, or no lines for one device. `nodes` has one node name per device."""
     if len(uses) < 2:
         return []
     head = ["#", "BUSY", "PEAK MEMORY", "ENERGY", "THROTTLED", "NODE", "DEVICE"]
@@ -198,12 +201,12 @@ def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]
 
 
 def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
-    """Return the device use of a local attempt, computed from its samples."""
+    """Compute the device usage of a local attempt from its telemetry samples."""
     uses: dict[str, DeviceTotals] = {}
     for path in sorted((directory / "logs").glob("*.telemetry")):
         try:
             lines, _ = decode(path.read_bytes())
-        except OSError:  # Another process has deleted the file.
+        except OSError:  # Another process has deleted the telemetry file.
             continue
         header: Header | None = None
         for line in lines:
@@ -215,7 +218,7 @@ def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
 
 
 def _cells(use: DeviceUse) -> list[str]:
-    form = format_bytes if use.uuid.startswith("CPU-") else format_gpu_memory  # A CPU slot uses memory of the host.
+    form = format_bytes if use.uuid.startswith("CPU-") else format_gpu_memory  # A CPU slot uses host memory.
     return [
         "-" if use.busy_percent is None else f"{use.busy_percent:.0f} %",
         "-" if not use.peak_memory_bytes else form(use.peak_memory_bytes),
@@ -225,7 +228,7 @@ def _cells(use: DeviceUse) -> list[str]:
 
 
 def server_details(view: RunView) -> dict[str, object]:
-    """Return everything about a run of the server as JSON values."""
+    """Return all details of a server run as JSON values."""
     files, attempts = _fetch_files_and_attempts(view)
     cost = _cost(view)
     return run_rows.as_json(view, cost) | {
@@ -240,7 +243,7 @@ def server_details(view: RunView) -> dict[str, object]:
 
 
 def server_story(view: RunView) -> Iterator[str]:
-    """Yield the lines that describe a run of the server."""
+    """Yield the lines that describe a server run."""
     files, attempts = _fetch_files_and_attempts(view)
     reason = "" if view.reason is None else view.reason.value
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
@@ -286,7 +289,7 @@ def server_story(view: RunView) -> Iterator[str]:
 
 
 def failure_text(view: RunView) -> str:
-    """Return a description of a run's failure, or "" for a run that continues or succeeded."""
+    """Return a description of a run's failure, or "" without a failure."""
     if view.state not in TERMINAL or view.state is State.SUCCEEDED or not view.fence:
         return ""
     found = fetch_ending(view)
@@ -294,7 +297,7 @@ def failure_text(view: RunView) -> str:
 
 
 def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
-    """Return the receipt of the last attempt or of one of its nodes. Return None if no receipt exists yet."""
+    """Return the receipt of the last attempt or of its node `crew`, or None if the receipt is missing."""
     query = {} if crew is None else {"fence": str(view.fence), "crew": str(crew)}
     with patient_server(this_home().root) as connection:
         try:
@@ -304,7 +307,7 @@ def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
 
 
 def _cost(view: RunView) -> Cost | None:
-    """Return the run's cost from the server. Return None if the server is of an earlier version."""
+    """Return the run's cost from the server. Return None if the server version is too old."""
     wire = load("serverless_gpu.wire.runs")
     with patient_server(this_home().root) as connection:
         try:

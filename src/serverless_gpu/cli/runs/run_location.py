@@ -1,12 +1,12 @@
-"""Locates the home and the requested run, on this machine or on the server.
+"""Locates the home directory and the requested run on this machine or on the server.
 
-A user names a run by a prefix or suffix that only one identifier has. Without a name, commands use the latest run. A
-local run has its directory only on this machine. Commands treat a server's run as remote, even if this machine was the
-run's node and has the run's directory.
+A user can name a run by a unique prefix or suffix of the run identifier. Without a run identifier, commands select the
+latest run. A local run exists only in the home directory of this machine. Commands treat a server run as remote, even
+if this machine has the run directory.
 
-If the server is unreachable, commands report an unreachable server and not a missing run. A command about a named run
-that is not on this machine waits for the server (`cli/server_connection.py`). A list command shows the local runs and
-then fails.
+If the server is unreachable, commands report the unreachable server instead of a missing run. If a named run is not on
+this machine, the command waits for the server (`cli/server_connection.py`). A command that lists runs prints the local
+runs and then fails.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ _ID_CHARACTERS = 26
 _WHOLE = re.compile(r"[0-9a-z]{26}")
 _PART = re.compile(r"[0-9a-z]{1,25}")
 _FEW = 10
-"""Maximum number of runs in a search by prefix. More than one match means that the prefix is too short."""
+"""Maximum number of runs in a prefix search, which needs only to detect an ambiguous prefix."""
 _NAMED_MAX = 5
 
 
 class LocatedRun(NamedTuple):
-    """A run's identifier and the server's view of the run. The view is None for a run without a server."""
+    """A run's identifier and the server's view of the run. The view of a local run is None."""
 
     run_id: str
     view: RunView | None
 
 
 def own_runs(home: Home) -> list[str]:
-    """Return the runs that no server started, newest first."""
+    """Return the identifiers of local runs, newest first."""
     return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{REMOTE_FILE}"))]
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs in a state, or in any state for "".
+    """Return the server's latest runs with a given state, or all latest runs for "".
 
-    Without a server, return no runs.
+    If no server is configured, return no runs.
     """
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
 
 
 def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunView, ...], dict[str, Cost]]:
-    """Return the server's latest runs like `server_runs`, and the cost of each run by identifier."""
+    """Return the server's latest runs, and the cost of each run by run identifier."""
     query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
     try:
         page = _page(home, query | {"costs": "true"})
-    except InvalidValue:  # A server of an earlier version does not know the `costs` parameter.
+    except InvalidValue:  # Earlier server versions do not support the parameter `costs`.
         page = _page(home, query)
     return ((), {}) if page is None else (page.runs, {each.id: each.cost for each in page.costs})
 
@@ -75,7 +75,7 @@ def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunV
 def locate(home: Home, wanted: str | None) -> LocatedRun:
     """Return the requested run.
 
-    For a named run that is not on this machine, wait for an unreachable server.
+    If a named run is not on this machine, wait for an unreachable server.
     """
     own = own_runs(home)
     if wanted is not None and len(matching_ids(own, wanted)) == 1:
@@ -84,17 +84,16 @@ def locate(home: Home, wanted: str | None) -> LocatedRun:
     views = {view.id: view for view in found}
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
-        raise InvalidValue(f"there are no runs in {home.runs} and no runs of a server")
+        raise InvalidValue(f"no runs exist in {home.runs} or on a server")
     run_id = choose(home, wanted, ids, elsewhere=elsewhere)
     return LocatedRun(run_id, views.get(run_id))
 
 
 def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
-    """Return the server's runs that match a text, and the end of the error message for no match.
+    """Return the matching server runs, and the end of the error message if no run matches.
 
-    The function requests a whole identifier directly. The function searches a prefix among all runs, and a suffix among
-    the latest runs. Without a name, the function does not wait for the server, because the user can name a local run
-    instead.
+    A complete identifier needs one request. A prefix can match any server run, and a suffix can match only the latest
+    server runs. Without `wanted`, the function does not wait for the server, because the user can name a local run.
     """
     if not is_configured(home.root, os.environ):
         return (), ""
@@ -104,17 +103,17 @@ def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple
                 return _query_runs(connection, ""), ""
         with patient_server(home.root) as connection:
             found = _query_runs(connection, wanted.strip().lower())
-            return found, f", and none at {connection.url} that you may see"
+            return found, f", and no matching run at {connection.url} is visible to you"
     except ServerUnavailable as error:
         raise _unreachable_error(error, wanted, own) from None
 
 
 def _unreachable_error(error: ServerUnavailable, wanted: str | None, own: Sequence[str]) -> ServerUnavailable:
-    """Return the error for a run that only the server may know."""
+    """Return the error for a run that is not on this machine while the server is unreachable."""
     if wanted is not None:
         return ServerUnavailable(f"run {wanted!r} is not on this machine, and {error.message}", hint=error.hint)
-    here = f"name the run; the latest of this machine is {own[0]}" if own else error.hint
-    return ServerUnavailable(f"the latest run may be the server's, and {error.message}", hint=here)
+    here = f"name the run. The latest run of this machine is {own[0]}" if own else error.hint
+    return ServerUnavailable(f"the latest run may be on the server, and {error.message}", hint=here)
 
 
 def _query_runs(connection: Connection, text: str) -> tuple[RunView, ...]:
@@ -144,7 +143,10 @@ def _page(home: Home, query: dict[str, str]) -> RunPage | None:
 
 
 def this_home() -> Home:
-    """Return the home of this command. Print a notice if another home replaces the requested home."""
+    """Return the home directory of this command.
+
+    Print a notice if another home directory replaces the requested one.
+    """
     home = find_home(os.environ)
     if home.note:
         say(f"sgpu: {home.note}", err=True)
@@ -152,14 +154,14 @@ def this_home() -> Home:
 
 
 def durable_home(why: str) -> Home:
-    """Return the home for a command that stores data permanently, as `find_durable_home` chooses it."""
+    """Return the home directory for a command that stores permanent data."""
     return find_durable_home(os.environ, why)
 
 
 def queued_runs(home: Home) -> tuple[str, ...]:
-    """Return the runs queued in the agent. Return no runs if no agent answers."""
+    """Return the runs in the agent's queue. Return no runs if no agent answers."""
     with contextlib.suppress(ServerlessGpuError):
-        # Without a socket, this process need not import the agent's protocol.
+        # If no agent socket exists, skip importing the agent's protocol.
         if any(home.sockets().glob("agent-*.sock")):
             found: Status | None = load("serverless_gpu.client.agent").agent_status(home.root)
             return found.queued if found is not None else ()
@@ -167,29 +169,30 @@ def queued_runs(home: Home) -> tuple[str, ...]:
 
 
 def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, elsewhere: str = "") -> str:
-    """Return the identifier of the requested run, or of the newest run.
+    """Return the identifier of the requested run, or of the newest run without `wanted`.
 
-    `elsewhere` ends the error message.
+    `elsewhere` is appended to the error message.
     """
     ids = run_ids(home.runs) if ids is None else ids
     if wanted is None:
         if not ids:
-            raise InvalidValue(f"there are no runs in {home.runs}")
+            raise InvalidValue(f"no runs exist in {home.runs}")
         return ids[0]
     found = matching_ids(ids, wanted)
     if len(found) == 1:
         return found[0]
     if found:
         raise InvalidValue(
-            f"{wanted!r} means {len(found)} runs: {_list_text(found)}", hint="type more of the identifier"
+            f"{wanted!r} means {len(found)} runs: {_list_text(found)}",
+            hint="type more characters of the run identifier",
         )
     raise InvalidValue(
-        f"there is no run {wanted!r} in {home.runs}{elsewhere}", hint=_suggestion(wanted.strip().lower(), ids)
+        f"run {wanted!r} does not exist in {home.runs}{elsewhere}", hint=_suggestion(wanted.strip().lower(), ids)
     )
 
 
 def matching_ids(ids: Sequence[str], wanted: str) -> list[str]:
-    """Return the run with this identifier, or all runs whose identifier begins or ends with the text."""
+    """Return the run `wanted`, or all runs whose identifier begins or ends with `wanted`."""
     text = wanted.strip().lower()
     if text in ids:
         return [text]
@@ -198,11 +201,11 @@ def matching_ids(ids: Sequence[str], wanted: str) -> list[str]:
 
 def _suggestion(text: str, ids: Sequence[str]) -> str:
     if not ids:
-        return "there are no runs here; check that SERVERLESS_GPU_HOME is the home in which the run started"
+        return "this home directory has no runs. Set SERVERLESS_GPU_HOME to the home directory of the run"
     close = difflib.get_close_matches(text, ids, n=1, cutoff=0.8)
     if close:
         return f"did you mean {close[0]}?"
-    return f"the latest are {_list_text(ids)}; `sgpu runs` lists all"
+    return f"the latest runs are {_list_text(ids)}. List all runs with `sgpu runs`"
 
 
 def _list_text(ids: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Builds table rows and final states for runs of a server. `run_details.py` shows one run in full."""
+"""Builds table rows and final states of server runs. `run_details.py` prints all details of one run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDING_S = 10.0
 
 
 def row(view: RunView) -> list[str]:
-    """Return the cells of a row: run, name, state, started, took, devices, and location with owner."""
+    """Return a table row: run, name, state, start time, duration, devices, and location with owner."""
     nodes = nodes_text([crew.node for crew in view.crews])
     place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
     if view.waiting is not None and view.waiting.place:
@@ -44,7 +44,7 @@ def row(view: RunView) -> list[str]:
 
 
 def devices_text(view: RunView) -> str:
-    """Return a run's devices as text, assigned or requested."""
+    """Return a run's assigned or requested devices as text."""
     count = view.world_size or view.spec.resources.gpus
     kind = view.gpu_type or view.spec.resources.gpu_type or "GPU"
     noun = "CPU slot" if kind == CPU else kind
@@ -52,7 +52,7 @@ def devices_text(view: RunView) -> str:
 
 
 def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
-    """Return a run as JSON values, with the keys of local runs."""
+    """Return a server run as JSON values with the same keys as a local run."""
     return {
         "id": view.id,
         "kind": "command" if isinstance(view.spec.payload, Command) else "function",
@@ -81,13 +81,13 @@ def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
 
 
 def took_ms(view: RunView) -> int:
-    """Return the run time in milliseconds, so far or, after the end, in total."""
+    """Return a run's current or final run time in milliseconds."""
     ended_ns = view.ended_ns or SystemClock().wall_ns()
     return max(0, ended_ns - (view.started_ns or ended_ns)) // 1_000_000
 
 
 def sentence_of(view: RunView) -> str:
-    """Return a run's message. The message about a wait has times in this machine's time zone."""
+    """Return a run's message. A wait message contains times in this machine's time zone."""
     if view.waiting is None:
         return view.sentence
     wait = load("serverless_gpu.wire.queue").wait_of(view.waiting, view.id)
@@ -102,7 +102,7 @@ def moment_of(waiting: WaitView) -> str:
 
 
 def _waiting(waiting: WaitView) -> dict[str, object]:
-    """Return the wait state of a run as JSON values, with times in UTC."""
+    """Return a run's wait state as JSON values, with times in UTC."""
 
     def utc(at_ns: int | None) -> str | None:
         return None if at_ns is None else format_utc(at_ns)
@@ -142,14 +142,14 @@ def _crew(crew: CrewView) -> dict[str, object]:
 
 
 class RunEnding(NamedTuple):
-    """The final state of a run, and the files of its last attempt."""
+    """Final state of a run, and the directory of the last attempt."""
 
     stopped: Stopped
-    directory: Path  # Directory of the last attempt's files on this machine.
+    directory: Path  # Local directory of the last attempt's files.
 
 
 def fetch_ending(view: RunView) -> RunEnding | None:
-    """Return the final state of an ended run, or None if the server has no record of the run.
+    """Return the final state of an ended run, or None if the final state is unknown.
 
     Unpickle nothing.
     """

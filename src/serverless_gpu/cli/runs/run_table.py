@@ -1,7 +1,7 @@
-"""`sgpu runs`: lists the runs of this home and of its server. `run_rows.py` makes the server's rows.
+"""`sgpu runs`: lists local runs and server runs. `run_rows.py` builds the table rows of server runs.
 
-Each listing of runs loads this module and its imports. `test_lazy_commands.py` lists the modules that the listing may
-load.
+Listing runs loads this module and all of its imports. `test_lazy_commands.py` restricts the modules that `sgpu runs`
+may load.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ _NAME_CHARACTERS_MAX = 32
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs.")
-@click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="Only runs in this state.")
-@click.option("--size", is_flag=True, help="Also show the disk space of each run.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs to list."
+)
+@click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="List only runs in this state.")
+@click.option("--size", is_flag=True, help="Also show the disk usage of each run.")
 @wide_option
 @json_option(JsonType("cli.json_types:ListedRun", is_list=True))
 def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -> None:
     """List runs, newest first.
 
-    The list contains the runs of this home and of the server. If the server does not answer, the command lists the runs
-    of this home and exits with 75.
+    The command lists local runs and server runs. If the server does not answer, the command lists only local runs and
+    exits with 75.
     """
     home = this_home()
     queued = queued_runs(home)
@@ -56,7 +58,7 @@ def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -
         try:
             views, costs = server_costs(home, limit=limit, state=asked)
         except ServerProblem as error:
-            away = type(error)(f"{error.message}; the list has only runs of this machine", hint=error.hint)
+            away = type(error)(f"{error.message}, so the list contains only local runs", hint=error.hint)
     if as_json:
         found = [run_json(home, record, size=size) for record in mine]
         found += [_remote().as_json(view, costs.get(view.id)) for view in views]
@@ -77,7 +79,7 @@ def _remote() -> ModuleType:
 
 
 def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
-    """Return a row's cells: run, name, state, started, took, devices, where, size if requested, and used."""
+    """Return a table row: run, name, state, start time, duration, devices, location, size and usage."""
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
         name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
@@ -98,7 +100,7 @@ def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
 
 
 def run_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
-    """Return a run as JSON values, with the keys of the server's runs."""
+    """Return a local run as JSON values with the same keys as a server run."""
     receipt, cost = record.receipt, cost_so_far(home, record) if record.receipt is None else None
     cells: dict[str, object] = {
         "id": record.run_id,
@@ -122,14 +124,14 @@ def run_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
 
 
 def name_of(record: RunRecord) -> str:
-    """Return the name of a run's function. For other runs, return their kind."""
+    """Return the name of a run's function, or the run's kind for a session."""
     if record.kind != FUNCTION:
         return f"({record.kind})"
     return record.spec.name if record.spec is not None else ""
 
 
 def took_ms(record: RunRecord) -> int | None:
-    """Return the run time of user code so far, in milliseconds. Return None if it is unknown."""
+    """Return the run time of user code in milliseconds, or None if the run time is unknown."""
     if record.receipt is not None and record.receipt.segments.run_ms is not None:
         return record.receipt.segments.run_ms
     if record.began_ns is None:
@@ -138,13 +140,13 @@ def took_ms(record: RunRecord) -> int | None:
 
 
 def took_text(record: RunRecord) -> str:
-    """Return the run time of user code so far as text."""
+    """Return the run time of user code as text."""
     elapsed_ms = took_ms(record)
     return "-" if elapsed_ms is None else format_duration_ms(elapsed_ms)
 
 
 def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
-    """Return a running run's cost so far. Return None for any other run."""
+    """Return the current cost of a running run. Return None for an ended or queued run."""
     if not record.live:
         return None
     found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
@@ -154,5 +156,5 @@ def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
 
 
 def used_text(cost: Cost | None) -> str:
-    """Return the use of a run as a table cell."""
+    """Return a run's usage as a table cell."""
     return "-" if cost is None or not cost.gpu_ms else cost.used_text()

@@ -1,1 +1,1 @@
-"""Displays of a run on a terminal, in a file or in a pipe. Start with `run_display.py`."""
+"""Displays a run on a terminal, in a notebook, in a file or in a pipe. Start with `run_display.py`."""

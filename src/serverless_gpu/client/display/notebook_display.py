@@ -1,14 +1,14 @@
-"""Shows a run in a notebook: output lines of ranks as the cell's output, and one status display.
+"""Shows a run in a notebook cell, with rank output and a status display.
 
     ● RUNNING for 12 s                       one display, updated in place at most four times a second:
       rank 0   40%|████      | 4/10            state, progress bars
     [rank 0] loss 0.31                       ordinary stream output of the cell
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
-The display prints output lines of ranks as plain stream text. Every notebook front end shows stream text, and
-`nbconvert` retains it. A finished progress bar becomes an output line. Until the run starts, messages of serverless-gpu
-appear in the status display. Later messages appear on stderr. If the front end has disconnected or the display raises,
-the run continues without the status display.
+The notebook display prints rank output as plain stream text. Every notebook front end and `nbconvert` support stream
+text. The display prints a finished progress bar as an output line. Before the run starts, the status display shows
+messages of serverless-gpu. After the run has started, serverless-gpu prints messages to stderr. If updating the status
+display fails, the run continues without the status display.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LO
 
 
 class StatusOutput(Protocol):
-    """An updatable output of a notebook cell."""
+    """A notebook cell output that supports updates."""
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Replace the content of the output. This method may raise any exception."""
+        """Replace the content of the cell output. Implementations may raise any exception."""
 
 
 class KernelOutput:
-    """An output of the running notebook cell, shown through IPython."""
+    """Updatable output of the current notebook cell in IPython."""
 
     def __init__(self) -> None:
         self._handle: _Handle | None = None
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Show the content in all front ends of the kernel."""
+        """Show the content in all connected front ends."""
         from IPython.display import display
 
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]  # IPython is untyped
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]  # untyped IPython
         else:
             self._handle.update(bundle, raw=True)
 
 
 class _Handle(Protocol):
-    """The part of `IPython.display.DisplayHandle` that this module uses."""
+    """Subset of `IPython.display.DisplayHandle` that this module uses."""
 
     def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
 
 
 class OutputStatus:
-    """An output whose content changes at most a few times a second."""
+    """A cell output with a limited update rate."""
 
     def __init__(self, output: StatusOutput, clock: Clock) -> None:
         self._output = output
@@ -76,25 +76,25 @@ class OutputStatus:
 
     @property
     def due(self) -> bool:
-        """Return True if the minimum interval since the last update has passed."""
+        """Return True if the minimum update interval has passed."""
         return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
 
     def show(self, plain: str, page: str, *, now: bool) -> None:
-        """Show plain text and HTML. Skip an update within the minimum interval, unless `now` is True."""
+        """Show plain text and HTML. Unless `now` is set, skip updates within the minimum interval."""
         bundle = {"text/plain": plain, "text/html": page}
         if self.broken or self._shown == bundle or not (now or self.due):
             return
         self._shown, self._shown_ns = bundle, self._clock.boottime_ns()
         try:
             self._output.show(bundle)
-        except Exception:  # noqa: BLE001 - the front end may have disconnected, and user code may replace its parts
+        except Exception:  # noqa: BLE001 - a display error must not end the run
             self.broken = True
 
 
 class NotebookDisplay(LineDisplay):
-    """Shows one run in the notebook cell that waits for the run.
+    """Shows one run in the current notebook cell.
 
-    `status` is the cell output for the state of the run. `account` is the cell output for the receipt.
+    `status` is the cell output for the run state. `account` is the cell output for the receipt.
     """
 
     tick_s: float | None = _TICK_S
@@ -115,24 +115,24 @@ class NotebookDisplay(LineDisplay):
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
         self._finished = False
-        self._accounted = False  # True after the receipt, because the receipt must be the last output.
+        self._accounted = False  # True after the receipt, which must be the last output.
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print finished output lines of a rank. Show an unfinished line in the status display."""
+        """Print a rank's finished output lines. Show an unfinished line in the status display."""
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._show()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Print the size of missing output and the location of the logs."""
+        """Print the amount of omitted output and the log location."""
         screen = self._screens.by_stream.get((rank, stream))
-        # The next output starts on a new line, because the gap may contain a newline.
+        # The omitted output may contain a newline, so start a new line.
         if screen is not None and not screen.moving:
             self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         _write("stderr", self._missing(rank, stream, bytes_, lost))
 
     def say(self, sentence: str) -> None:
-        """Show a message of serverless-gpu: in the status display before the start, as text afterwards."""
+        """Show a message in the status display before the run starts, and on stderr afterwards."""
         if self._state in _BEFORE and not self._finished:
             self._sentence = sentence
             self._show()
@@ -153,17 +153,17 @@ class NotebookDisplay(LineDisplay):
         began = state != self._state
         self._wait.over(self._clock.boottime_ns())
         self._state, self._sentence = state, sentence
-        if began or sentence:  # Without a message, the first state would make the display flicker.
+        if began or sentence:  # Skip an unchanged state without a message, to avoid flicker.
             self._show()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the reason for the run's wait in the queue, and the duration of the wait."""
+        """Show the reason and duration of the run's wait in the queue."""
         self._begin_to_wait(sentence, queued_ns)
         self._state, self._sentence = "QUEUED", sentence
         self._show()
 
     def tick(self) -> None:
-        """Print output lines that are now final, and update the durations in the status display."""
+        """Print completed output lines, and update the durations in the status display."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
@@ -175,7 +175,7 @@ class NotebookDisplay(LineDisplay):
         self._show()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Show a brief receipt below the output of the ranks. The user can unfold the full receipt."""
+        """Show a brief receipt below the rank output. The user can expand the full receipt."""
         if self._quiet:
             return
         self._accounted = True
@@ -184,7 +184,7 @@ class NotebookDisplay(LineDisplay):
             _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.brief()))
 
     def finish(self) -> None:
-        """Print output lines without a final newline, and show the last state. A second call does nothing."""
+        """Print output lines without a final newline, and show the final run state."""
         for rank, stream, lines in self._screens.end_all():
             self._print(rank, stream, lines)
         self._finished = True
@@ -192,12 +192,12 @@ class NotebookDisplay(LineDisplay):
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
-            # A kernel's front end may be a terminal, such as `jupyter console`.
+            # The front end may be a terminal, such as `jupyter console`.
             _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
 
     def _show(self) -> None:
         if self._quiet or self._accounted or not (self._finished or self._status.due):
-            return  # The display calls this method for every piece of output, so the method must return quickly.
+            return  # This early return keeps frequent output calls fast.
         state, sentence, lines = self._state, self._told(), self._progress()
         tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
         plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
@@ -210,7 +210,7 @@ class NotebookDisplay(LineDisplay):
         if self._ran_ms is not None:
             return f"after {format_duration_ms(self._ran_ms)}"
         elapsed_ms = self._elapsed_ms()
-        # The text contains a duration in seconds, which changes at most once a second.
+        # A duration in whole seconds limits updates to one per second.
         elapsed = f"for {elapsed_ms // 1000} s" if elapsed_ms < 60_000 else f"for {format_duration_ms(elapsed_ms)}"
         return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
 
@@ -234,8 +234,8 @@ class NotebookDisplay(LineDisplay):
 
 def _write(stream: str, text: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
-    # The kernel flushes the stream five times a second. A flush in this method would also wait for a kernel thread.
-    # The user may have closed or replaced the output stream. The run must continue.
+    # The kernel flushes the stream five times per second, and an explicit flush would block on a kernel thread. The run
+    # must continue even if user code has closed or replaced the stream.
     with contextlib.suppress(Exception):
         if target is not None:
             target.write(text)

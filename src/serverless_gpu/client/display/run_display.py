@@ -1,14 +1,14 @@
-"""Shows a run while it waits and executes: the output of ranks, the wait reason, and the receipt.
+"""Shows a run's wait reason, rank output and receipt.
 
     Run.follow ──▶ Display ──┬─ TerminalDisplay   a terminal, a file, a pipe
                              └─ NotebookDisplay   an IPython kernel (`notebook_display.py`)
 
-The display prints each output line of a rank to the rank's stream, stdout or stderr. A tag in front names the rank.
-Messages of serverless-gpu and notes about missing output go to stderr, because stdout belongs to user code.
+The display prints a rank's stdout to stdout and a rank's stderr to stderr. A rank tag precedes each output line. The
+display writes messages and notes about omitted output to stderr, because stdout belongs to user code.
 
 In a queue of thousands of runs, the queue position changes every few seconds. On a terminal, each queue message
-replaces the previous one (`WaitingLine`). In a file or a pipe, the first queue message appears at once. The interval
-between later queue messages doubles up to a maximum of five minutes.
+replaces the previous queue message (`WaitingLine`). In a file or a pipe, the display prints the first queue message
+immediately. The interval between later queue messages doubles up to a maximum of five minutes.
 
 On a terminal, the display redraws unfinished lines in place below the finished lines (`LiveBlock`):
 
@@ -16,8 +16,8 @@ On a terminal, the display redraws unfinished lines in place below the finished 
     [rank 0]  45%|████▌     |        ◀─ the block: erased before other lines are printed, then drawn again
     [rank 3] loading …
 
-If an output stream is closed or a pipe has no reader, the display shows nothing and the run continues. If the disk is
-full, the display prints a notice on stderr. The display escapes characters that a stream cannot encode.
+The run continues if a stream is closed or a pipe has no reader. If the disk is full, the display prints one notice on
+stderr. The display escapes characters that the stream's encoding does not support.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000
 _WAIT_TICK_S = 1.0
 _STARTED = ("STARTING", "RUNNING")
-_PASSING_S = 10.0  # Seconds between two progress messages in a file or a pipe, which cannot replace a line.
+_PASSING_S = 10.0  # Interval in seconds between progress messages in a file or pipe.
 WAIT_ROWS_MAX = 4
 _SAID_FIRST_S, _SAID_LAST_S = 10.0, 300.0
 _WORTH_SAYING_S = 5.0
 LIVE_ROWS_MAX = 8
-_COLUMNS = 80  # Assumed width if the terminal does not report its width.
+_COLUMNS = 80  # Assumed width of a terminal that reports no width.
 
 
 class LiveBlock:
@@ -58,11 +58,11 @@ class LiveBlock:
 
     @property
     def there(self) -> bool:
-        """True while the terminal shows these rows."""
+        """Return True while the terminal shows the rows."""
         return self._rows > 0
 
     def draw(self, target: TextIO, lines: Sequence[str]) -> None:
-        """Replace the rows with `safe` lines, and cut the lines to the width and height of the terminal."""
+        """Replace the rows. Truncate the lines to the width and height of the terminal."""
         columns, height = _size(target)
         lines = lines[: max(1, height - 1)]
         if not lines:
@@ -73,7 +73,7 @@ class LiveBlock:
         self._target, self._rows = target, len(lines)
 
     def erase(self) -> None:
-        """Erase the rows, so that the display can print other lines."""
+        """Erase the rows before printing other lines."""
         if self._rows:
             write(self._target, self._to_top() + "\x1b[J")
             self._rows = 0
@@ -90,7 +90,7 @@ def is_terminal(target: TextIO | None) -> bool:
 
 
 def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """Return the terminal on which the display redraws rows, or None without a terminal."""
+    """Return the terminal for redrawn rows, or None without a terminal."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     return next((target for target in (stderr, stdout) if is_terminal(target)), None)
@@ -102,7 +102,7 @@ def columns_of(target: TextIO) -> int:
 
 
 def write(target: TextIO | None, text: str) -> str:
-    """Write and flush text. Return "", or the reason of a failed write, such as a full disk."""
+    """Write and flush text. Return the reason for a failed write, such as a full disk, or ""."""
     if target is None:
         return ""
     try:
@@ -112,7 +112,7 @@ def write(target: TextIO | None, text: str) -> str:
             encoding = target.encoding or "ascii"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
         target.flush()
-    except (BrokenPipeError, ValueError):  # The reader of the pipe has exited, or the stream is closed.
+    except (BrokenPipeError, ValueError):  # The pipe has no reader, or the stream is closed.
         return ""
     except OSError as error:
         return error.strerror or str(error)
@@ -128,49 +128,52 @@ def _size(target: TextIO) -> tuple[int, int]:
 
 
 class Display:
-    """Base class of the displays of one run. `Run.follow` calls a display in one thread."""
+    """Base class of run displays. `Run.follow` calls a display from one thread."""
 
-    # Seconds between two calls of `tick` while no message arrives, or None. The value may change with every call.
+    # Interval in seconds between calls of `tick`, or None for no calls. The interval may change with every call.
     tick_s: float | None = None
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Accept a piece of decoded output of a rank. The piece may have any size."""
+        """Show a piece of a rank's decoded output. The piece may have any size."""
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Report a gap in the output at this position. `lost` means that the rank's log file has the same gap."""
+        """Report omitted output at the current position. `lost` means that the log lacks the output too."""
 
     def say(self, sentence: str) -> None:
         """Show a message of serverless-gpu."""
 
     def progress(self, sentence: str) -> None:
-        """Show a progress message. The next progress message replaces the shown message."""
+        """Show a progress message. The next progress message replaces the current progress message."""
 
     def state(self, state: str, sentence: str) -> None:
         """Show a new state of the run, or a new message about the state."""
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the run's wait in the queue until the state changes. Without `queued_ns`, the wait starts now."""
+        """Show the queue wait until the run state changes. Without `queued_ns`, the wait starts now."""
 
     def tick(self) -> None:
-        """Update the display. During a wait, the caller calls this method about every `tick_s` seconds."""
+        """Update the display.
+
+        While waiting for messages, `Run.follow` calls this method about every `tick_s` seconds.
+        """
 
     def failure(self, tails: Mapping[int, str]) -> None:
-        """Show the last output of ranks that the display did not show live. The first failed rank is on top."""
+        """Show the last output of ranks without live output, starting with the first failed rank."""
 
     def tracked(self, url: str) -> None:
-        """Show the link to the run's page in MLflow, if the display has not shown the link yet."""
+        """Show the link to the run's MLflow page once."""
 
     def receipt(self, receipt: Receipt) -> None:
         """Show the receipt."""
 
     def finish(self) -> None:
-        """Show output lines without a final newline. The caller calls this method after the last output."""
+        """Show unfinished output lines. `Run.follow` calls this method after the last output."""
 
 
 class LineDisplay(Display):
-    """Base class of displays that print output lines of ranks.
+    """Base class of displays that print complete output lines.
 
-    With `quiet`, the display omits messages of serverless-gpu, except notes about missing output.
+    With `quiet`, the display prints no messages of serverless-gpu except notes about omitted output.
     """
 
     def __init__(self, *, quiet: bool, logs: Path | str, clock: Clock | None) -> None:
@@ -182,31 +185,31 @@ class LineDisplay(Display):
         self._since_ns = 0
 
     def failure(self, tails: Mapping[int, str]) -> None:
-        """Print the last output of ranks, with a tag on each line that names the rank."""
+        """Print the last output of each rank, with rank tags."""
         for rank, tail in tails.items():
             self.say(f"last output of rank {rank} (all output: {self._logs_of(rank)}):")
             self._print(rank, "stderr", tail.split("\n"))
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
-        """Print finished output lines of a rank."""
+        """Print a rank's finished output lines."""
         raise NotImplementedError
 
     def _begin_to_wait(self, sentence: str, queued_ns: int | None) -> None:
         now_ns = self._clock.boottime_ns()
         ago_ns = 0 if queued_ns is None else max(0, self._clock.wall_ns() - queued_ns)
-        # The start of a wait is computed once per wait, because the clocks of two machines may differ.
+        # Compute the start time once per wait, because the clocks of client and server may differ.
         if not self._wait.sentence:
             self._since_ns = now_ns - ago_ns
         self._wait.tell(sentence, since_ns=self._since_ns)
 
     def _logs_of(self, rank: int) -> str:
-        """Return the directory with all output of a rank, or the command that shows the output."""
+        """Return the log directory, or the command that prints the rank's output."""
         return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
 
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
-        """Return the note about missing output: its size and the location of the logs."""
+        """Return a note with the amount of omitted output and the log location."""
         log = self._logs / f"{rank}.{stream}" if isinstance(self._logs, Path) else self._logs_of(rank)
-        where = "dropped" if lost else f"not shown (too fast for a screen), in {log}"
+        where = "dropped" if lost else f"omitted (too fast for the terminal), see {log}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
 
 
@@ -214,8 +217,8 @@ class TerminalDisplay(LineDisplay):
     """Prints one run to a terminal, a file or a pipe.
 
     On a terminal, the display redraws unfinished lines and progress bars in place below the finished lines. In a file
-    or a pipe, each output line appears once, in its final state. A long-lived progress bar appears every ten seconds.
-    `write` returns "", or the reason of a failed write.
+    or a pipe, the display prints each output line once, in the line's final state. The display prints an unfinished
+    progress bar every ten seconds. The function `write` returns the reason for a failed write, or "".
     """
 
     def __init__(
@@ -232,26 +235,26 @@ class TerminalDisplay(LineDisplay):
         self._write_to = write
         self._block = LiveBlock()
         self._drawn_ns = 0
-        self._changed = False  # True if the terminal shows an old version of the rows.
-        self._told = False  # True after the display printed a notice about a failed write.
+        self._changed = False  # True if the rows on the terminal are outdated.
+        self._told = False  # True after the display has reported a failed write.
         self._passing = ""
         self._passed_ns = self._clock.boottime_ns()
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print the finished lines of a rank's output."""
+        """Print a rank's finished output lines."""
         self._changed = True
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._refresh()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Print the size of missing output and the location of the logs."""
+        """Print the amount of omitted output and the log location."""
         self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         self._write("stderr", self._missing(rank, stream, bytes_, lost))
         self._refresh()
 
     def progress(self, sentence: str) -> None:
-        """Show a progress message: below all lines on a terminal, as a line at intervals elsewhere."""
+        """Show a progress message, below all lines on a terminal or periodically in a file or pipe."""
         if self._quiet:
             return
         now_ns = self._clock.boottime_ns()
@@ -263,7 +266,7 @@ class TerminalDisplay(LineDisplay):
             self.say(sentence)
 
     def state(self, state: str, sentence: str) -> None:
-        """Print the duration of the wait in the queue, if the state ends a wait."""
+        """Print the duration of the queue wait when the run starts."""
         self._passing = ""
         waited = self._wait.over(self._clock.boottime_ns())
         if waited and state in _STARTED:
@@ -272,7 +275,7 @@ class TerminalDisplay(LineDisplay):
             self._refresh()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the wait in the queue: below all lines on a terminal, as a line at intervals elsewhere."""
+        """Show the queue wait, below all lines on a terminal or periodically in a file or pipe."""
         if self._quiet:
             return
         self._passing = ""
@@ -282,7 +285,7 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def _say_wait(self) -> None:
-        """Print the message about the wait at intervals, for a stream that cannot redraw rows."""
+        """Print the wait message periodically to a file or pipe."""
         if live_target(standard_stream("stdout"), standard_stream("stderr")) is None:
             line = self._wait.line(self._clock.boottime_ns())
             if line:
@@ -293,13 +296,13 @@ class TerminalDisplay(LineDisplay):
         self._passing = ""
         if not self._quiet:
             tty = is_terminal(standard_stream("stderr"))
-            # A message may contain text that other users wrote.
+            # A message may contain text from other users.
             text = "\n".join(safe(line, tty=tty) for line in sentence.split("\n"))
             self._write("stderr", f"serverless-gpu: {text}\n")
             self._refresh()
 
     def tick(self) -> None:
-        """Print output lines that are now final, and redraw the unfinished lines."""
+        """Print completed output lines, and redraw the unfinished lines."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
@@ -310,7 +313,7 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def finish(self) -> None:
-        """Print output lines without a final newline."""
+        """Print the output lines that have no final newline."""
         self._passing = ""
         self._wait.over(self._clock.boottime_ns())
         for rank, stream, lines in self._screens.end_all():
@@ -319,7 +322,7 @@ class TerminalDisplay(LineDisplay):
         self.tick_s = None
 
     def tracked(self, url: str) -> None:
-        """Print the link to the MLflow run once."""
+        """Print the MLflow link of the run once."""
         if url and url != self._tracked:
             self._tracked = url
             self.say(f"MLflow: {safe(url, tty=True)}")
@@ -345,7 +348,7 @@ class TerminalDisplay(LineDisplay):
             write(sys.stderr, f"serverless-gpu: cannot write to {stream}: {problem}; all output is in {self._logs}\n")
 
     def _refresh(self) -> None:
-        """Redraw unfinished lines on a terminal at a limited rate, and set the time of the next call."""
+        """Redraw unfinished lines on a terminal at a limited rate, and update `tick_s`."""
         now_ns = self._clock.boottime_ns()
         target = live_target(standard_stream("stdout"), standard_stream("stderr"))
         if target is not None and (not self._block.there or now_ns - self._drawn_ns >= _REDRAW_S * 1e9):
@@ -360,7 +363,7 @@ class TerminalDisplay(LineDisplay):
         self.tick_s = min(due_s, default=None)
 
     def _live_lines(self, columns: int) -> list[str]:
-        """Return rows for the wait, and the unfinished lines of the ranks that wrote most recently."""
+        """Return the wait message and the most recent unfinished lines as rows."""
         shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(standard_stream(key[1]))}
         latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
         keys: list[tuple[int, str]] = []
@@ -377,33 +380,33 @@ class TerminalDisplay(LineDisplay):
 
 
 def make_display(*, quiet: bool, logs: Path | str) -> Display:
-    """Return a notebook display in an IPython kernel, else a terminal display."""
+    """Return a notebook display in an IPython kernel, or a terminal display otherwise."""
     if _in_kernel():
-        # The function imports the notebook display by name, because its module imports this module.
+        # A lazy import avoids a circular import with the notebook display.
         module = importlib.import_module("serverless_gpu.client.display.notebook_display")
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)
 
 
 def second_interrupt_text() -> str:
-    """Return the instruction to press Ctrl-C again, or the stop button of a notebook."""
+    """Return the hint to press Ctrl-C or the notebook's stop button again."""
     return "press the stop button again" if _in_kernel() else "press Ctrl-C again"
 
 
 def _in_kernel() -> bool:
-    """Return True in an IPython kernel, and False in an IPython terminal."""
+    """Return True if this process is an IPython kernel."""
     package = sys.modules.get("IPython")
     get_ipython = getattr(package, "get_ipython", None)
     return get_ipython is not None and hasattr(get_ipython(), "kernel")
 
 
 def standard_stream(stream: str) -> TextIO | None:
-    """Return this process's current stdout or stderr, by the name of the stream."""
+    """Return the current `sys.stdout` or `sys.stderr` by stream name."""
     return sys.stdout if stream == "stdout" else sys.stderr
 
 
 def waited_text(seconds: float) -> str:
-    """Return a duration as text with one or two units: ``"12 s"``, ``"2 h 5 min"``."""
+    """Format a duration with one or two units: ``"12 s"``, ``"2 h 5 min"``."""
     minutes = int(seconds // 60)
     if seconds < 60:
         return f"{max(0, int(seconds))} s"
@@ -414,7 +417,7 @@ def waited_text(seconds: float) -> str:
 
 
 class WaitingLine:
-    """Creates messages about a run's wait in the queue. All times are boot times in nanoseconds."""
+    """Formats messages about a run's wait in the queue. All times are boot times in nanoseconds."""
 
     def __init__(self) -> None:
         self.sentence = ""
@@ -424,27 +427,27 @@ class WaitingLine:
         self._pause_s = _SAID_FIRST_S
 
     def tell(self, sentence: str, *, since_ns: int) -> None:
-        """Set the message about the wait, and the start time of the wait."""
+        """Set the wait message and the start time of the wait."""
         self.sentence, self._since_ns = sentence, since_ns
 
     def over(self, now_ns: int) -> str:
-        """End the wait. Return the duration of the wait as text, or "" for a short wait."""
+        """End the wait. Return the wait duration as text, or "" for a short wait."""
         was, self.sentence = self.sentence, ""
         waited_s = (now_ns - self._since_ns) / 1e9
         return waited_text(waited_s) if was and waited_s >= _WORTH_SAYING_S else ""
 
     def waited(self, now_ns: int) -> str:
-        """Return the current duration of the wait as text."""
+        """Return the current wait duration as text."""
         return waited_text((now_ns - self._since_ns) / 1e9)
 
     def due_s(self, now_ns: int) -> float | None:
-        """Return the seconds until the next printed message, or None if no message is waiting."""
+        """Return the seconds until the next wait message, or None without a new message."""
         if not self.sentence or self.sentence == self._said:
             return None
         return 0.0 if self._said_ns is None else max(0.0, self._pause_s - (now_ns - self._said_ns) / 1e9)
 
     def line(self, now_ns: int) -> str:
-        """Return the message if the interval between messages has passed, else ""."""
+        """Return the wait message, or "" before the next interval."""
         if self.due_s(now_ns) != 0.0:
             return ""
         if self._said_ns is not None:
@@ -453,7 +456,7 @@ class WaitingLine:
         return self.sentence
 
     def rows(self, now_ns: int, columns: int) -> list[str]:
-        """Return the message about the wait as terminal rows."""
+        """Return the wait message as terminal rows."""
         if not self.sentence:
             return []
         text = f"serverless-gpu: queued for {self.waited(now_ns)}: {self.sentence}"

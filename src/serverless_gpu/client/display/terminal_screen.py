@@ -1,24 +1,24 @@
-r"""Emulates the terminal rows of a rank (`\r`, cursor up), so that a progress bar uses one line.
+r"""Emulates a rank's terminal rows, so that a progress bar occupies a single line.
 
     text ──feed──▶ rows ──▶ lines that are final, to be printed
                     └─────▶ open rows: unfinished lines, active progress bars
 
-The functions and classes of this module do no I/O. A rewritten row is final after its newline, if the cursor does not
-move back up to the row. For example, tqdm draws a second bar below the first with a newline and then moves up again.
-The screen therefore delays a rewritten row briefly after its newline. Rows without rewriting are final at their
-newline. A row stores only its last state, while the rank's log contains all states.
+The terminal emulation performs no I/O. A rewritten row is final after its newline, if the cursor does not move back up
+to the row. For example, tqdm draws a second progress bar below the first and then moves the cursor up again. The
+emulated screen therefore holds back a rewritten row briefly after its newline. A row that was never rewritten is final
+at its newline. An emulated row stores only its last state. The rank's log file contains all output.
 
 `safe` removes or escapes control sequences in a rank's output, because user code may print untrusted data. For example,
-a file name may contain a sequence that changes the terminal's title or writes to the clipboard. On a terminal, `safe`
-handles sequences as follows:
+a file name may contain a sequence that changes the terminal's title or writes to the clipboard. If the output is a
+terminal, `safe` handles control sequences as follows:
 
     colours (SGR)                              kept until the end of the line
     cursor movement and erasing, charsets      removed: programs use them to draw, for example progress bars
     OSC: titles, clipboard, links              removed; the linked text stays
     other control characters, bidi controls    escaped: \x1b, \u202e
 
-For a file or a pipe, `safe` returns the text unchanged. `safe` escapes an unfinished sequence, so that each line is
-safe by itself.
+If the output is a file or a pipe, `safe` returns the text unchanged. `safe` escapes an unfinished control sequence, so
+that the next line cannot complete the sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from collections.abc import Iterator
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
 HELD_S = 0.3  # Maximum seconds between a newline and a cursor movement back up.
-# Longer limit in seconds after a cursor movement up. Some programs draw all bars and then pause below the last bar.
+# Longer delay in seconds for rows of a program that has moved the cursor up. Some programs draw all bars and then pause
+# below the last bar.
 _HELD_AGAIN_S = 3.0
 GLIMPSE_S = 10.0
 
@@ -39,7 +40,7 @@ _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:?]{0,32})?\Z")
 
 
 class ScreenRow:
-    """An emulated terminal row in its current state. Progress bars are `rewritten`."""
+    """An emulated terminal row. `rewritten` is True for a row that contains a progress bar."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -49,7 +50,7 @@ class ScreenRow:
         self._cut = 0
 
     def write(self, text: str) -> None:
-        """Add text at the end of the row. After a carriage return, replace the row."""
+        """Append text to the row. After a carriage return, replace the row's text."""
         if self._from_start:
             self.clear()
         room = LINE_CHARACTERS_MAX - len(self.text)
@@ -57,7 +58,7 @@ class ScreenRow:
         self._cut += max(0, len(text) - room)
 
     def go_to_start(self) -> None:
-        """Handle a carriage return: the row stays visible until the next text replaces it."""
+        """Handle a carriage return, and keep the row's text visible until new text arrives."""
         self._from_start = True
 
     def erase(self, sequence: str) -> None:
@@ -112,7 +113,7 @@ class Screen:
         return any(row.rewritten and not row.blank for row in self._rows)
 
     def feed(self, text: str, now_ns: int) -> list[str]:
-        """Process a piece of output. Return the output lines that are now final."""
+        """Process a chunk of rank output. Return the output lines that are now final."""
         self.touched_ns = now_ns
         text = self._pending + text
         unfinished = _UNFINISHED.search(text)
@@ -130,7 +131,7 @@ class Screen:
         return lines
 
     def settle(self, now_ns: int) -> list[str]:
-        """Return rewritten rows whose delay after the newline has passed."""
+        """Return the rewritten rows whose delay after the newline has expired."""
         held_ns = (_HELD_AGAIN_S if self._goes_up else HELD_S) * 1e9
         lines: list[str] = []
         while self._cursor > 0 and now_ns - self._rows[0].left_ns >= held_ns:
@@ -138,7 +139,7 @@ class Screen:
         return lines
 
     def glimpse(self, now_ns: int) -> list[str]:
-        """Return the current state of progress bars at intervals, for outputs that cannot redraw a line."""
+        """Return the changed progress bars every ten seconds, for outputs that cannot redraw lines."""
         if self._glimpsed_ns is None or now_ns - self._glimpsed_ns < GLIMPSE_S * 1e9:
             return []
         seen = [row.final() for row in self._rows if row.rewritten and not row.blank]
@@ -201,11 +202,11 @@ class Screens:
         self.by_stream: dict[tuple[int, str], Screen] = {}
 
     def feed(self, rank: int, stream: str, text: str, now_ns: int) -> list[str]:
-        """Process a piece of a rank's output. Return the output lines that are now final."""
+        """Process a chunk of a rank's output. Return the output lines that are now final."""
         return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
 
     def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield rank, stream and lines for rewritten rows whose delay has passed."""
+        """Yield the rank, the stream and the lines of rewritten rows whose delay has expired."""
         for (rank, stream), screen in self.by_stream.items():
             yield rank, stream, screen.settle(now_ns)
 
@@ -215,7 +216,7 @@ class Screens:
         return [] if screen is None else screen.end(broken=broken)
 
     def end_all(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield rank, stream and lines for all unfinished rows."""
+        """Yield the rank, the stream and the lines of all unfinished rows."""
         for rank, stream in list(self.by_stream):
             yield rank, stream, self.end(rank, stream)
 
@@ -233,7 +234,10 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return a rank's line without harmful control sequences. Without a terminal, return it unchanged."""
+    """Return a rank's line without harmful control sequences.
+
+    Return the line unchanged if the output is not a terminal.
+    """
     if not tty:
         return line
     colours: list[str] = []
@@ -252,7 +256,10 @@ def safe(line: str, *, tty: bool) -> str:
 
 
 def fit(line: str, columns: int) -> str:
-    """Return the start of a `safe` line that fits into the given columns. Colours use no columns."""
+    """Return the start of a `safe` line that fits into the given columns.
+
+    Colour sequences occupy no columns.
+    """
     kept: list[str] = []
     used = 0
     for match in _PIECE.finditer(line.replace("\t", " ")):

@@ -1,9 +1,10 @@
-"""Walks the objects of a call to find objects that pickle refuses, or the largest objects.
+"""Walks a call's objects to find the objects that pickle refuses, or the largest objects.
 
-The walk follows the same objects as the pickler. For a function that is pickled by value, the walk visits its closure,
-its referenced globals and its defaults. For other objects, the walk visits the items of containers and the state from
-`__reduce_ex__`. The walk limits the number of pickling attempts, objects and levels. At a limit or after an exception
-of user code, the walk returns the nearest known owner of the refused object, or a smaller size.
+The object walk visits the same objects as the pickler. In a function that is pickled by value, the walk visits the
+closure, the referenced globals and the defaults. For other objects, the walk visits the items of containers and the
+state from `__reduce_ex__`. The walk limits the number of pickling attempts, objects and levels. If a limit or an
+exception in user code stops the search, the walk returns the nearest known owner of the refused object. A size estimate
+that stops early is too small.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CHILDREN_MAX = 1_000_000
 _SAMPLE = 1000
 _OBJECTS_MAX = 200_000
 _REPR_MAX = 40
-# Minimum share of the owner's bytes at which the warning names the object instead of its owner.
+# An object that holds at least this share of its owner's bytes appears in the warning instead of the owner.
 _SHARE_NAMED = 0.8
 _CLASS_MACHINERY = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__"}
 
@@ -58,7 +59,7 @@ class _Search:
     def __init__(self, reducer: payload.Reducer | None) -> None:
         self._reducer = reducer
         self._probes_left = _PROBES_MAX
-        self._innocent: dict[int, object] = {}  # A reference to the object prevents Python from reusing its id.
+        self._innocent: dict[int, object] = {}  # The values are references, so that Python cannot reuse an object's id.
 
     def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
         """Return the labels from `value` to the refused object, or None if pickle accepts `value`."""
@@ -117,7 +118,7 @@ class _Search:
 
 
 def _culprit_name(value: object) -> str:
-    """Return a description of the refused object that users recognize."""
+    """Return a description by which users can recognize the refused object."""
     if isinstance(value, io.IOBase):
         return f"open file {getattr(value, 'name', '')}".rstrip()
     if isinstance(value, FunctionType):
@@ -171,7 +172,7 @@ def _function_parts(function: FunctionType) -> Iterator[_Part]:
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             contents = cell.cell_contents
-        except ValueError:  # The closure cell is empty.
+        except ValueError:  # An empty closure cell has no contents.
             continue
         yield _Part(f"closure variable `{variable}` of `{name}`", contents)
     for variable, value in payload.referenced_globals(function).items():
@@ -264,7 +265,7 @@ def _state_parts(state: object) -> Iterator[_Part]:
 def largest_captured(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> list[tuple[str, int]]:
-    """Return the objects of a call and their approximate additional bytes in the pickle, largest first."""
+    """Return a call's objects with their approximate additional bytes in the pickle, largest first."""
     scale = _Scale()
     found: list[tuple[str, int]] = []
     roots = _roots(function, args, kwargs)
@@ -301,7 +302,7 @@ class _Scale:
     """Estimates the pickled size of objects and counts each object once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, object] = {}  # A reference to the object prevents Python from reusing its id.
+        self._seen: dict[int, object] = {}  # The values are references, so that Python cannot reuse an object's id.
 
     def weigh(self, value: object, depth: int = 0) -> int:
         if value is None or isinstance(value, bool):
@@ -324,7 +325,7 @@ class _Scale:
             sample: list[object] = [thing for pair in islice(value.items(), _SAMPLE) for thing in pair]
             taken = len(sample) // 2
         else:
-            # The sample covers the whole sequence, because the first items may not be typical.
+            # The size sample covers the whole sequence, because the first items may not be typical.
             step = max(1, count // _SAMPLE)
             sample = list(value[::step] if isinstance(value, (list, tuple)) else islice(value, _SAMPLE))
             taken = len(sample)
@@ -332,7 +333,7 @@ class _Scale:
 
 
 def _own_bytes(value: object) -> int | None:
-    """Return the bytes of an object that uses one block of memory, or None for an object of another kind."""
+    """Return the size of an object that occupies one block of memory, or None for any other object."""
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
     if isinstance(value, memoryview):
@@ -355,7 +356,7 @@ class _Storage(Protocol):
 
 
 class _Tensor(Protocol):
-    """The part of `torch.Tensor` that this module uses. torch itself may be missing."""
+    """Protocol for the `torch.Tensor` methods that the size estimate uses."""
 
     def untyped_storage(self) -> _Storage: ...
     def numel(self) -> int: ...

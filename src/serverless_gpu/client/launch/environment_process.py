@@ -1,6 +1,6 @@
-"""Runs the environment service (`environment/service.py`) in its own process, one per client process.
+"""Runs the environment service (`environment/service.py`) in one process per client process.
 
-The service uses a new Python interpreter and exits when the client process exits.
+The environment service runs in a new Python interpreter and exits together with the client process.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class _Wire:
 
 
 def main(channel_fd: int, caller: int, index: str) -> NoReturn:
-    """Serve one client process over the inherited socket until the client exits."""
+    """Serve a client process over the inherited socket until the client exits."""
     if os.fork():
-        # The kernel makes init the parent of the service, so that a long-running client keeps no zombie process.
+        # The environment service becomes a child of init, so that a long-running client has no zombie process.
         os._exit(0)
     linux.set_name("sgpu-snapshots")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     process = -1
-    with contextlib.suppress(OSError):  # If the client has already exited, the service detects the closed socket.
+    with contextlib.suppress(OSError):  # If the client has exited, the service detects the closed socket.
         process = os.pidfd_open(caller)
     Service(_Wire(channel), Path(index)).serve(process)
     os._exit(0)

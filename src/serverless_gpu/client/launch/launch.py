@@ -3,11 +3,11 @@
     check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
                      └ with env="snapshot": find it ────────────────────────────────────────────┘  └ Confirm
 
-The client launches a session in the same way, but without a function.
+The client launches a session like a run, but without a function.
 
-After any error, the client removes the run directory. If the environment has changed, the client withdraws the launch
-before user code starts and launches again with the current files. If the stored environment is damaged, the client
-captures the environment again and launches a new run.
+If the launch fails, the client removes the run directory. If the environment has changed, the client withdraws the
+launch before user code starts. The client then launches the run again with the current files. If the stored environment
+is damaged, the client captures the environment again and launches a new run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _notes_said: set[str] = set()
 
 
 class LendingSession(NamedTuple):
-    """The session whose devices a run uses, and these devices."""
+    """The session of a run, and the session's devices that the run uses."""
 
     session: str
     devices: tuple[Device, ...]
@@ -82,7 +82,7 @@ def launch(
     *,
     watch: bool = False,
 ) -> Run[R]:
-    """Start a run on this machine or through a server. An error leaves no run.
+    """Start a run on this machine or through a server. If the function raises an error, no run exists.
 
     `watch` is True if the caller immediately waits for the run.
     """
@@ -96,7 +96,7 @@ def launch(
                 f"{spec.name} has remote=True, and session {lender.session} holds devices of this machine",
                 hint="call the function outside the session, or remove remote=True",
             )
-        # The function imports the module by name, because only calls with a server need HTTP.
+        # The client imports the HTTP library only for remote calls, because the import is slow.
         remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.SubmittedCall(function, args, kwargs, arguments), spec, watch=watch))
     order = LaunchOrder(with_tracking(spec, arguments), called_ns, lender)
@@ -117,13 +117,16 @@ def check_call(
     arguments = bind_arguments(function, args, kwargs)
     if spec.ray is not None:
         check_ray(spec.ray)
-    # The arguments of a notebook cell's function are code objects, so displays omit the arguments.
+    # The arguments of a cell function are code objects, so the client does not display them.
     is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)
     return {} if is_cell else arguments
 
 
 def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
-    """Start the program `spec.payload` on this machine or through a server. `launch` describes the errors."""
+    """Start the program `spec.payload` on this machine or through a server.
+
+    The function raises the same errors as `launch`.
+    """
     called_ns = SystemClock().boottime_ns()
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
@@ -145,7 +148,7 @@ def _place(handle: Callable[..., Handle], order: LaunchOrder, fill: Callable[[Pa
     home = home_with_notice()
     recognition = snapshot_environment.recognise(home) if order.spec.environment == "snapshot" else None
     try:
-        while True:  # The loop runs at most twice, because the client does not check a new capture again.
+        while True:  # The loop runs at most twice, because a newly captured environment needs no second check.
             placed = _try_place(handle, order, fill, home, recognition)
             if placed is not None:
                 return placed
@@ -161,7 +164,7 @@ def _try_place(
     home: Home,
     recognition: snapshot_environment.Recognition | None,
 ) -> Handle | None:
-    """Launch the run. Return None if the client withdrew the launch because the environment had changed."""
+    """Launch the run. Return None if the environment has changed and the client has withdrawn the launch."""
     channel, greeting = connect(home)
     try:
         message = make_message(order, home, greeting)
@@ -175,7 +178,7 @@ def _try_place(
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
             if not message.confirmed and recognition is not None:
-                if recognition.changes():  # The next capture reports these changes to the user.
+                if recognition.changes():  # The next capture reports the environment changes to the user.
                     withdraw(channel)
                     secret_files.remove(directory)
                     home.remove_run(message.run_id)
@@ -184,8 +187,8 @@ def _try_place(
                 with contextlib.suppress(OSError):
                     protocol.send(channel, protocol.Confirm())
         except BaseException:
-            # If Ctrl-C arrives just after the client sent the launch, a supervisor may already exist. The supervisor
-            # then reads this message.
+            # Ctrl-C may arrive just after the client has sent the launch, when a supervisor may already exist. Such a
+            # supervisor reads the withdrawal message.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
             secret_files.remove(directory)
@@ -196,7 +199,7 @@ def _try_place(
         raise
     again = msgspec.structs.replace(message, confirmed=True)
 
-    def launch_again() -> Channel:  # When the agent died, its cleanup deleted the first copy of the secrets.
+    def launch_again() -> Channel:  # The dead agent's cleanup has deleted the first copy of the secrets.
         return _send(home, None, with_secrets(home, again))
 
     source = LocalRun(message.run_id, directory, ranks_of(message), channel, launch_again)
@@ -244,7 +247,7 @@ def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> Local
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshot_environment.Recognition) -> protocol.Launch:
-    """Return the launch message with the environment. If the environment is new, capture it first."""
+    """Return the launch message with the environment. Capture a new environment first."""
     display = snapshot_environment.capture_display(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
     try:
         wanted = recognition.wanted(display)
@@ -256,7 +259,7 @@ def _in_environment(message: protocol.Launch, recognition: snapshot_environment.
 
 
 def withdraw(channel: Channel) -> None:
-    """Withdraw a launch before user code starts, and wait until the devices of the launch are free."""
+    """Withdraw a launch before user code starts, and wait until its devices are free."""
     channel.sock.settimeout(_WITHDRAWN_S)
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         protocol.send(channel, protocol.Cancel())
@@ -267,9 +270,9 @@ def withdraw(channel: Channel) -> None:
 
 
 def prewarm(spec: RunSpec) -> None:
-    """Prepare a warm interpreter in the background. Ignore errors, because a call reports the same errors."""
-    # The main thread caches these variables. Up to Python 3.12, the first call in another thread may expose incomplete
-    # values.
+    """Prepare a warm interpreter in the background. Ignore errors, because a later call reports them."""
+    # `sysconfig` caches its variables here, in the main thread. Up to Python 3.12, a first call in another thread may
+    # return incomplete variables.
     sysconfig.get_config_vars()
 
     def ask() -> None:
@@ -282,8 +285,8 @@ def prewarm(spec: RunSpec) -> None:
                 environment = recognition.wanted()
                 recognition.close()
                 if environment is None:
-                    # The home has no capture of this environment yet. The first call captures it and shows the
-                    # progress.
+                    # The home directory contains no capture of this environment yet. The first call captures the
+                    # environment and shows the progress.
                     return
             channel, _ = connect(home)
             ranks = spec.processes(spec.resources.gpus or 1)
@@ -300,7 +303,10 @@ def prewarm(spec: RunSpec) -> None:
 
 
 def should_prewarm(module: str) -> bool:
-    """Return True if the module's decorators prewarm: in scripts and notebooks, not in ranks and tests."""
+    """Return True if decorators in `module` prewarm an interpreter.
+
+    Only scripts and notebooks prewarm, not ranks and tests.
+    """
     setting = os.environ.get("SERVERLESS_GPU_PREWARM")
     if setting is not None:
         return setting not in ("0", "")
@@ -308,7 +314,7 @@ def should_prewarm(module: str) -> bool:
 
 
 def home_with_notice() -> Home:
-    """Return the home directory of this process. Print the notice about the directory once."""
+    """Return the home directory of this process. Print any notice about the home directory once."""
     home = find_home(os.environ)
     if home.note and home.note not in _notes_said:
         _notes_said.add(home.note)
@@ -317,7 +323,7 @@ def home_with_notice() -> Home:
 
 
 def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
-    """Return the launch message for an order. The directory of the attempt does not exist yet."""
+    """Return the launch message for an order. The attempt directory does not exist yet."""
     context = caller_context()
     devices = offered(greeting, context.environ)
     chosen = _choose(greeting, order, devices, context.environ)
@@ -384,7 +390,7 @@ def _choose(
 
 
 def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:
-    """Send a launch to the known agent, or to a new agent if the known agent has just exited."""
+    """Send a launch to the connected agent, or to a new agent if the connected agent has just exited."""
     for channel_or_none in (channel, None):
         live = channel_or_none or connect(home)[0]
         try:
@@ -393,6 +399,4 @@ def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Chan
             live.close()
             continue
         return live
-    raise AgentUnavailable(
-        "the agent of this node ended twice before it accepted the run", hint=f"see {home.agent_log}"
-    )
+    raise AgentUnavailable("this node's agent ended twice before accepting the run", hint=f"see {home.agent_log}")

@@ -1,9 +1,9 @@
-"""Reads and writes secrets for local runs: files that `sgpu secret set --local` creates.
+"""Reads and writes the secret files for local runs, which `sgpu secret set --local` creates.
 
     $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed at its end
 
-Only the user can read the files. Encryption would not help, because a process that can read the files could also read
-the key beside the files. A run through a server gets only secrets of the server.
+Only the user can read the secret files. Encryption would not help, because a process that can read the files could also
+read the key. A run on a server gets only the server's secrets.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ DIRECTORY = "secrets"
 
 
 def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
-    """Write the secrets of a launch to memory for its ranks. Return the launch, or raise SecretMissing."""
+    """Write a launch's secrets to files in memory, and return the launch with their directory.
+
+    Raise SecretMissing for an unknown secret.
+    """
     spec = launch.spec
-    # A session executes no user code, so a session needs no secrets.
+    # A session executes no user code and needs no secrets.
     if not spec.secrets or launch.idle_timeout_s is not None:
         return launch
     values = {name: _read(home, name) for name in spec.secrets}
@@ -40,7 +43,7 @@ def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write(home: Home, name: str, value: bytes) -> None:
-    """Set a secret of this home directory atomically. Only the user can read the file."""
+    """Store a secret in this home directory atomically. Only the user can read the secret file."""
     check_value(check_name(name), value)
     path = home.root / DIRECTORY / name
     beside = path.with_name(f"..{name}-{os.getpid()}")
@@ -66,11 +69,11 @@ def names(home: Home) -> list[str]:
 
 
 def delete(home: Home, name: str) -> None:
-    """Delete a secret of this home directory. Raise SecretMissing for an unknown secret."""
+    """Delete a secret from this home directory. Raise SecretMissing if the secret does not exist."""
     try:
         (home.root / DIRECTORY / check_name(name)).unlink()
     except FileNotFoundError:
-        raise SecretMissing(f"this home has no secret {name!r}") from None
+        raise SecretMissing(f"the home directory has no secret {name!r}") from None
 
 
 def _read(home: Home, name: str) -> bytes:
@@ -79,9 +82,8 @@ def _read(home: Home, name: str) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise SecretMissing(
-            f"this home has no secret {name!r}",
-            hint=f"set it with `sgpu secret set --local {name}` for runs of this machine; with remote=True, runs "
-            "use the server's secrets",
+            f"the home directory has no secret {name!r}",
+            hint=f"set the secret with `sgpu secret set --local {name}`, or use the server's secrets with remote=True",
         ) from None
     except OSError as error:
         raise storage_error(error, path) from None

@@ -1,20 +1,21 @@
-"""Checks a call before its run starts, and pickles the call into a file.
+"""Checks a function call before its run starts, and pickles the call into a file.
 
-The checks run in the caller's process. The checks report unsuitable functions, wrong arguments, very large captured
-objects, and objects that cannot be pickled. For an object that cannot be pickled, the error shows the path from the
-call to the object. Of all checks, only pickling executes user code. If the disk is full, `pack` raises `StorageError`
-and leaves no partial file.
+The preflight checks run in the caller's process. The preflight checks report unsuitable functions, wrong arguments,
+very large captured objects, and objects that cannot be pickled. For an object that cannot be pickled, the error shows
+the path from the call to the object. Only the pickling step executes user code. If the disk is full, `pack` raises
+`StorageError` and leaves no partial file.
 
-The checks refuse objects that hold state of their own process. Packages such as accelerate and Lightning create objects
-that are set up for one process. With a copy of such an object, each rank would train a separate model, and the run
-would still succeed. The client pickles the `TrainingArguments` of transformers without their process state
-(`node/inside/payload.py`). The checks refuse objects that contain data loaders, optimizers or strategies for one
-process. The client pickles modules and data modules of Lightning without their trainer.
+The preflight checks refuse objects that depend on the state of the process that created them. Packages such as
+accelerate and Lightning create objects that are set up for one process. If each rank got a copy of an accelerate or
+Lightning object, each rank would train a separate model without an error. The client pickles transformers'
+`TrainingArguments` without their process state (`node/inside/payload.py`). The preflight checks refuse data loaders,
+optimizers and strategies that are set up for a single process. The client pickles Lightning modules and data modules
+without their trainer.
 
-Before a Ray cluster starts, the checks refuse a missing or old Ray and references to other clusters. The checks also
-refuse a user's file or directory named `ray`, because ranks would import it instead of Ray. The checks do not import
-Ray, because the import takes a second. The rank reports problems that only an import of Ray can find, such as missing
-metadata.
+Before a Ray cluster starts, the preflight checks refuse a missing or outdated Ray installation and references to other
+clusters. The preflight checks also refuse a user's file or directory named `ray`, because ranks would import the file
+instead of Ray. The preflight checks do not import Ray, because importing Ray takes a second. Some problems, such as
+missing metadata, appear only when a rank imports Ray. The rank then reports the problem.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ __all__ += ["largest_captured", "pack"]
 
 
 class WrittenCall(NamedTuple):
-    """A pickled call: the size of the file in bytes, and an optional warning for the caller."""
+    """A pickled call: the file size in bytes, and an optional warning for the caller."""
 
     size_bytes: int
     warning: str | None
@@ -113,7 +114,7 @@ def check_function(function: object) -> None:
 def bind_arguments(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the arguments by name with defaults. `rank` and `world_size` are optional."""
+    """Return a call's arguments by name, including defaults. The caller may omit `rank` and `world_size`."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # A builtin function may have no signature.
@@ -142,10 +143,12 @@ def pack(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> WrittenCall:
-    """Pickle a call into the file `path`. Return its size, and a warning for a call above 10 MB.
+    """Pickle a call into the file `path`.
 
-    The warning names the largest objects. The pickler first passes each object to `reducer`, which may raise. After an
-    error, no file exists.
+    Return the size of the call, and a warning if the call exceeds 10 MB.
+
+    The size warning names the call's largest objects. The pickler first passes each object to `reducer`, which may
+    raise an exception. If pickling fails, no file remains.
     """
     try:
         size = call.dump_call(
@@ -191,7 +194,7 @@ def _not_picklable(
     return NotPicklable(
         f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n"
         f"{type(error).__name__}: {error_text(error)}",
-        hint="create it inside the function, or pass the data to create it",
+        hint="create the object inside the function, or pass the data for creating the object",
     )
 
 
@@ -262,19 +265,22 @@ def _size_warning(
     largest = ", ".join(f"{path} {format_bytes(held)}" for path, held in largest_captured(function, args, kwargs)[:3])
     return (
         f"every rank loads the {format_bytes(size)} that this call to {_name(function)} carries; largest: {largest}\n"
-        "hint: load large data inside the function, or pass a path to it"
+        "hint: load large data inside the function, or pass a path to the data"
     )
 
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
-    """Return source lines of code without a file: the function's lines first, then the newest code."""
+    """Return the source lines of code that has no file, such as notebook cells.
+
+    The function's own source comes first.
+    """
     code = getattr(_unwrap(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}
     left = _SOURCES_SIZE_MAX
     for name in sorted(reversed(list(linecache.cache)), key=lambda name: name != own):
         entry = linecache.cache.get(name)
-        # A lazy entry of `linecache` contains only a loader and no lines.
+        # A lazy `linecache` entry contains a loader instead of source lines.
         lines = [] if entry is None or len(entry) != 4 or os.path.exists(name) else list(entry[2])
         size = sum(map(len, lines))
         if lines and size <= left:
@@ -287,7 +293,7 @@ class RayInstallation(NamedTuple):
     """The version and the file of the Ray installation that `import ray` would load."""
 
     version: str
-    origin: str  # The file that `import ray` would load, or "".
+    origin: str  # Path of the file that `import ray` would load, or "".
 
 
 def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None:
@@ -295,7 +301,9 @@ def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None
     version, origin = found if found is not None else find_ray()
     if version and origin and not _is_ray(origin):
         place = origin if os.path.basename(origin) != "__init__.py" else os.path.dirname(origin)
-        raise RayMissing(f"{place} hides Ray {version}, because `import ray` loads it instead", hint=f"rename {place}")
+        raise RayMissing(
+            f"{place} hides Ray {version}, because `import ray` loads this path instead", hint=f"rename {place}"
+        )
     if not version and not (origin and _is_ray(origin)):
         raise RayMissing("ray_launch needs Ray, which this Python environment does not have", hint=_PIP.format(""))
     if () < ray_installation.release(version) < ray_installation.OLDEST:
@@ -319,7 +327,7 @@ def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
     """Return a pickle reducer that refuses objects of the caller's own Ray cluster, or None.
 
     Pickle accepts a reference to an object of the caller's Ray cluster, but the run's driver cannot use the reference.
-    The driver runs in another Ray cluster, which contains neither the object's owner nor the actor.
+    The run's driver belongs to a different Ray cluster, which cannot resolve the reference.
     """
     ray = sys.modules.get("ray")
     found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))
@@ -329,22 +337,20 @@ def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
 
     def refuse(value: object) -> Reduced:
         if isinstance(value, kinds):
-            raise TypeError(
-                f"this {type(value).__name__} belongs to another Ray cluster, and the run has its own cluster"
-            )
+            raise TypeError(f"this {type(value).__name__} belongs to another Ray cluster, which the run cannot access")
         return cast("Reduced", NotImplemented)
 
     return refuse
 
 
 def _is_ray(origin: str) -> bool:
-    """Return True if a file is Ray's `__init__.py`, which has a compiled module in its directory."""
+    """Return True if a file is Ray's `__init__.py`, which has the compiled module `_raylet` beside it."""
     path = Path(origin)
     return path.name == "__init__.py" and any(path.parent.glob("_raylet*"))
 
 
 def refusing_reducer(spec: RunSpec) -> Reducer | None:
-    """Return a pickle reducer that refuses objects of one process or of another Ray cluster, or None."""
+    """Return a pickle reducer that refuses single-process objects and other Ray clusters' objects."""
     of_ray = ray_reference_reducer(spec)
     kinds, data_modules = _loaded_classes(_PROCESS_STATE_KINDS), _loaded_classes(_DATA_MODULES)
     if not kinds:
@@ -353,8 +359,7 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
     def refuse(value: object) -> Reduced:
         if isinstance(value, kinds):
             raise TypeError(
-                f"this {type(value).__name__} is set up for the process that created it; each rank that uses this "
-                "object would train its own model"
+                f"this {type(value).__name__} is set up for a single process, so each rank would train a separate model"
             )
         if isinstance(value, data_modules):
             reduced: Reduced = value.__reduce_ex__(5)
@@ -367,6 +372,6 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
 
 
 def _loaded_classes(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
-    """Return those classes of a list that this process has already imported."""
+    """Return the listed classes that this process has already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))

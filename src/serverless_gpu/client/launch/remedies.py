@@ -1,4 +1,4 @@
-"""Writes error hints in the syntax of the request: Python, `sgpu submit` or a cell magic.
+"""Writes error hints in the syntax that the user typed: Python, `sgpu submit` or a cell magic.
 
 NoSuitableNode(choices) ─▶ ``gpu_type="CPU"`` · ``--gpu-type CPU``, and the option that queues the run
 """
@@ -15,7 +15,7 @@ CHOICES_MAX = 4
 
 
 def explain(error: NoSuitableNode, syntax: Syntax) -> None:
-    """Replace an error's hint with a hint in the syntax of the request."""
+    """Replace an error's hint with a hint in Python or command line syntax."""
     written = [_choice_text(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
     wait = "wait=True" if syntax == "python" else "--wait"
     parts = [f"would work: {' · '.join(written)}"] if written else []
@@ -24,8 +24,8 @@ def explain(error: NoSuitableNode, syntax: Syntax) -> None:
 
 
 def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
-    """Return the error for the command `typed`, which needs a server. `instead` names an alternative."""
-    hint = "start a server on this machine with `sgpu up`, or connect to an existing one with `sgpu login`"
+    """Return the error for a command `typed` that needs a server. `instead` is another hint."""
+    hint = "start a server on this machine with `sgpu up`, or connect to an existing server with `sgpu login`"
     return ServerNotConfigured(
         f"`{typed}` needs a server, and none is configured", hint="; ".join(filter(None, (hint, instead)))
     )

@@ -5,11 +5,11 @@
            ─ launched; meanwhile the service checks every file ─
            ◀─ changes ─ none: Confirm, user code starts · else: shown, captured, launched again
 
-Each client process has one environment service per home directory. The first decorator or call starts the service. A
-forked child starts its own service. If the service dies during a request, the client restarts the service once. If the
-service refuses a request, the client raises an exception of the same class. If the service sends no message, the client
-prints a notice after 10 s and raises an error after 15 minutes. Ctrl-C withdraws the request and ends a capture that no
-other request needs.
+Each client process has one environment service per home directory. The first decorator or call starts the environment
+service. A forked child process starts a separate environment service. If the environment service dies during a request,
+the client restarts the service once. If the environment service refuses a request, the client raises an exception of
+the same class. If the environment service is silent, the client prints a notice after 10 s and raises an error after 15
+minutes. Ctrl-C withdraws the request and stops the capture if no other request needs it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 RESTORE = "SERVERLESS_GPU_RESTORE"
 _TRIES_MAX = 2
 SILENT_S = 10.0
-"""Seconds without a message from the service after which the client prints a notice."""
+"""Number of seconds without a message from the environment service before the client prints a notice."""
 SILENT_S_MAX = 900.0
-"""Seconds without a message from the service after which the client raises an error.
+"""Number of seconds without a message from the environment service before the client raises an error.
 
-The service reports an unreachable store after a third of this time.
+The environment service reports an unreachable store after a third of this limit.
 """
 _clock = SystemClock()
 _MODES: tuple[Mode, ...] = ("overlay", "links")
 
 
 class _ServiceEnded(Exception):
-    """Raised when the service process has exited."""
+    """Raised when the environment service has exited."""
 
 
 class _Service:
@@ -72,7 +72,7 @@ class _Service:
                 environ=os.environ,
                 fds=(theirs.fileno(),),
             )
-            process.wait()  # The started process detaches at once, so this wait is short.
+            process.wait()  # The started process detaches at once, so the client waits only briefly.
         except OSError as error:
             self._channel.close()
             raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
@@ -80,7 +80,7 @@ class _Service:
             theirs.close()
 
     def ask(self, description: dict[str, object], store: StoreLocation, *, capture: bool) -> int:
-        """Send a request and return its number. Raise _ServiceEnded if the service process has exited."""
+        """Send a request and return its number. Raise _ServiceEnded if the environment service has exited."""
         with self._turn:
             self._number += 1
             number = self._number
@@ -98,9 +98,11 @@ class _Service:
         return number
 
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
-        """Return the next answer, or None after a timeout. Raise _ServiceEnded after an exit of the service.
+        """Return the next answer to a request, or None after a timeout.
 
-        At any time, a single waiting thread reads the answers for all threads.
+        Raise _ServiceEnded if the service has exited.
+
+        If several threads wait, one of them reads the answers for all threads.
         """
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
@@ -122,7 +124,10 @@ class _Service:
             return self._inbox[number].popleft()
 
     def forget(self, number: int, *, abandon: bool) -> None:
-        """Drop later answers to a request. With `abandon`, ask the service to stop its work on the request."""
+        """Ignore later answers to a request.
+
+        If `abandon` is True, ask the service to stop processing the request.
+        """
         with self._turn:
             self._inbox.pop(number, None)
         if abandon:
@@ -130,12 +135,12 @@ class _Service:
                 self._send(service_messages.Abandon(number=number))
 
     def close(self) -> None:
-        """Close the socket. The service then reads the end of the stream and exits."""
+        """Close the socket, which makes the environment service exit."""
         self.alive = False
         self._channel.close()
 
     def _read(self, within_s: float) -> None:
-        """Read one message before the timeout. Meanwhile, other threads may use this object."""
+        """Read one message before the timeout. Other threads may use this object during the read."""
         self._turn.release()
         received = None
         try:
@@ -182,7 +187,10 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class Recognition:
-    """A request to the service about this process's environment. `store` is None for the home's store."""
+    """A request to the environment service.
+
+    If `store` is None, the service uses the home directory's store.
+    """
 
     def __init__(self, home: Home, *, capture: bool = True, store: StoreLocation | None = None) -> None:
         self._home = home
@@ -195,11 +203,14 @@ class Recognition:
         self._over = False
         self._snapshot = ""
         self.verified = False
-        """True if every file is known to match the snapshot."""
+        """True if the environment service has found that every file matches the snapshot."""
         self._put()
 
     def wanted(self, display: Display | None = None) -> EnvironmentRequest | None:
-        """Return this environment's stored snapshot, or None if a capture is needed but not allowed."""
+        """Return the environment's stored snapshot.
+
+        Return None if a capture is needed but the request does not allow it.
+        """
         if not self.verified:
             self._display = display
             self._snapshot = self._until_known(display)
@@ -210,9 +221,9 @@ class Recognition:
         )
 
     def changes(self) -> tuple[str, ...]:
-        """Wait for the check of every file, and return the differences from the snapshot.
+        """Wait until the service has checked every file, and return the differences from the snapshot.
 
-        If there are differences, a later call of `wanted` returns the new snapshot.
+        If the environment has changed, a later call of `wanted` returns the new snapshot.
         """
         while not self.verified:
             answer = self._next()
@@ -223,16 +234,16 @@ class Recognition:
                 self.close()
             elif isinstance(
                 answer, service_messages.UnknownEnvironment
-            ):  # The service process died, and the client sent the request again.
+            ):  # The environment service died, and the client sent the request again.
                 return ("installed packages or the project's code",)
         return ()
 
     def is_about(self, home: Home, store: StoreLocation | None) -> bool:
-        """Return True if a request with this home and store would be the same request."""
+        """Return True if this request has the given home directory and store."""
         return self._home.root == home.root and self._store == (store or _own_store(home))
 
     def close(self) -> None:
-        """Withdraw the request. A second call does nothing."""
+        """Withdraw the environment request, unless it is already closed."""
         if not self._over:
             self._service.forget(self._number, abandon=not self.verified)
         self._over = True
@@ -272,7 +283,10 @@ class Recognition:
         return answer
 
     def _heard(self) -> service_messages.Answer:
-        """Return the next answer. Print a notice after 10 s of silence. Raise EnvironmentProblem after 15 min."""
+        """Return the environment service's next answer.
+
+        Print a notice after 10 s. Raise EnvironmentProblem after 15 min.
+        """
         waited_s = 0.0
         while True:
             with interruptible():
@@ -312,17 +326,17 @@ class Recognition:
 
 
 class _CaptureNotices:
-    """Shows a capture on an optional display: the changes once, the progress and the result."""
+    """Shows an environment capture on an optional display: the changes once, the progress and the result."""
 
     def __init__(self, display: Display | None) -> None:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # The value survives a restart of the service, so that the display shows the changes only once.
+            None  # This value survives a service restart, so that the display shows the changes only once.
         )
 
     def take(self, answer: service_messages.Answer) -> None:
-        """Show the content of an answer on the display."""
+        """Show an answer's content on the display."""
         display = self._display
         if display is None:
             return
@@ -349,9 +363,11 @@ def _own_store(home: Home) -> StoreLocation:
 
 
 def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
-    """Request this process's environment from the service. `store` is None for the home's own store.
+    """Request this process's environment from the environment service.
 
-    Inside `shared_environment`, all calls share one request.
+    If `store` is None, use the home directory's store.
+
+    All calls inside `shared_environment` share one environment request.
     """
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
@@ -363,7 +379,7 @@ def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
 
 @contextlib.contextmanager
 def shared_environment() -> Iterator[None]:
-    """Make all launches of this block, in this thread, use the environment of the first launch."""
+    """Reuse the first launch's environment for all launches that this thread starts inside the block."""
     _shared.kept = []
     try:
         yield
@@ -372,7 +388,7 @@ def shared_environment() -> Iterator[None]:
 
 
 def capture_display(*, quiet: bool, logs: Path) -> Display:
-    """Return the display for the progress of a capture."""
+    """Return the display that shows a capture's progress."""
     return make_display(quiet=quiet, logs=logs)
 
 
@@ -384,13 +400,13 @@ def asked_mode(text: str | None) -> Mode:
     if text:
         raise InvalidValue(
             f"{RESTORE}={text!r} is not a valid restore mode",
-            hint="set overlay or links, or unset it to let the node decide",
+            hint="set the mode to overlay or links, or unset the variable so that the node decides",
         )
     return ""
 
 
 def progress_text(progress: ProgressPoint) -> str:
-    """Return the progress of a capture as a sentence."""
+    """Return a capture's progress as text."""
     doing = "scanning the environment" if progress.phase == "scan" else "capturing the environment"
     done = format_bytes(progress.bytes_done)
     of = f" of {format_bytes(progress.bytes_total)}" if progress.bytes_total else ""
@@ -399,7 +415,7 @@ def progress_text(progress: ProgressPoint) -> str:
 
 
 def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
-    """Return the messages that the client shows before a capture."""
+    """Return the messages to show before an environment capture."""
     said = []
     if found.first:
         said.append("capturing the environment (done once; later calls only check for changes)")
@@ -409,7 +425,10 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
 
 
 def taken_text(taken: service_messages.CaptureDone, found: service_messages.CapturedEnvironment | None) -> str:
-    """Return the message after a capture, or "". A repeated capture reports only additional units."""
+    """Return the message to show after an environment capture, or "".
+
+    A repeated capture reports only additional units.
+    """
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)
     if found is not None and not found.first:

@@ -1,7 +1,7 @@
-"""Requests an estimated start time from a server, without submitting a run or capturing files.
+"""Requests a run's estimated start time from a server, without submitting a run or capturing files.
 
-The client does not wait for an unreachable server, and an old server does not support estimates. In these cases, the
-estimate is "unknown" and contains the reason. If the server refuses the run, the client raises the server's error.
+If the server is unreachable or too old for estimates, the client returns an "unknown" estimate with the reason. If the
+server refuses the run, the client raises the server's error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from serverless_gpu.wire.runs import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:
-    """Return the server's estimate of a run's start time, or raise the error of a refusal."""
+    """Return the server's estimate of a run's start time.
+
+    Raise the server's error if the server refuses the run.
+    """
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     try:
@@ -33,7 +36,7 @@ def estimate(spec: RunSpec) -> Estimate:
 
 
 def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
-    # The client caches the server's version, because `environment_of` also needs the version.
+    # This call caches the server's version, which `environment_of` also needs.
     server.version(patiently=False)
     environment = environment_of(spec, server)
     travels = environment == "snapshot"

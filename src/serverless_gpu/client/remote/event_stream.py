@@ -1,17 +1,18 @@
-"""Reads the event stream of a run, and resumes a broken stream without gaps and repeats.
+"""Reads a run's event stream, and resumes a broken stream without gaps or repetitions.
 
     thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ reader: the run's handle
             ▲── again: after a pause, from the cursor ──┘                     pipe: wakes the reader
 
-A thread transfers messages from the server to a queue. The run handle reads the queue, writes files and updates
-displays. The queue is bounded. If the run handle does not read the queue, the thread stops reading the stream, and the
-server stores the messages. Each stream has a separate connection, so that closing one stream affects no other stream.
+A reader thread transfers messages from the server to a queue. The run handle reads the message queue, writes files and
+updates displays. The message queue is bounded. If the queue is full, the reader thread stops reading the event stream.
+The server then stores the messages. Each event stream has a separate connection, so that closing one stream affects no
+other stream.
 
-The thread retries a broken connection, with one notice, for `SERVERLESS_GPU_PATIENCE` seconds. If the server refuses
-the request, the thread passes the error to the run handle. If the token expires after the server accepted the run, the
-thread waits for a new token (`RemoteServer.wait_for_token`). A proxy may interrupt the stream repeatedly, because each
-new connection makes progress. After the garbage collection of a run handle, its thread ends at the server's next
-comment. The server sends a comment every 10 s.
+The reader thread prints one notice about a broken connection and reconnects for up to `SERVERLESS_GPU_PATIENCE`
+seconds. If the server refuses the request, the reader thread passes the server's error to the run handle. If the token
+expires after the server has accepted the run, the reader thread waits for a new token (`RemoteServer.wait_for_token`).
+Each new connection makes progress, even if a proxy interrupts the event stream repeatedly. After Python has deleted a
+run handle, its reader thread exits at the server's next stream comment. The server sends a stream comment every 10 s.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _BYTES_MAX = 8 << 20
 
 
 class ServerAway(NamedTuple):
-    """Notice to the user that the server is unreachable or no longer accepts the token."""
+    """A notice for the user that the server is unreachable or no longer accepts the token."""
 
     sentence: str
 
@@ -62,19 +63,19 @@ E = TypeVar("E", bound=ServerProblem)
 
 
 class StreamCursor:
-    """The position in an event stream, which sets the start of the next request and drops repeats."""
+    """The client's position in an event stream, for resuming the stream and skipping repeated messages."""
 
     def __init__(self) -> None:
         self.after = 0
         self.offsets: dict[tuple[int, int, str], int] = {}
 
     def query(self) -> dict[str, str]:
-        """Return the query parameters that request the next messages."""
+        """Return the query parameters for requesting the next messages."""
         places = (f"{fence}.{rank}.{stream}:{at}" for (fence, rank, stream), at in self.offsets.items())
         return {"after": str(self.after), "offsets": ",".join(places)}
 
     def take(self, message: StreamMessage) -> StreamMessage | None:
-        """Return the part of a message after the cursor, or None for a repeated message."""
+        """Return the part of a message that follows the cursor, or None for a repeated message."""
         match message:
             case StateMessage(seq=seq, fence=fence) | EndedMessage(seq=seq, fence=fence):
                 if 0 < seq <= self.after:
@@ -109,7 +110,8 @@ class StreamCursor:
 class EventStream:
     """Reads a run's events from the server in a thread.
 
-    With `request`, the thread first submits the run. The server's answer to the submission is the event stream.
+    If `request` is given, the thread first submits the run. The server's response to the submission is the event
+    stream.
     """
 
     def __init__(self, server: RemoteServer, run_id: str, request: RunRequest | None = None) -> None:
@@ -121,7 +123,7 @@ class EventStream:
         self._queue: deque[Heard] = deque()
         self._queued_bytes = 0
         self._error: Exception | None = None
-        self._over = False  # True after the thread put the last message into the queue.
+        self._over = False  # True after the reader thread has queued the last message.
         self._closed = threading.Event()
         self._turn = threading.Condition()
         self._connection: Connection | None = None
@@ -131,11 +133,14 @@ class EventStream:
         start_thread(self._listen, f"serverless-gpu-run-{run_id}")
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the queue has a message, or -1."""
+        """Return a file descriptor that becomes readable when a message arrives, or -1."""
         return self._readable
 
     def read(self, timeout_s: float | None) -> Heard | None:
-        """Return the next message, or None after the last message. Raise TimeoutError after the timeout."""
+        """Return the next message, or None after the last message.
+
+        Raise TimeoutError if no message arrives in time.
+        """
         deadline_ns = None if timeout_s is None else self._clock.boottime_ns() + round(timeout_s * 1e9)
         poll = select.poll()
         poll.register(self._readable, select.POLLIN)
@@ -144,9 +149,7 @@ class EventStream:
                 if self._queue:
                     return self._pop()
                 if self._error is not None:
-                    raise self._error.with_traceback(
-                        None
-                    )  # The new traceback has one frame of this package instead of the thread's frames.
+                    raise self._error.with_traceback(None)  # A new traceback omits the reader thread's frames.
                 if self._over or self._closed.is_set():
                     return None
             left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9
@@ -155,7 +158,7 @@ class EventStream:
             poll.poll(None if left_s is None else left_s * 1000)
 
     def close(self) -> None:
-        """Stop reading the stream. A caller may call this method at any time, even in a finalizer."""
+        """Stop reading the event stream. Callers may call this method at any time, even in a finalizer."""
         with self._turn:
             if self._closed.is_set():
                 return
@@ -190,7 +193,8 @@ class EventStream:
 
     def _wake(self) -> None:
         if not self._closed.is_set():
-            with contextlib.suppress(BlockingIOError):  # A full pipe is already readable, so the reader wakes up.
+            # A full wakeup pipe is already readable, so the run handle wakes up anyway.
+            with contextlib.suppress(BlockingIOError):
                 os.write(self._writable, b"\0")
 
     # --- the thread ----------------------------------------------------------------------------------------------
@@ -199,14 +203,14 @@ class EventStream:
         error: Exception | None = None
         try:
             self._keep_up()
-        except Exception as problem:  # noqa: BLE001 - the handle would wait forever for a dead thread
+        except Exception as problem:  # noqa: BLE001 - the run handle would wait forever for a dead reader thread
             error = problem
         with self._turn:
             self._error, self._over = error, True
             self._wake()
 
     def _keep_up(self) -> None:
-        """Read the stream until the last message, and reconnect after each connection failure."""
+        """Read the event stream until the last message, and reconnect after each connection failure."""
         pause_s, away_ns, told = _PAUSE_S, 0, False
         while not self._closed.is_set():
             problem, token = "the server ended the stream", self._server.profile.token
@@ -223,7 +227,7 @@ class EventStream:
             except ServerProblem as error:
                 url = self._server.profile.url
                 if isinstance(error, NotAuthenticated) and self._server.look_again() != url:
-                    continue  # Another server now uses the old address.
+                    continue  # The old address now belongs to another server.
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
                         self._with_run_state(error),
@@ -252,10 +256,10 @@ class EventStream:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _with_run_state(self, error: E) -> E:
-        """Return the server's error, with the state of the run if the server had accepted the run."""
+        """Return the server's error. If the server has accepted the run, add the run's state."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
             still = (
-                f"run {self._run_id} continues; to stop it, use `sgpu cancel {self._run_id}` with a token that "
+                f"run {self._run_id} continues; to stop the run, use `sgpu cancel {self._run_id}` with a token that "
                 "has "
                 "the permission"
             )
@@ -276,7 +280,7 @@ class EventStream:
             connection.close()
 
     def _queue_new(self, message: StreamMessage) -> bool:
-        """Queue the part of a message after the cursor. Return True if the cursor has advanced."""
+        """Queue the part of a message that follows the cursor. Return True if the cursor has advanced."""
         if isinstance(message, AcceptedMessage):
             self._request = None
         new = self._cursor.take(message)

@@ -1,10 +1,10 @@
-"""Finds the server for remote calls, and the caller's credentials on the server.
+"""Finds the server for remote calls and the caller's credentials for the server.
 
     SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      take precedence, for jobs and containers
     $SERVERLESS_GPU_HOME/server.json (0600)           written by `sgpu up` on this machine, or by `sgpu login`
 
-The client refuses an address without a token, an unreadable file, and a file that another user owns. The client also
-refuses plain HTTP to another machine.
+The client refuses a server address without a token, an unreadable profile file, and a profile file of another user. The
+client also refuses plain HTTP to another machine.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _notes_said: set[str] = set()
 
 
 class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's address, and the caller's credentials on the server."""
+    """A server's address and the caller's credentials for the server."""
 
     url: str
     token: str
-    principal: str = ""  # Owner of the token, or "" if unknown.
+    principal: str = ""  # Principal that owns the token, or "" if unknown.
     embedded: bool = False  # True if `sgpu up` wrote the profile for the server of this home directory.
-    machine: str = ""  # `ambient.machine()` of the server at the time of writing, or "".
-    ca: str = ""  # File with trusted certificates, or "" for the system's certificates.
+    machine: str = ""  # `ambient.machine()` of the server when the profile was written, or "".
+    ca: str = ""  # Path of a file with trusted certificates, or "" for the system's certificates.
 
 
 def remote_home(environ: Mapping[str, str]) -> Home:
-    """Return the home directory for remote calls, with the server's profile and copies of results.
+    """Return the home directory for remote calls, which contains the server profile and result copies.
 
-    If environment variables name the server, a temporary directory is enough, because the server stores all results.
+    If environment variables name the server, a temporary directory suffices, because the server stores all results.
     """
     if not environ.get(SERVER):
         return find_durable_home(environ, f"its {FILE} names the server")
@@ -57,7 +57,7 @@ def remote_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the profile of the configured server. Raise ServerNotConfigured without a configured server."""
+    """Return the profile of the configured server. Raise ServerNotConfigured if no server is configured."""
     url, token = environ.get(SERVER, ""), environ.get(TOKEN, "")
     if url:
         if not token:
@@ -74,23 +74,23 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
 
 
 def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
-    """Return True if a variable or the home's file names a server, even an invalid server."""
+    """Return True if an environment variable or the profile file names a server, valid or not."""
     return bool(environ.get(SERVER)) or (home / FILE).exists()
 
 
 def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
     """Return the profile of a known server with its current address and token.
 
-    Without changes, the function returns `known`. A restarted server may use another port and new tokens. The client
-    reads address and token from the same source, so that the client sends a token only to the matching address. The
-    client ignores a profile of another server or principal, because the caller waits for the known server.
+    If the profile has not changed, the function returns `known`. A restarted server may use another port and new
+    tokens. The client reads the address and the token from the same source, so that no other server receives the token.
+    The client ignores a profile of another server or principal, because the caller waits for the known server.
     """
     try:
         there = find_profile(home, environ)
-    # The profile file is missing or incomplete, because another process is writing the file.
+    # Another process may be writing the profile file at this moment.
     except ServerlessGpuError:
         return known
-    # A token from the environment variable does not identify the server.
+    # An environment variable's token does not identify the server.
     same_token = there.token == known.token and not environ.get(TOKEN)
     same_principal = there.principal == known.principal or not (there.principal and known.principal)
     return there if same_token or (same_principal and _is_same_server(there, known)) else known
@@ -121,7 +121,7 @@ def patience_s(environ: Mapping[str, str]) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 86_400:  # A comparison with NaN is False, so this check also refuses NaN.
+    if not 0 <= value <= 86_400:  # Any comparison with NaN is False, so the range check also refuses NaN.
         raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
     return value
 
@@ -149,7 +149,7 @@ def _read(path: Path) -> ServerProfile:
     except FileNotFoundError:
         missing = ServerNotConfigured(
             "remote=True needs a server, and none is configured",
-            hint="start a server on this machine with `sgpu up`, or connect to an existing one with `sgpu login`; "
+            hint="start a server on this machine with `sgpu up`, or connect to an existing server with `sgpu login`; "
             "without remote, the call runs on this machine",
         )
         missing.is_missing = True
@@ -159,7 +159,7 @@ def _read(path: Path) -> ServerProfile:
     try:
         return from_json(data, ServerProfile)
     except msgspec.MsgspecError as error:
-        raise InvalidValue(f"{path} is invalid: {error}", hint="write the file again with `sgpu login`") from None
+        raise InvalidValue(f"{path} is invalid: {error}", hint="write the profile again with `sgpu login`") from None
 
 
 def check_address(url: str) -> None:
@@ -186,7 +186,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def remove_profile(home: Path) -> ServerProfile | None:
-    """Delete the stored server profile. Return the deleted profile, or None without a stored profile."""
+    """Delete the stored server profile. Return the deleted profile, or None if no profile was stored."""
     path = home / FILE
     if not path.exists():
         return None

@@ -3,21 +3,21 @@
     EventStream ──StateMessage, LogMessage, Ended …──▶ RemoteRun ──Snapshot, Output, Stopped …──▶ Run
                                                          └─ copies of the run's files, fetched on demand
 
-A run may have several attempts in sequence. The copied files belong to the last attempt. For a run on several nodes,
-the server may send the final state twice. The first message contains the known part, and the second message is
-complete. If a node does not reconnect, the server determines the final state of the run.
+A run may have several consecutive attempts. The client copies only the last attempt's files. For a run on several
+nodes, the server may send the final state twice, first incomplete and then complete. If a node does not reconnect, the
+server determines the run's final state.
 
-`attach` finds a run by its id, from any machine with a token that permits access to the run. `attach` loads only
-results of the caller's own runs, because loading a result executes code. Results of another principal require
-`allow_pickle_from="bob"`.
+`attach` finds a run by its identifier from any machine whose token permits access to the run. By default, `attach`
+loads only results of the caller's own runs, because loading a result executes code. Loading another principal's results
+requires `allow_pickle_from="bob"`.
 
-The copies on the caller's disk have the layout of a run directory. The client therefore reads results of local and
-remote runs in the same way:
+The copies on the caller's disk have the layout of a local run directory. The client therefore reads local and remote
+results in the same way:
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
-The client fetches small files at the run's end, and large files in pieces at their first use. The client writes each
-file atomically and refuses file names that a run cannot have.
+The client fetches small files when the run ends, and large files in parts when they are first used. The client writes
+each file atomically and refuses unexpected file names.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _CLEANED_EVERY_S = 86_400.0
 
 
 class RemoteRun(RunSource):
-    """A run on a server. If `untrusted` names the owner, this process must not load the results."""
+    """A run on a server. If `untrusted` names the run's owner, this process must not load the results."""
 
     def __init__(
         self, server: RemoteServer, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
@@ -121,7 +121,7 @@ class RemoteRun(RunSource):
         return f"sgpu logs {self.run_id}"
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when messages arrive, or -1."""
+        """Return a file descriptor that becomes readable when messages arrive, or -1."""
         return -1 if self._over else self._open_stream().fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
@@ -135,7 +135,7 @@ class RemoteRun(RunSource):
                     self._is_over_there = self._is_over_there or self._look()
                     if not self._is_over_there:
                         break
-                # An attached client needs the first messages of a stream, and the final state of an ended run.
+                # A client that attaches waits for the stream's first messages, or for the final state of an ended run.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
                 heard = self._open_stream().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
@@ -150,13 +150,13 @@ class RemoteRun(RunSource):
         return self._pending.popleft()
 
     def _unknown_run(self) -> protocol.Refused:
-        """Return the error for a run that the server had accepted but no longer knows."""
+        """Return the error for a run that the server accepted but no longer knows."""
         self.close()
         return protocol.Refused(
             code=NotFound.code,
             message=f"the server at {self._server.profile.url} accepted run {self.run_id} but no longer has it: "
             "its database was restored or rolled back, or you have lost access to the run",
-            hint="it is unknown whether the run started: check for its output, and submit the run again if no "
+            hint="check for the run's output, because the run may have started, and submit the run again if no "
             "output exists",
         )
 
@@ -171,7 +171,7 @@ class RemoteRun(RunSource):
         return False
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Request a stop of the run from the server. If the run has already ended, do nothing."""
+        """Ask the server to stop the run, unless the run has already ended."""
         with contextlib.suppress(AlreadyFinished):
             self._server.stop(self.run_id, why, patiently=patiently)
 
@@ -200,7 +200,7 @@ class RemoteRun(RunSource):
         if self._receipt is None or not self._receipt.nodes:
             return super().receipts()
         for number, node in enumerate(self._receipt.nodes):
-            with contextlib.suppress(NotFound):  # A node that the server considers lost has sent no receipt.
+            with contextlib.suppress(NotFound):  # A lost node has sent no receipt.
                 found[node] = self._server.receipt_of(self.run_id, self._fence, number)
         return found
 
@@ -211,7 +211,7 @@ class RemoteRun(RunSource):
             self._server.with_valid_token(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
 
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Fetch the output of a rank up to now."""
+        """Fetch a rank's output so far."""
         fence = self._fence or self._server.run(self.run_id).fence
         return self._server.read_log(self.run_id, fence, rank, stream) if fence else b""
 
@@ -229,7 +229,8 @@ class RemoteRun(RunSource):
         try:
             return self._server.cost(self.run_id)
         except NotFound:
-            self._server.run(self.run_id)  # The run exists, so the status 404 means that the server has no such route.
+            # The run exists, so status 404 means that the server is too old for the cost route.
+            self._server.run(self.run_id)
             url = self._server.profile.url
             raise ServerProblem(f"the server at {url} is too old to report the cost of runs") from None
 
@@ -257,7 +258,7 @@ class RemoteRun(RunSource):
         match heard:
             case ServerAway(sentence=sentence):
                 self._pending.append(ConnectionNote(sentence))
-            # This message is the current state of the run. Earlier messages follow in order.
+            # The AcceptedMessage contains the run's current state. Earlier messages of the run follow in order.
             case AcceptedMessage(run=view):
                 self.world_size = view.processes or self.world_size
                 self._tell_tracked(view.tracked)
@@ -284,25 +285,25 @@ class RemoteRun(RunSource):
             self._tell(message.state, _sentence(message, self.run_id))
 
     def _tell_tracked(self, url: str) -> None:
-        """Queue the link to the MLflow page once. The link contains the MLflow run's identifier."""
+        """Queue each new MLflow link, which contains the MLflow run's identifier."""
         if url and url != self._tracked:
             self._tracked = url
             self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
-        """Queue the run's state and message. The display prints only messages that a waiting user needs."""
-        # After a state request or a new connection, the server may repeat the message.
+        """Queue the run's state and message, unless both are unchanged."""
+        # After a state request or a reconnection, the server may repeat the last message.
         if (state, sentence) == self._told:
             return
         if state is not self._told[0] or not sentence:
-            # The next message of the server contains the reason and the start of the wait.
+            # The server's next message contains the wait reason and the start time of the wait.
             waiting = sentence if state is not State.QUEUED else ""
             self._pending.append(
                 protocol.AttemptSnapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
-            # The display prints messages that matter to a waiting caller. Further messages appear as progress.
+            # The display prints important messages, and shows all other messages only as progress.
             passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
             self._pending.append(protocol.WaitingNote(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
@@ -323,7 +324,7 @@ class RemoteRun(RunSource):
         for name in names:
             if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
                 self._server.with_valid_token(functools.partial(copies.bring, name))
-        # The next attempt may run on other nodes with another number of ranks.
+        # Another attempt may have run on other nodes with a different number of ranks.
         if self.world_size is None or self.spec.per_node:
             results = [name for name in names if name.startswith(_RESULT)]
             self.world_size = (
@@ -342,7 +343,7 @@ class RemoteRun(RunSource):
         self._pending.append(protocol.Finished(receipt=self._receipt))
 
     def _turn_to(self, fence: int, node: str) -> None:
-        """Set the number of the current attempt, and the node of the attempt."""
+        """Set the current attempt's number and node."""
         self._fence = fence
         self.directory = self._root / str(max(1, fence))
         if node or not self.origin.node:
@@ -353,7 +354,7 @@ class RemoteRun(RunSource):
 
 
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
-    """Return a run's message. For a wait, the client composes the message with local times."""
+    """Return a run's message. If the run is waiting, compose the message with local times."""
     wait = None if said.waiting is None else wait_of(said.waiting, run_id)
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
@@ -363,14 +364,17 @@ def _stopped_message(message: EndedMessage) -> protocol.Stopped:
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
-            # Only the server knows the run that caused a preemption, or the used-up budget.
+            # Only the server knows which run caused a preemption or which budget is used up.
             return msgspec.structs.replace(said, cause=why) if message.reason in _DISPLACED else said
     cause = why if message.sentence and message.reason is not Reason.COMPLETED else None
     return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return a run of the configured server, or None without a server. Results of `trusted` may be loaded."""
+    """Return a run of the configured server, or None if no server is configured.
+
+    Trust the results of the principals in `trusted`.
+    """
     if not is_configured(home.root, os.environ):
         return None
     server = server_of(home.root, os.environ)
@@ -381,13 +385,13 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
 
 
 def unfinished_runs(run_ids: Sequence[str]) -> list[str]:
-    """Return the server's runs that have not ended. Do not wait for an unreachable server."""
+    """Return the given server runs that have not ended. Do not wait for an unreachable server."""
     server = server_of(find_home(os.environ).root, os.environ)
     return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]
 
 
 class RunCopies:
-    """Local copies of the files of one attempt on a server."""
+    """Local copies of an attempt's files on a server."""
 
     def __init__(
         self, server: RemoteServer, run_id: str, fence: int, directory: Path, files: Iterable[FileView]
@@ -399,11 +403,11 @@ class RunCopies:
         self._files = {file.name: file for file in files if _NAME.fullmatch(file.name)}
 
     def names(self) -> list[str]:
-        """Return the names of all files that the server has for the run."""
+        """Return the names of the attempt's files on the server."""
         return list(self._files)
 
     def bring(self, name: str) -> None:
-        """Fetch a file into the local directory. Skip a file that the run does not have."""
+        """Fetch a file into the local directory, unless the run has no such file."""
         file = self._files.get(name)
         path = self._directory / name
         if file is None or _is_there(path, file.size):
@@ -427,7 +431,7 @@ class RunCopies:
                 raise ServerProblem(
                     f"{file.name} of run {self._run_id} has {file.size} bytes; the server sent {len(data)} bytes "
                     f"at offset {done}",
-                    hint="try again; if the error returns, see the server's log",
+                    hint="fetch the file again, and read the server's log if the error returns",
                 )
             _write(descriptor, data)
             done += len(data)
@@ -444,7 +448,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def clean_now_and_then(home: Home) -> None:
-    """Delete old copies by the `[retention]` settings, at most once a day, in a background thread."""
+    """Delete old copies of remote runs in a background thread, at most once a day (`[retention]`)."""
     marker = home.remote / _CLEANED
     with contextlib.suppress(OSError):
         if SystemClock().wall_ns() - marker.stat().st_mtime_ns < _CLEANED_EVERY_S * 1e9:

@@ -1,12 +1,13 @@
-"""Provides the routes of a server as methods, with one connection pool per process.
+"""Provides the server's HTTP routes as methods, with one connection pool per process.
 
-A call waits for an unreachable server for ten minutes and prints one notice. The variable `SERVERLESS_GPU_PATIENCE`
-sets another limit in seconds. Each event stream has a separate connection (`event_stream.py`), because a process may
-have many long streams. Closing one stream must not affect another stream. If a token expires during a wait, the client
-waits for another token (`wait_for_token`). A new request with an expired token fails at once.
+Each request waits up to ten minutes for an unreachable server and prints one notice. The environment variable
+`SERVERLESS_GPU_PATIENCE` sets a different limit in seconds. Each event stream has a separate connection
+(`event_stream.py`), because a process may have many long streams. Closing one event stream must not affect another
+stream. If a token expires while the client waits for a run, the client waits for a new token (`wait_for_token`). A new
+request with an expired token fails at once.
 
-A forked child opens new connections. If the server does not answer or refuses the token, the client reads the address
-and the token again from the profile. The server may have restarted on another port or with other tokens.
+A forked child opens new connections. If the server does not answer or refuses the token, the client reads the profile
+again. The server may have restarted on another port or with new tokens.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from serverless_gpu.wire.server_status import Version
 
 T = TypeVar("T")
 _LOG_PIECE_BYTES = 4 << 20
-_TOKEN_LOOK_S = 0.5  # Seconds between two checks for a new token.
+_TOKEN_LOOK_S = 0.5  # Interval in seconds between checks for a new token.
 
 
 class RemoteServer:
-    """Client of one server, with the credentials of one principal.
+    """HTTP client of one server, with one principal's credentials.
 
     The client reads a changed address or token from `home` and `environ`. `patience_s` is the maximum wait for an
     unreachable server, in seconds.
@@ -72,7 +73,7 @@ class RemoteServer:
         self._principal = profile.principal
 
     def close(self) -> None:
-        """Close all connections except the connections of event streams."""
+        """Close all connections except those of event streams."""
         self._patient.close()
         self._prompt.close()
 
@@ -95,8 +96,8 @@ class RemoteServer:
     ) -> bool:
         """Wait for a token other than `used`. Return False if `closed` is set.
 
-        Prints one message about the wait with `say`. Raises NotAuthenticated after `patience_s`, or if no source can
-        provide another token.
+        Prints one message about the wait with `say`. Raises NotAuthenticated after `patience_s`, or if the client
+        cannot read a new token.
         """
         clock = SystemClock()
         until_ns = clock.boottime_ns() + round(self.patience_s * 1e9)
@@ -115,7 +116,7 @@ class RemoteServer:
         return True
 
     def with_valid_token(self, ask: Callable[[], T]) -> T:
-        """Return the server's answer. Wait for a new token if the current token expires."""
+        """Return the result of `ask`. If the token expires, wait for a new token and call `ask` again."""
         while True:
             used = self.profile.token
             try:
@@ -124,7 +125,7 @@ class RemoteServer:
                 self.wait_for_token(error, used, say=_say, closed=threading.Event())
 
     def connect(self) -> Connection:
-        """Return a new connection for one event stream. The caller closes the connection."""
+        """Return a new connection for one event stream. The caller must close the connection."""
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
     def store(self) -> StoreLocation:
@@ -132,7 +133,7 @@ class RemoteServer:
         return StoreLocation(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:
-        """Return the cached version of the server. `patiently` waits for an unreachable server."""
+        """Return the server's cached version. If `patiently` is True, wait for an unreachable server."""
         if self._version is None:
             connection = self._patient if patiently else self._prompt
             self._version = connection.ask("GET", "/version", answer=Version)
@@ -146,17 +147,17 @@ class RemoteServer:
             return False
 
     def principal(self) -> str:
-        """Return the cached principal of the caller."""
+        """Return the caller's cached principal name."""
         if not self._principal:
             self._principal = self._patient.ask("GET", "/whoami", answer=PrincipalView).name
         return self._principal
 
     def pools(self, *, patiently: bool = True) -> tuple[PoolView, ...]:
-        """Return the server's pools. `patiently` waits for an unreachable server."""
+        """Return the server's pools. If `patiently` is True, wait for an unreachable server."""
         return (self._patient if patiently else self._prompt).ask("GET", "/pools", answer=PoolList).pools
 
     def submit(self, request: RunRequest) -> RunView:
-        """Submit a run. A repeated request with the same identifier refers to the same run."""
+        """Submit a run. A repeated request with the same run identifier starts no second run."""
         return self._patient.ask("POST", "/runs", request, answer=RunView)
 
     def estimate(self, request: EstimateRequest) -> EstimateView:
@@ -172,26 +173,26 @@ class RemoteServer:
         return self._patient.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
 
     def receipt_of(self, run_id: str, fence: int, crew: int) -> Receipt:
-        """Return the receipt of one node of an attempt on several nodes."""
+        """Return one node's receipt of a multi-node attempt."""
         query = {"fence": str(fence), "crew": str(crew)}
         return self._patient.ask("GET", f"/runs/{run_id}/receipt", answer=Receipt, query=query)
 
     def cost(self, run_id: str) -> Cost:
-        """Return a run's usage and cost up to now. Do not wait for an unreachable server."""
+        """Return a run's usage and cost so far. Do not wait for an unreachable server."""
         return self._prompt.ask("GET", f"/runs/{run_id}/cost", answer=CostView).cost
 
     def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
-        """Request a stop of a run. `patiently` waits for an unreachable server."""
+        """Ask the server to stop a run. If `patiently` is True, wait for an unreachable server."""
         connection = self._patient if patiently else self._prompt
         return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=why), answer=RunView)
 
     def read_file(self, run_id: str, fence: int, name: str, start: int, length: int) -> bytes:
-        """Return a part of an output file of a run."""
+        """Return a part of a run's output file."""
         path = f"/runs/{run_id}/files/{name}"
         return self._patient.get(path, query={"fence": str(fence)}, start=start, length=length)
 
     def read_log(self, run_id: str, fence: int, rank: int, stream: str) -> bytes:
-        """Return the stored output of a rank."""
+        """Return a rank's stored output."""
         pieces: list[bytes] = []
         offset = 0
         while True:
@@ -226,7 +227,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def close_all() -> None:
-    """Close the connections of this process. The next call opens new connections."""
+    """Close this process's connections. The next request opens new connections."""
     with _making:
         for server in _servers.values():
             server.close()
@@ -234,7 +235,10 @@ def close_all() -> None:
 
 
 def server_of(home: Path, environ: Mapping[str, str]) -> RemoteServer:
-    """Return this process's client of the configured server. Raise ServerNotConfigured without a server."""
+    """Return this process's client of the configured server.
+
+    Raise ServerNotConfigured if no server is configured.
+    """
     profile = find_profile(home, environ)
     seconds = patience_s(environ)
     with _making:

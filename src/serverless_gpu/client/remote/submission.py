@@ -3,18 +3,18 @@
     profile ─ environment: live or snapshot ─ id and call on disk ─ parts of a large call first ─ POST /runs
                                                                               its answer is the stream ┘
 
-For local runs, `launch.py` has the same purpose. The client writes the run's identifier to disk before it sends the
-request, and a repeated request has the same identifier. A repeated request after a lost answer therefore starts no
-second run. If the server refuses the run, the client leaves no files. A request without an answer may have started a
-run, so the client stores and prints the run's identifier. Ctrl-C during the request cancels the run that the request
-may have started. If the environment changes during the check, the client checks it again.
+`launch.py` launches local runs. The client writes the run's identifier to disk before sending the request. If the
+server's answer is lost, the client repeats the request with the same identifier, which starts no second run. If the
+server refuses the run, the client deletes the run's files. A request without an answer may have started a run, so the
+client stores and prints the run's identifier. Ctrl-C during the request cancels any run that the request has started.
+If the environment changes during the environment check, the client repeats the check.
 
-The client uploads a large payload in parts and names each part by its content, so that an interrupted upload resumes:
+The client uploads a large payload in parts that are named by their digests, so that an interrupted upload can resume:
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ ask for missing parts ──▶ send these ──▶ BlobReference
 
-The client retries each part for `SERVERLESS_GPU_PATIENCE` seconds. If the server reports a damaged part, the client
-sends the part once more.
+The client retries each part's upload for up to `SERVERLESS_GPU_PATIENCE` seconds. If the server reports a damaged part,
+the client sends the part once more.
 
 The pool and the usage policy come from the code, or from environment variables at the time of the call:
 
@@ -23,7 +23,7 @@ The pool and the usage policy come from the code, or from environment variables 
     policy=  >  SGPU_POLICY  >  the attached policy (the server knows it)
 
 `DATABRICKS_USE_RESERVED_GPU_POOL=false` requests on-demand devices and overrides `DATABRICKS_REMOTE_GPU_POOL_ID`. The
-run's spec records the choice.
+run spec records the chosen pool and policy.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class SubmittedCall(NamedTuple):
 def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[object]:
     """Start a run on a server. If `call` is None, the run executes the program `spec.payload`.
 
-    With `watch`, the server's answer to the request is the event stream. Raises ServerUnavailable if the server may
-    have accepted the run. After any other error, no run exists.
+    If `watch` is True, the server responds with the run's event stream. Raises ServerUnavailable if the server may have
+    accepted the run. After any other error, no run exists.
     """
     require_linux("calls through a server", "their ranks import the packages that the client captures on this machine")
     home = remote_home(os.environ)
@@ -135,15 +135,15 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)
-    # The server and the run's policy set these limits.
+    # The server or the run's policy may have changed the limits in the run spec.
     names = ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")
     return Run(source, msgspec.structs.replace(spec, **{name: getattr(source.spec, name) for name in names}))
 
 
 def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
-    """Return True if this home's agent starts the ranks, because prewarming then saves time.
+    """Return True if this home directory's agent starts the ranks, so that prewarming saves time.
 
-    If the server is unreachable, return at once.
+    If the server is unreachable, raise an error without waiting.
     """
     server = server_of(home.root, os.environ)
     server.version(patiently=False)
@@ -151,7 +151,7 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
 
 
 def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
-    """Return "live" for a server of `sgpu up` that other machines cannot join, else "snapshot".
+    """Return "live" if `sgpu up` started the server and no other machine can join it, else "snapshot".
 
     If other machines can join the server, a live environment would exclude the run from most nodes. A sandbox does not
     show the caller's files.
@@ -172,7 +172,7 @@ def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> st
     recognition = snapshot_environment.recognise(home, server.store())
     display = snapshot_environment.capture_display(quiet=spec.quiet, logs=root)
     try:
-        while True:  # The loop runs at most twice, because the client does not check a new capture again.
+        while True:  # The loop runs at most twice, because a newly captured environment needs no second check.
             wanted = recognition.wanted(display)
             if not recognition.changes():
                 return wanted.snapshot if wanted is not None else ""
@@ -187,7 +187,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
     context = msgspec.structs.replace(context, environ=travelling)
     path, call = root / "call.pkl", None
     if not isinstance(spec.payload, Function):
-        pass  # For a program, the run spec contains the arguments.
+        pass  # The run spec of a program contains the program's arguments.
     elif path.stat().st_size <= INLINE_BYTES_MAX:
         call = path.read_bytes()
     else:
@@ -204,7 +204,10 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
 
 
 def target(*, travels: bool) -> Target:
-    """Return the requirements for a node. `travels` means that a captured environment runs on any machine."""
+    """Return the requirements for a node.
+
+    `travels` is True for a captured environment, which runs on any machine.
+    """
     return Target(
         machine="" if travels else machine(),
         caller=machine(),
@@ -214,7 +217,7 @@ def target(*, travels: bool) -> Target:
 
 
 def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
-    """Send the request. A failure leaves no files, and Ctrl-C stops a run that may have started."""
+    """Submit a run. If the server refuses the run, delete the run's files. After Ctrl-C, stop the run."""
     try:
         with interruptible():
             return _send(server, request, root, watch=watch)
@@ -222,7 +225,9 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
         if _stop_submitted(server, request.id):
             shutil.rmtree(root, ignore_errors=True)
         else:
-            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; stop it with `sgpu cancel {request.id}`")
+            TerminalDisplay(quiet=False).say(
+                f"{_UNKNOWN.format(request.id)}; stop the run with `sgpu cancel {request.id}`"
+            )
         raise
     except ServerlessGpuError as error:
         if not isinstance(error, ServerUnavailable) and type(error) is not ServerProblem:
@@ -230,7 +235,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
             raise
         raise ServerUnavailable(
             f"{error.message}; {_UNKNOWN.format(request.id)}",
-            hint=f"check with `sgpu show {request.id}` when the server answers; another call would start another run",
+            hint=f"check the run with `sgpu show {request.id}` before the next call, which would start another run",
         ) from error
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
@@ -281,7 +286,7 @@ def _await_acceptance(stream: EventStream, *, quiet: bool) -> RunView:
 
 
 def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
-    """Upload a file of at least one byte. Return the reference to the file in the server's store."""
+    """Upload a non-empty file. Return a reference to the uploaded file."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))
@@ -308,18 +313,18 @@ def _put_part(server: RemoteServer, digest: str, part: bytes) -> None:
 
 
 class PoolChoice(NamedTuple):
-    """The pool and the usage policy for a run. `pool` is None for any on-demand pool."""
+    """A run's pool and usage policy. If `pool` is None, the run may use any on-demand pool."""
 
     pool: str | None
     variable: str = ""  # Environment variable that names the pool, or "".
-    policy: str | None = None  # Policy from `SGPU_POLICY` if the code sets none, or None.
+    policy: str | None = None  # Policy name from `SGPU_POLICY` if the code sets no policy, or None.
 
     def applied(self, spec: RunSpec) -> RunSpec:
-        """Return the run spec with this pool and this policy."""
+        """Return the run spec with the chosen pool and policy."""
         return msgspec.structs.replace(spec, pool=self.pool, policy=spec.policy or self.policy)
 
     def told(self, error: InvalidValue) -> InvalidValue:
-        """Return a server's error, and add the variable that set the refused pool or policy."""
+        """Return a server's error, and name the environment variable that set the refused pool or policy."""
         for variable, name in ((self.variable, self.pool), (POLICY, self.policy)):
             if variable and name is not None and repr(name) in error.message:
                 return type(error)(f"{error.message}, which {variable} names", hint=error.hint)
@@ -327,9 +332,9 @@ class PoolChoice(NamedTuple):
 
 
 def choose_pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> PoolChoice:
-    """Return the pool and the usage policy for a run.
+    """Return a run's pool and usage policy.
 
-    The function calls `pools` only if a variable requests a reserved pool without a name.
+    The function calls `pools` only if an environment variable requests a reserved pool without naming it.
     """
     if spec.policy is not None:
         return PoolChoice(spec.pool)
@@ -357,11 +362,11 @@ def _only_reserved(pools: Iterable[PoolView]) -> str:
         return names[0]
     if not names:
         raise InvalidValue(
-            f"{USE_RESERVED} requests a reserved pool, but the server has none",
-            hint="unset it to use on-demand devices, or ask an operator to create a pool with `sgpu pool set NAME "
-            "--reserved`",
+            f"{USE_RESERVED} requests a reserved pool, but the server has no reserved pool",
+            hint="unset the variable to use on-demand devices, or ask an operator to create a pool with "
+            "`sgpu pool set NAME --reserved`",
         )
     raise InvalidValue(
         f"{USE_RESERVED} requests a reserved pool, but the server has {len(names)}: {', '.join(names[:20])}",
-        hint=f"choose one with pool= or {POOL_ID}",
+        hint=f"choose a pool with pool= or {POOL_ID}",
     )

@@ -1,1 +1,1 @@
-"""Run handles: waiting, results, receipts, logs, futures, lists and attachment. Start with `run.py`."""
+"""Implements run handles, futures of runs, run lists and attaching to runs. Start with `run.py`."""

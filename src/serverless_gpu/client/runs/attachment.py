@@ -1,11 +1,10 @@
-"""Attaches to a run by its id.
+"""Attaches to a run by the run's identifier.
 
-The client finds a running local run through the socket of its supervisor, and an ended local run through its directory.
-The client finds a run that is not in the home directory through the server.
+`attach` finds a running local run through its supervisor's socket, and an ended local run through its run directory. If
+the home directory does not contain the run, `attach` asks the server.
 
-`attach` raises an error for a queued run, because a queued run has no supervisor. A supervisor is unreachable if its
-process uses another /tmp or another value of SERVERLESS_GPU_SOCKETS. The retention may have deleted the directory of an
-old run.
+`attach` raises an error for a queued run, because a queued run has no supervisor. A supervisor is unreachable if it
+uses another /tmp or another value of SERVERLESS_GPU_SOCKETS. The agent may have deleted an old run's directory.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
 
 SNAPSHOT_S = 2.0
-_APPEAR_S = 2.0  # Maximum seconds from a run's launch until its supervisor listens.
+_APPEAR_S = 2.0  # Maximum number of seconds between a run's launch and its supervisor's readiness.
 _LOOK_S = 0.01
 
 
 def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[object]:
-    """Return the handle of a run that another process of this user or the server has started.
+    """Return the handle of a run that the server or another process of the same user has started.
 
     Args:
         run_id: the complete identifier of the run.
@@ -60,7 +59,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     elsewhere = ""
     if record is None or record.problem or (record.directory / "remote.json").exists():
         try:
-            # The function imports the module by name, because only calls with a server need HTTP.
+            # The client imports the HTTP library only for remote runs, because the import is slow.
             module = importlib.import_module("serverless_gpu.client.remote.remote_run") if is_identifier else None
             run = None if module is None else module.attach(home, run_id, trusted)
         except NotFound:
@@ -70,7 +69,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     if record is None or record.problem:
         raise InvalidValue(
             f"there is no run {run_id!r} in {home.runs}{elsewhere}",
-            hint="list runs with `sgpu runs`; old runs are deleted (`[retention]` in config.toml)",
+            hint="list runs with `sgpu runs`; the agent deletes old runs (`[retention]` in config.toml)",
         )
     return _attach_here(home, record)
 
@@ -94,7 +93,10 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
 
 
 def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Connect to a run's supervisor, and wait for it to listen. Return None after the run's end."""
+    """Wait until a run's supervisor listens, and connect to the supervisor.
+
+    Return None if the run has ended.
+    """
     path = str(home.sockets() / f"{run_id}.sock")
     deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
     while True:
@@ -110,12 +112,12 @@ def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None
 
 
 def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
-    """Raise if the run's supervisor is running but unreachable. Return if the supervisor has exited."""
+    """Raise an error if the run's supervisor is running but unreachable."""
     status = agent_status(home.root)
     if status is not None and run_id in status.queued:
-        message = f"run {run_id} is still queued behind {len(status.attempts)} other runs of this home"
-        raise AgentUnavailable(message, hint="attach after it has started; `sgpu status` shows the queue")
+        message = f"run {run_id} is still queued behind {len(status.attempts)} other runs of this home directory"
+        raise AgentUnavailable(message, hint="attach after the run has started; `sgpu status` shows the queue")
     if is_held(directory / "supervisor.lock"):
         message = f"run {run_id} continues, but this process cannot reach its supervisor"
-        hint = f"use the same SERVERLESS_GPU_SOCKETS and /tmp as the run; its outcome will be in {directory}"
+        hint = f"use the same SERVERLESS_GPU_SOCKETS and /tmp as the run; the run's outcome will be in {directory}"
         raise AgentUnavailable(message, hint=hint)

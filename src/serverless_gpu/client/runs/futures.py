@@ -1,11 +1,11 @@
-"""Futures of runs, for `concurrent.futures.wait`, executors and `await`.
+"""Provides futures of runs for `concurrent.futures.wait`, executors and `await`.
 
     run.future() ──▶ RunWaiter ──poll──▶ descriptors of all runs that have a future
                        │ one daemon thread per process, which ends after the last run
                        └──▶ Future.set_result(run.results()) or set_exception(...)
 
-A forked child inherits the futures but not the thread. Code in the child must therefore use the run handles. If another
-thread reads the messages of a run, `RunWaiter` checks the run every second.
+A forked child process inherits the futures but not the `RunWaiter` thread. Code in the child process must therefore use
+the run handles. If another thread reads a run's messages, `RunWaiter` checks the run's state every second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S = 1.0
 
 
 class RunWaiter:
-    """A thread that sets the results of futures when their runs end."""
+    """A thread that resolves futures when their runs end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,9 +34,9 @@ class RunWaiter:
         self._wake = -1
 
     def add(self, run: Run[R]) -> Future[list[R]]:
-        """Return the future of a run. The thread resolves the future when the run has ended."""
+        """Return a run's future. The waiter thread resolves the future when the run ends."""
         future: Future[list[R]] = Future()
-        # As in an executor, a caller cannot cancel a running future. The caller can call `Run.cancel` instead.
+        # As with an executor, a running future cannot be cancelled. Callers can call `Run.cancel` instead.
         future.set_running_or_notify_cancel()
         with self._lock:
             is_first = not self._pending
@@ -61,7 +61,7 @@ class RunWaiter:
             for run in ended:
                 try:
                     self._pending[run].set_result(run.results())
-                except BaseException as error:  # noqa: BLE001 - any ending of the run, even a SystemExit from a result
+                except BaseException as error:  # noqa: BLE001 - loading a result may raise any exception
                     self._pending[run].set_exception(error)
             with self._lock:
                 for run in ended:
@@ -91,7 +91,10 @@ def future_of(run: Run[R]) -> Future[list[R]]:
 
 
 async def results_of(run: Run[R]) -> list[R]:
-    """Await a run's results without blocking the event loop. A cancelled task does not stop the run."""
+    """Await a run's results without blocking the event loop.
+
+    Cancelling the asyncio task does not stop the run.
+    """
     try:
         return await asyncio.wrap_future(run.future())
     except asyncio.CancelledError:

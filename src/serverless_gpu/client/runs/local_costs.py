@@ -1,11 +1,10 @@
-"""Computes the current cost of a local run from the directories of its attempts.
+"""Computes a local run's current cost from its attempt directories.
 
     runs/<run>/<fence>/   spec.json (price) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
                           receipt.json: used if facts or the price are missing (an earlier version, a full disk)
 
-The usage of a running attempt extends to the present, because its supervisor would have recorded the release of its
-devices. An unreadable file is treated as missing. If the supervisor was killed, the usage ends at the last recorded
-fact.
+A running attempt uses its devices up to the present, because its supervisor has not recorded their release. The cost
+calculation ignores unreadable files. If the supervisor was killed, the usage ends at the last recorded fact.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MS_NS = 1_000_000
 
 
 def cost_here(run: Path, clock: Clock) -> Cost:
-    """Return a run's usage and cost up to now, from the run directory."""
+    """Return a run's usage and cost so far, computed from the run directory."""
     directories = attempt_directories(run)
     used = [attempt_used(directory, clock) for directory in directories]
     is_over = bool(used) and used[-1].is_final
@@ -37,7 +36,7 @@ def cost_here(run: Path, clock: Clock) -> Cost:
 
 
 def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
-    """Return the device usage of an attempt from the attempt's directory."""
+    """Return an attempt's device usage, computed from the attempt directory."""
     receipt, live = read_receipt(directory), is_live(directory)
     gpu_type, tariff = read_price(directory)
     facts = first_facts(directory)
@@ -46,7 +45,7 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
     stopped = read_ending(directory)
     meter, _ = meter_of(directory)
     if live and facts and receipt is None:
-        first = facts[0]  # A running supervisor would record an ALIVE fact now.
+        first = facts[0]  # The supervisor is running, so the device usage lasts until now.
         now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
         alive_ns = max(first.boottime_ns, now_ns)
         meter.add(msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=alive_ns))
@@ -61,7 +60,7 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
 
 
 def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> int:
-    """Return the milliseconds that the attempt waited for its devices."""
+    """Return the number of milliseconds for which an attempt waited for devices."""
     if receipt is not None and receipt.segments.queued_ms is not None:
         return receipt.segments.queued_ms
     created_ns = created_wall_ns(directory.parent.name)

@@ -1,11 +1,12 @@
 """Converts the final state of a run into results or into one exception.
 
-All results are read from the run directory. Only the calling process, or an attached process of the same user,
-unpickles the files of a run.
+The client reads all results from the run directory. Only the calling process, or an attached process of the same user,
+unpickles the run's files.
 
-The caller gets an `Exception` of user code with its own type and the remote traceback as its cause. An error of this
-package replaces an exception that would end the caller's process (`SystemExit`, `KeyboardInterrupt`, cancellation). An
-error of this package also replaces an exception whose class the caller's process cannot load.
+If user code raises an `Exception`, the caller gets an exception of the same type with the remote traceback as its
+cause. A serverless-gpu error replaces any exception that would end the caller's process (`SystemExit`,
+`KeyboardInterrupt`, cancellation). A serverless-gpu error also replaces any exception that the caller's process cannot
+load.
 """
 
 from __future__ import annotations
@@ -78,11 +79,9 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.COMMAND_FAILED: CommandFailed,
     Reason.ENGINE_HEAD_LOST: EngineHeadLost,
 }
-_KEEPS = (
-    "device activity, output or an attached client prevents this stop; set a larger idle_timeout= for longer pauses"
-)
+_KEEPS = "set a larger idle_timeout= for longer pauses without device activity, output or an attached client"
 _SAVES = "save to runtime.checkpoint_dir() and start from runtime.resume_dir(), or set a longer limit"
-_KILLED = "this process belongs to the run's own user, who may have ended it; set retries=1 for another attempt"
+_KILLED = "the run's user may have ended this process; set retries=1 for another attempt"
 # Values of "kind" in the failure record of a Ray cluster.
 _OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)
 _CONSEQUENCES_MAX = 8
@@ -93,14 +92,17 @@ class Origin(NamedTuple):
     """The node that stored a run's files, and the owner of the run."""
 
     node: str = ""  # The server's node that ran the attempt, or "" for a local run.
-    untrusted: str = ""  # Owner of the run, if this process must not load the run's results, else "".
+    untrusted: str = ""  # Owner of the run if this process must not load the results, else "".
 
 
 HERE = Origin()
 
 
 def checked_rank(rank: object, count: int | None, run_id: str) -> int:
-    """Return a valid rank, or raise InvalidOption or InvalidValue. `count` is None if unknown."""
+    """Return a valid rank, or raise InvalidOption or InvalidValue.
+
+    `count` is None if the number of ranks is unknown.
+    """
     if not isinstance(rank, SupportsIndex):
         raise InvalidOption(f"rank must be a number, not {rank!r}")
     number = operator.index(rank)
@@ -111,11 +113,14 @@ def checked_rank(rank: object, count: int | None, run_id: str) -> int:
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
-    """Load a rank's result. Raise UntrustedResult or ResultUnavailableHere if loading is not possible."""
+    """Load a rank's result.
+
+    Raise UntrustedResult or ResultUnavailableHere if this process cannot load the result.
+    """
     path = directory / "results" / f"{rank}.pkl"
     if origin.untrusted:
         raise UntrustedResult(
-            f"run {run_id} belongs to {origin.untrusted}; loading its result would run code of that user here",
+            f"run {run_id} belongs to {origin.untrusted}; loading the result would run that user's code here",
             hint=f"if you trust this user, call serverless_gpu.attach({run_id!r}, "
             f"allow_pickle_from={origin.untrusted!r})",
             run_id=run_id,
@@ -125,7 +130,7 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
     try:
         return payload.load(str(path))
     except FileNotFoundError as error:
-        if path.exists():  # The result file exists, so user code failed to find another file.
+        if path.exists():  # The result file exists, so unpickling failed to find some other file.
             raise _not_loadable(error, path, rank, run_id) from error
         raise _files_deleted(directory, path, rank, run_id) from None
     except KeyboardInterrupt:
@@ -143,7 +148,10 @@ def make_exception(
     *,
     with_tail: bool = True,
 ) -> BaseException:
-    """Return the exception for a run's final state. `with_tail` adds the failed rank's last output."""
+    """Return the exception for a run's final state.
+
+    If `with_tail` is True, add the failed rank's last output to the exception.
+    """
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     error: BaseException
     if rank is None:
@@ -165,13 +173,16 @@ def failed_rank(stopped: Stopped) -> int | None:
 
 
 def carries_tail(stopped: Stopped) -> bool:
-    """Return True if the exception for a final state has a note with its rank's last output."""
+    """Return True if the exception for a final state includes the failed rank's last output."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and _raising_rank(stopped) is None and bool(stopped.log_tail)
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
-    """Return the last output by rank. With `with_tail`, omit the rank whose output is in the exception."""
+    """Return the ranks' last output by rank.
+
+    If `with_tail` is True, omit the rank whose output the exception includes.
+    """
     told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
@@ -189,7 +200,7 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 
 def _failed_origin(stopped: Stopped, origin: Origin) -> Origin:
-    """Return the origin of the run's files. For a run on several nodes, return the failed node."""
+    """Return the origin of a run's files. For a run on several nodes, the origin names the failed node."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
 
@@ -200,7 +211,7 @@ def _node(stopped: Stopped) -> str:
 
 
 def _rank_name(stopped: Stopped, rank: int) -> str:
-    """Return a rank's name for messages. For a run on several nodes, include the node."""
+    """Return a rank's name for messages, including the node if the run uses several nodes."""
     node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
@@ -300,7 +311,7 @@ def _run_error(
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail and with_tail:
-            # Python prints exception notes unchanged, so control characters would reach the terminal.
+            # Python prints exception notes unchanged, so control characters in notes would reach the terminal.
             lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
             error.add_note(f"last output of rank {rank}:\n{lines}")
     return error
@@ -315,7 +326,7 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 
 
 def _explain_loss(error: RunError, record: dict[str, object]) -> None:
-    """Add notes about the lost component of a Ray cluster, and about the exception of user code."""
+    """Add notes about a Ray cluster's lost component and about the exception in user code."""
     notes = record.get("notes")
     lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
     for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
@@ -324,7 +335,7 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
 
 
 def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> str:
-    """Return the command that shows the output of a rank, and the local log files."""
+    """Return the command that shows a rank's output, and the local log files."""
     option = "" if rank is None else f" --rank {rank}"
     files = "" if directory is None else f" (files: {directory / 'logs'})"
     return f"logs: `sgpu logs {run_id}{option}`{files}"
@@ -338,11 +349,11 @@ def _hint(reason: Reason, directory: Path, logs: str) -> str:
         )
         return f"{killed}{files}"
     if reason is Reason.NODE_DISK:
-        return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
+        return "free some disk space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENV_CORRUPT:
         return (
-            "call the function again: the client first captures the missing part of the environment; if the error "
-            "returns, check the disk"
+            "call the function again, so that the client captures the missing part of the environment, and check the "
+            "disk if the error returns"
         )
     if reason is Reason.ENV_UNAVAILABLE:
         return f"log of the agent and its processes: {directory.parents[2] / 'agent.log'}"
@@ -371,7 +382,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
-    """Return the exceeded limit of a run, with the principal who set the limit, or ""."""
+    """Return text about the limit that a run exceeded and the source of the limit, or ""."""
     by = spec.limited_by
     idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
@@ -395,7 +406,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if limit:
         return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):
-        # The server's message explains the stop request. Later messages of ranks do not explain the stop request.
+        # The server's message explains the stop request, unlike later messages from ranks.
         is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)
         return detail if is_why else meaning
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:
@@ -428,7 +439,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
 
 
 def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
-    """Return the message for a lost result. On a full disk, the record of the cause may also be lost."""
+    """Return the message for a lost result. If the disk was full, the cause may be unknown."""
     finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"
@@ -469,7 +480,7 @@ _CONTROL_REASONS = {
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, used as the `__cause__` of an exception in this process."""
+    """A traceback from a rank process, used as the `__cause__` of the caller's exception."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -480,7 +491,7 @@ class RemoteTraceback(Exception):
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Remove this package's frames from the tracebacks of an error and its causes. Return the error."""
+    """Remove serverless-gpu's frames from the tracebacks of an error and its causes. Return the error."""
     link: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if link is None:
@@ -496,19 +507,22 @@ def without_own_frames(error: BaseException) -> BaseException:
 class NotebookTraceback:
     """Renders an exception for IPython with the caller's frames and the remote traceback.
 
-    The traceback omits frames of this package. IPython always shows the last frame of a traceback, even with
-    `__tracebackhide__`.
+    The rendered traceback omits serverless-gpu's frames. `__tracebackhide__` does not suffice, because IPython always
+    shows a traceback's last frame.
     """
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A process that unpickles the exception uses IPython's default renderer.
+        # In a process that unpickles the exception, IPython uses its default renderer.
         return (NotebookTraceback, ())
 
     def __call__(self) -> list[str]:
-        """Return the lines for IPython. If this method raises, IPython uses its own renderer."""
+        """Return the traceback lines for IPython.
+
+        If this method raises an exception, IPython uses its default renderer.
+        """
         error = self._error
         assert error is not None
         shell = sys.modules["IPython"].get_ipython()
@@ -520,7 +534,7 @@ class NotebookTraceback:
 def in_notebooks(error: E) -> E:
     """Attach `NotebookTraceback` to an exception that IPython shows, and return the exception.
 
-    Internal errors of this package do not pass through this function, so IPython shows all of their frames.
+    Internal errors of serverless-gpu bypass `in_notebooks`, so IPython shows all frames of internal errors.
     """
     if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
         with contextlib.suppress(Exception):  # The user's exception class may refuse new attributes.
@@ -529,7 +543,7 @@ def in_notebooks(error: E) -> E:
 
 
 def _caller_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package."""
+    """Return a traceback without serverless-gpu's frames."""
     links: list[TracebackType] = []
     while frames is not None:
         if not frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
@@ -550,10 +564,10 @@ def rebuild_exception(
     run_id: str,
     log_path: str,
 ) -> BaseException:
-    """Return the exception for a rank's failure: the exception of user code, or a `RunError`.
+    """Return the exception for a rank's failure: the exception that user code raised, or a `RunError`.
 
-    The remote traceback becomes the `__cause__`, and a note names the rank and the host. `description` has the form of
-    `inside.failure.describe`. `pickled_path` is None if the rank could not pickle the exception.
+    The remote traceback becomes the exception's `__cause__`. A note names the rank and the host. `description` is a
+    result of `inside.failure.describe`. `pickled_path` is None if the rank could not pickle the exception.
     """
     kind = description.get("kind", "exception")
     error: BaseException
@@ -562,8 +576,7 @@ def rebuild_exception(
     else:
         error = _load(description, pickled_path, rank, run_id)
     text = _printable(str(description.get("traceback") or ""))
-    # An exception class may refuse attribute assignment, as frozen dataclasses do. `object.__setattr__` bypasses the
-    # refusal.
+    # `object.__setattr__` works even if the exception class refuses assignment, like a frozen dataclass.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
     add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     if (description.get("module"), description.get("type")) == _DEBUGGER_LEFT:
@@ -572,11 +585,11 @@ def rebuild_exception(
 
 
 def _debugging_hint(program: Path) -> str:
-    """Return a hint with the local program that calls the function of the failed run again."""
+    """Return a hint that names a local program for debugging the failed function."""
     by_hand = (
         f"run `python {program}`, which repeats rank 0 in this terminal and stops at the breakpoint"
-        if program.is_absolute() and program.exists()  # For a run on another machine, no local path exists.
-        else "call the function itself in a terminal"
+        if program.is_absolute() and program.exists()  # A run on another machine has no local program path.
+        else "call the function directly in a terminal"
     )
     return (
         f"a rank has no terminal, so breakpoint() and pdb end at once; {by_hand}, or attach an editor to a rank "
@@ -587,15 +600,15 @@ def _debugging_hint(program: Path) -> str:
 def _load(description: Mapping[str, object], path: str | None, rank: int, run_id: str) -> BaseException:
     if description.get("untrusted"):
         why = (
-            f"the run belongs to {description['untrusted']}, and loading the exception would run code of that user here"
+            f"the run belongs to {description['untrusted']}, and loading the exception would run that user's code here"
         )
         return _remote_error(description, rank, run_id, why)
     if path is None or description.get("kind") == "base":
         is_base = description.get("kind") == "base"
         why = (
-            "it is not a subclass of Exception and would end this process"
+            "the exception is not a subclass of Exception and would end this process"
             if is_base
-            else "the rank could not pickle it"
+            else "the rank could not pickle the exception"
         )
         return _remote_error(description, rank, run_id, why)
     try:
@@ -640,7 +653,7 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
 
 
 def _printable(text: str) -> str:
-    """Replace control characters in a rank's text, because terminals print tracebacks."""
+    """Replace control characters in a rank's text, which a terminal may print."""
     return "\n".join(safe(line, tty=True) for line in text.split("\n"))
 
 
@@ -662,7 +675,10 @@ def error_text(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, even if its class refuses assignment. Skip a class without notes."""
+    """Add a note to an exception, even if its class refuses assignment.
+
+    Skip exceptions that do not support notes.
+    """
     with contextlib.suppress(Exception, SystemExit, GeneratorExit):
         notes = vars(error).get("__notes__")
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

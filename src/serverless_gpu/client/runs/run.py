@@ -1,12 +1,11 @@
-"""Implements the handle of one run, with methods for results, cancellation, receipt and logs.
+"""Implements the run handle, with methods for results, cancellation, receipts and logs.
 
-Each method of a handle processes new messages in the caller's thread. The handle gets messages and files from a
-`RunSource`: a supervisor of this machine, or a server. The source stores messages until the handle reads them. A handle
-without method calls therefore uses no CPU time. A handle without method calls may miss live output, but the logs
-contain all output.
+Each method of a run handle processes new messages in the caller's thread. The run handle gets messages and files from a
+`RunSource`: a local supervisor or a server. The source stores messages until the handle reads them, so an unused handle
+consumes no CPU time. An unused handle may miss live output, but the log files contain all output.
 
-If the stored environment of a run is damaged, the run has not started. The client then captures the environment again
-and launches a new run. The handle then refers to the new run.
+A run with a damaged stored environment does not start. The client captures the environment again and launches a new
+run, to which the run handle then refers.
 """
 
 from __future__ import annotations
@@ -46,20 +45,23 @@ if TYPE_CHECKING:
 own_sessions: set[str] = set()
 """Identifiers of the sessions that are open in this process."""
 R = TypeVar("R")
-# The module is imported at first use, because a call does not need the module.
+# Most calls do not need this module, so the client imports it at first use.
 _FUTURES = "serverless_gpu.client.runs.futures"
-# The repair of a damaged snapshot may reveal damaged environment units. The repair of units may reveal damaged packs.
+# Repairing a damaged snapshot may reveal damaged environment units. Repairing units may reveal damaged packs.
 _RELAUNCHES = 3
 _STARTED = "serverless_gpu.client.runs.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 Relaunch = Callable[[], RunSource | None]
-"""Captures the environment again and launches a new run. Returns None if a new capture cannot help."""
+"""Function that captures the environment again and launches a new run.
+
+Returns None if a new capture cannot help.
+"""
 
 
 def with_session_advice(sentence: str) -> str:
-    """Return the reason for a wait. If a session of this process causes the wait, add advice."""
+    """Return a wait reason. If one of this process's sessions causes the wait, add advice."""
     if any(f"session {session} " in sentence for session in own_sessions):
-        return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
+        return f"{sentence}; that session is open in this process: call session.distributed(...), or close the session"
     return sentence
 
 
@@ -92,9 +94,9 @@ class Run(Generic[R]):
         self._left = False
 
     def _keep(self, source: RunSource) -> None:
-        """Connect the handle to a source. The handle's finalizer closes the source and does not stop the run."""
+        """Connect the handle to a source. The handle's finalizer closes the source without stopping the run."""
         self._source = source
-        # A `__del__` method would run too late. In a reference cycle, such as a traceback creates, Python could
+        # A `__del__` method would run too late. In a reference cycle, for example through a traceback, Python could
         # finalize the socket first.
         weakref.finalize(self, source.close)
 
@@ -102,7 +104,7 @@ class Run(Generic[R]):
     def id(self) -> str:
         """Return the run's identifier. Another process can attach with `serverless_gpu.attach(id)`.
 
-        The identifier changes if the client finds a damaged environment and launches the run again.
+        The run's identifier changes if the client relaunches the run because of a damaged environment.
         """
         return self._source.run_id
 
@@ -116,7 +118,7 @@ class Run(Generic[R]):
 
     def status(self) -> str:
         """Return the current state, for example ``"RUNNING"``."""
-        # If another thread holds the lock, that thread waits for the run and keeps the state current.
+        # If another thread holds the lock, that thread waits for the run and updates the state.
         if self._lock.acquire(blocking=False):
             try:
                 while self._hear(0.0):
@@ -126,16 +128,16 @@ class Run(Generic[R]):
         return self._state.value
 
     def last_sentence(self) -> str:
-        """Return the last message about the run: a wait reason, early returns of ranks, or a hang warning."""
+        """Return the last message about the run, such as a wait reason or a hang warning."""
         self.status()
         return self._waiting
 
     def waiting_for(self) -> str:
-        """Return a sentence with the devices that a queued run needs, and the holders of the devices."""
+        """Return a sentence that names the devices a queued run needs and the runs that hold the devices."""
         return self._waiting if self.status() == State.QUEUED else ""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no rank is running. For a run on several nodes, wait for all nodes.
+        """Wait until no rank is running on any node.
 
         Args:
             timeout: maximum number of seconds to wait, or None.
@@ -170,7 +172,7 @@ class Run(Generic[R]):
         return [self._load(rank) for rank in range(self._source.world_size or 0)]
 
     def done(self) -> bool:
-        """Return True if the run has ended, successfully or not."""
+        """Return True if the run has succeeded or failed."""
         return self._ended(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -188,10 +190,10 @@ class Run(Generic[R]):
         return self._error(0)  # User code may have raised this TimeoutError.
 
     def future(self) -> Future[list[R]]:
-        """Return a `concurrent.futures.Future` of the results. Each call returns the same future.
+        """Return a `concurrent.futures.Future` of the results.
 
-        The future works with `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`. A caller cannot cancel the
-        future, but `Run.cancel` stops the run.
+        Each call of `future` returns the same object. The future works with `concurrent.futures.wait`, callbacks and
+        `asyncio.wrap_future`. The future cannot be cancelled, but `Run.cancel` stops the run.
         """
         self._refuse_session()
         if self._future is None:
@@ -201,7 +203,7 @@ class Run(Generic[R]):
     def __await__(self) -> Generator[object, None, list[R]]:
         """Await the results in an event loop. Return or raise like `results`.
 
-        A cancelled task does not stop the run.
+        Cancelling the asyncio task does not stop the run.
         """
         self._refuse_session()
         waiting: Generator[object, None, list[R]] = load(_FUTURES).results_of(self).__await__()
@@ -218,7 +220,7 @@ class Run(Generic[R]):
         error = self._error(timeout)
         if error is not None:
             raise in_notebooks(error)
-        # The handle checks the rank again, because the number of ranks may have been unknown before.
+        # The handle checks the rank again, because the number of ranks may have been unknown until now.
         return self._load(self._rank(rank))
 
     def _load(self, rank: int) -> R:
@@ -233,15 +235,15 @@ class Run(Generic[R]):
 
     def _refuse_session(self) -> None:
         if self._source.world_size == 0:
-            message = f"{self.id} is a session: it has a receipt, but no ranks and no results of its own"
-            raise InvalidValue(message, hint="get results from the runs of the session; `sgpu runs` lists them")
+            message = f"{self.id} is a session, which has a receipt but no ranks or results"
+            raise InvalidValue(message, hint="get results from the session's runs, which `sgpu runs` lists")
 
     def fileno(self) -> int:
-        """Return a descriptor for `select` and `asyncio`, or -1. New messages make the descriptor readable."""
+        """Return a file descriptor that becomes readable when messages arrive, or -1."""
         return self._source.fileno()
 
     def cancel(self) -> None:
-        """Request the cancellation of the run. A call after the end of the run does nothing.
+        """Request the run's cancellation. Do nothing if the run has already ended.
 
         Raises:
             ServerUnavailable: the server does not answer, so the run continues.
@@ -251,10 +253,9 @@ class Run(Generic[R]):
             self._source.stop(StopReason.CANCEL)
 
     def preempt(self) -> None:
-        """Request preemption of the run. The ranks receive the reason and can save checkpoints.
+        """Request the run's preemption. The ranks receive the reason and can save checkpoints.
 
-        A run of a server with ``resume=True`` continues as a new attempt. Any other run ends with the reason
-        ``preempted``.
+        A remote run with ``resume=True`` continues as a new attempt. Any other run ends with the reason ``preempted``.
 
         Raises:
             ServerUnavailable: the server does not answer, so the run continues.
@@ -279,12 +280,12 @@ class Run(Generic[R]):
         return self._receipt
 
     def receipts(self, timeout: float | None = None) -> dict[str, Receipt]:
-        """Return the receipt of each node by node name. `receipt` describes the errors."""
+        """Return the receipt of each node by node name. The method raises the same errors as `receipt`."""
         self.receipt(timeout)
         return self._source.receipts()
 
     def cost(self) -> Cost:
-        """Return the usage and cost of all attempts up to now. `print` shows the cost as a sentence.
+        """Return the usage and cost of all attempts so far. `print` shows the cost as a sentence.
 
         Raises:
             ServerProblem: the run's server does not answer, or its version is too old.
@@ -292,13 +293,13 @@ class Run(Generic[R]):
         return self._source.cost()
 
     def tracked(self) -> TrackedRun | None:
-        """Return the MLflow run of this run. Before user code starts, the method may return None."""
+        """Return the MLflow run that tracks this run. The method may return None before user code starts."""
         self.status()
         link = self._receipt.tracked if self._receipt is not None else ""
         return self._tracked or from_directory(self.directory) or from_link(link)
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Return the output of a rank up to now. The log stores at most 1 GiB.
+        """Return a rank's output so far. The log stores at most 1 GiB.
 
         Args:
             rank: global rank.
@@ -323,7 +324,7 @@ class Run(Generic[R]):
         return series
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Return a figure of GPU utilization and memory over time, with marks for failures and stop requests.
+        """Return a figure of GPU utilization and memory that marks failures and stop requests.
 
         Args:
             path: optional file for the figure. Its suffix sets the format: ``.png``, ``.svg`` or ``.pdf``.
@@ -338,7 +339,7 @@ class Run(Generic[R]):
         return figure
 
     def follow(self, *, only_looks: bool = False, raises: bool = True) -> BaseException | None:
-        """Show the run until the run ends. Return the error that ended the run, or None after success.
+        """Display the run until it ends. Return the error that ended the run, or None after success.
 
         Args:
             only_looks: True if the caller only views the run. Ctrl-C then does not stop the run, regardless of its
@@ -374,7 +375,7 @@ class Run(Generic[R]):
             raise
         except ServerProblem:  # The server did not receive the stop request, so the run continues.
             raise
-        except BaseException:  # The user's signal handler or the notebook has ended the wait.
+        except BaseException:  # The user's signal handler or the notebook has interrupted the wait.
             if self._spec.on_interrupt == "cancel":
                 self.cancel()
             raise
@@ -394,7 +395,7 @@ class Run(Generic[R]):
             display.finish()
             display.say(
                 f"cancelling; {second_interrupt_text()} to leave at once"
-            )  # The message comes before the stop request, because the stop request may wait for an unreachable server.
+            )  # The client prints this message first, because the stop request may wait for an unreachable server.
             self.cancel()
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
@@ -405,7 +406,7 @@ class Run(Generic[R]):
                 self._source.stop(StopReason.CANCEL, patiently=False)
             except ServerProblem:
                 display.say(
-                    f"stopped waiting; the server does not answer, and run {self.id} continues: cancel it "
+                    f"stopped waiting; the server does not answer, and run {self.id} continues: cancel the run "
                     f"with `sgpu cancel {self.id}`"
                 )
             else:
@@ -417,7 +418,10 @@ class Run(Generic[R]):
         display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
     def _error(self, timeout: float | None, *, with_tail: bool = True) -> BaseException | None:
-        """Return the exception that ended the run. Public methods raise it with one frame of this package."""
+        """Return the exception that ended the run.
+
+        Public methods raise the exception with a single frame of serverless-gpu.
+        """
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
@@ -432,11 +436,11 @@ class Run(Generic[R]):
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
-        """Print a message that the run continues without its caller."""
+        """Tell the user that the run continues without its caller."""
         self._note_end()
         while_session = " until its session ends" if self.session else ""
         TerminalDisplay(quiet=self._spec.quiet).say(
-            f"run {self.id} continues{while_session}; stop it with cancel() of its handle or `sgpu cancel`"
+            f"run {self.id} continues{while_session}; stop the run with cancel() of its handle or `sgpu cancel`"
         )
 
     def _ended(self, timeout: float | None) -> bool:
@@ -446,7 +450,7 @@ class Run(Generic[R]):
         clock, timeout = SystemClock(), patience("timeout", timeout)
         deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            return done()  # Another thread waits for the run and keeps the state current.
+            return done()  # Another thread waits for the run and updates the state.
         try:
             with interruptible():
                 while not done():
@@ -469,7 +473,7 @@ class Run(Generic[R]):
         return True
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Process one message that arrives before the timeout. Return True if a message arrived."""
+        """Process one message if a message arrives before the timeout. Return True if a message arrived."""
         if not self._source.is_open:
             return False
         try:
@@ -493,7 +497,7 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            # The client prints this note even without a display, because the caller is waiting.
+            # The caller is waiting, so the client prints this note even without a display.
             case ConnectionNote(sentence=sentence):
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked):
@@ -531,7 +535,7 @@ class Run(Generic[R]):
                 self._note_end()
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
-                # Ctrl-C interrupted the handle after it received the Stopped message.
+                # Ctrl-C interrupted the handle after the Stopped message had arrived.
                 if self._stopped is None:
                     self._stopped = self._source.ending()
                     self._state = self._stopped.state
@@ -545,7 +549,7 @@ class Run(Generic[R]):
                 pass
 
     def _note_started(self) -> None:
-        """Register the run. When this process exits, it prints the registered runs that have not ended."""
+        """Register the run, so that this process lists unfinished runs when it exits."""
         if not self._spec.quiet:
             is_remote = self._spec.remote
             self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)
@@ -555,16 +559,16 @@ class Run(Generic[R]):
             self._started.is_over = True
 
     def _relaunch_with(self, relaunch: Relaunch) -> None:
-        """Set the function that launches the run again if its stored environment is damaged."""
+        """Set the function that relaunches the run if its stored environment is damaged."""
         self._relaunch = relaunch
 
     def _relaunched(self) -> bool:
-        """Continue as a new run with a new capture of the environment. Return True after a successful launch."""
+        """Switch to a new run with a newly captured environment. Return True if the launch succeeds."""
         if self._relaunch is None or not self._relaunches_left:
             return False
         if self._relaunches_left == _RELAUNCHES:
             display = self._display or TerminalDisplay(quiet=self._spec.quiet)
-            display.say("the stored environment is damaged; the client captures it again and restarts the run")
+            display.say("the stored environment is damaged, so the client captures a new one and restarts the run")
         self._relaunches_left -= 1
         launched = self._relaunch()
         if launched is None:
@@ -577,7 +581,7 @@ class Run(Generic[R]):
         return True
 
     def _nothing_more(self) -> None:
-        """Determine the final state of a run whose source closed without the last message."""
+        """Determine a run's final state after its source has closed without a final message."""
         self._source.close()
         if self._stopped is None:
             self._stopped = self._source.ending()

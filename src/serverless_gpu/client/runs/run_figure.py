@@ -4,10 +4,10 @@
     2 to 8       a row for each: use | memory           ├─ marks as lines through all, explained below the panels
     more         two heat maps, a row for each device   ┘
 
-Marks show failures and stop requests. Only figure modules import Matplotlib, and callers import figure modules by name.
-Figure modules do not use `pyplot`, because `pyplot` has global state that belongs to the caller. The figure modules set
-all colours, so that the caller's style has no effect. Without samples, the figure contains a message. The module
-removes control characters from names. Matplotlib does not interpret ``$`` in names as math mode.
+Event markers show failures and stop requests. Only figure modules import Matplotlib, and callers import figure modules
+at first use. Figure modules do not use `pyplot`, because `pyplot` would change the caller's global state. Figure
+modules set all colours explicitly, so that the caller's Matplotlib style has no effect. If the run has no samples, the
+figure contains a message. Names appear without control characters and without math mode for ``$``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from serverless_gpu.client.runs import timeline
 from serverless_gpu.client.runs.timeline import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
-ROWS_MAX = 8  # Above this number of devices, the figure contains heat maps.
+ROWS_MAX = 8  # Maximum number of devices with curves. A figure of more devices contains heat maps.
 MARKS_MAX = 8
-_LITTLE = 3  # Below this number of samples, the figure shows a curve as points.
+_LITTLE = 3  # Minimum number of samples for drawing a curve as a line instead of points.
 _WIDTH_IN = 10.0
 _ABOVE_IN = 1.0
 _LETTERS = "ABCDEFGH"
-_LETTER_POINTS = 8.0  # Width of the letter of a mark, with the space beside the letter.
+_LETTER_POINTS = 8.0  # Width of an event marker's letter, including the space beside the letter.
 
 _PAPER, _INK, _FAINT, _GRID, _NOTHING = "#ffffff", "#1f2328", "#6a737d", "#e4e7eb", "#e4e7eb"
 _BUSY, _MEMORY = "#2166b0", "#0f7d6c"
@@ -45,7 +45,7 @@ _MAPS = {
 
 
 class Titles(NamedTuple):
-    """Titles of a figure: the name of the run, and a line with facts about the run."""
+    """A figure's titles: the run's name, and a line with facts about the run."""
 
     name: str
     about: str
@@ -61,7 +61,7 @@ class RunFigure(Figure):
 
 
 class _Stage(NamedTuple):
-    """Shared data of all panels: the marks, and the time axis. The axis starts at `begin`."""
+    """Event markers and time axis that all panels share. The time axis starts at `begin`."""
 
     begin: float
     end: float
@@ -94,7 +94,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
     else:
         _rows(figure, lanes, stage)
     few = stage is not None and timeline.samples(lanes) < _LITTLE
-    _write_titles(figure, titles, "too short for a curve: the sample interval is one second" if few else "")
+    _write_titles(figure, titles, "the run is too short for a curve with one sample per second" if few else "")
     if stage is not None:
         _write_marks(figure, stage)
     if path is not None:
@@ -106,7 +106,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
 
 
 def _rows(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
-    """Draw two panels per device, side by side. For a single device, stack the panels."""
+    """Draw a utilization panel and a memory panel per device. Stack the panels of a single device."""
     alone = len(lanes) == 1
     shape = (2, 1) if alone else (len(lanes), 2)
     panels = figure.subplots(*shape, sharex=True, squeeze=False)
@@ -176,7 +176,7 @@ def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
 
 
 def _lane_axis(panel: Axes, lanes: Sequence[Lane]) -> None:
-    """Label the rows of a heat map. Without enough space, label only some rows."""
+    """Label a heat map's rows. Label only some rows if the space is insufficient."""
     starts = [place for place, lane in enumerate(lanes) if place == 0 or lane.node != lanes[place - 1].node]
     if len(lanes) <= 32 and len(starts) == 1:
         places = list(range(len(lanes)))
@@ -209,7 +209,7 @@ def _head(panel: Axes, text: str) -> None:
 
 
 def _beside(panel: Axes, place: float, side: Literal["left", "right"], label: str, number: str) -> None:
-    """Write a device's name beside the panel, and the device's number below the name."""
+    """Write a device's name beside its panel, and the device number below the name."""
     for text, y, colour in ((label, 0.62, _INK), (number, 0.3 if label else 0.5, _FAINT)):
         panel.text(place, y, text, transform=panel.transAxes, ha=side, va="center", color=colour, fontsize=8.5)
 
@@ -278,7 +278,7 @@ def _draw_marks(panel: Axes, stage: _Stage) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text as one line without control characters, shortened to 150 characters."""
+    """Return text as a single line without control characters and with at most 150 characters."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     return shown if len(shown) <= 150 else f"{shown[:149]}…"
 
@@ -287,7 +287,7 @@ def _plain(text: str) -> str:
 
 
 def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: float, gap_in: float) -> None:
-    """Position the panels between the titles and the marks, with `gap_in` inches between rows."""
+    """Position the panels between the titles and the marker legend, with `gap_in` inches between rows."""
     height, below = figure.get_figheight(), 0.6 + 0.2 * len(stage.marks)
     panel_in = (height - _ABOVE_IN - below - gap_in * (rows - 1)) / rows
     figure.subplots_adjust(

@@ -1,4 +1,4 @@
-"""The list of runs of one `.map()` call, and an iterator that yields runs in order of completion."""
+"""Provides the run list that `.map()` returns, and an iterator over runs in order of completion."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
-_LOOK_S = 1.0  # Poll interval in seconds, because another thread may have read the final message of a run.
+_LOOK_S = 1.0  # Poll interval in seconds. The loop polls because another thread may have read a run's final message.
 
 
 class RunList(list[Run[R]]):
     """A list of run handles, in the order of the items that `.map()` received.
 
-    The value of a run is the result of rank 0, like `Run.result()`.
+    Each run's value is the result of rank 0, as in `Run.result()`.
     """
 
     @overload
@@ -60,7 +60,7 @@ class RunList(list[Run[R]]):
         return cast("list[R] | list[R | BaseException]", values)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[Run[R]]:
-        """Yield each run when it ends, successfully or not, like `serverless_gpu.as_completed`.
+        """Yield each run when it succeeds or fails, like `serverless_gpu.as_completed`.
 
         Args:
             timeout: maximum number of seconds to wait for all runs, or None.
@@ -71,13 +71,15 @@ class RunList(list[Run[R]]):
         return as_completed(self, timeout)
 
     def cancel(self) -> None:
-        """Request the cancellation of every run. The request does not change ended runs."""
+        """Request the cancellation of every run that has not ended."""
         for run in self:
             run.cancel()
 
 
 def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterator[Run[R]]:
-    """Yield each run when it ends. `result()` or `results()` of a failed run raises its error.
+    """Yield each run when it ends.
+
+    Calling `result()` or `results()` on a failed run raises the run's error.
 
     Args:
         runs: runs that this process has started or attached to.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
-    """Return a run's figure and write it to `path` if given. All errors are ServerlessGpuErrors."""
+    """Return a run's figure and write it to `path` if given. Raises only subclasses of ServerlessGpuError."""
     try:
         figures = load("serverless_gpu.client.runs.run_figure")
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def _devices_text(files: list[bytes]) -> str:
 
 
 def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
-    """Return the total memory of each GPU by node and GPU number, from the last sample per file."""
+    """Return each GPU's total memory by node and GPU number, from the last sample in each file."""
     totals: dict[tuple[int, int], int] = {}
     for data in files:
         header = _last_header(data)
@@ -86,7 +86,7 @@ def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
 
 
 def _last_header(data: bytes) -> Header | None:
-    """Return the last header of a sample file. The header lists the node's devices."""
+    """Return a sample file's last header, which lists the node's devices."""
     start = data.rfind(b"\n{") + 1
     found = decode(data[start : data.find(b"\n", start) + 1])[0]
     return found[0] if found and isinstance(found[0], Header) else None

@@ -1,13 +1,12 @@
-"""Provides messages and files for the handle of a run, from a local supervisor or a server.
+"""Provides a run handle with messages and files from a local supervisor or a server.
 
     Run ──▶ RunSource ──┬─ LocalRun    the run's supervisor on this machine: a socket and the run directory
                         └─ RemoteRun   a server: its event stream, and copies of its files (`remote/remote_run.py`)
 
 Every source returns messages of `node.protocol`, so that local and remote run handles behave the same. If the agent
-dies while a run is in its queue, the connection of a `LocalRun` ends before a supervisor accepts the run. `LocalRun`
-then sends the launch to a new agent, because no user code has run. If the connection ends without the last message,
-`LocalRun` reads the final state from the run directory. If the directory contains no final state, the supervisor was
-killed.
+dies while a run is queued, `LocalRun` loses its connection before a supervisor accepts the run. `LocalRun` then sends
+the launch to a new agent, because no user code has run. If the connection closes before the final message, `LocalRun`
+reads the final state from the run directory. If the run directory contains no final state, the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-# The module is imported at first use, because a call does not need the module.
+# Most calls do not need this module, so the client imports it at first use.
 _TIMELINE = "serverless_gpu.client.runs.timeline"
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
@@ -44,18 +43,18 @@ Reconnect = Callable[[], Channel]
 
 
 class ConnectionNote(NamedTuple):
-    """A message about the connection to the server or supervisor, not about the run itself."""
+    """A message about the connection to the server or supervisor instead of the run."""
 
     sentence: str
 
 
 class RunSource(abc.ABC):
-    """Interface of a source of a run's messages and files."""
+    """Interface for reading a run's messages and files."""
 
     run_id: str
-    directory: Path  # Local directory with the files of the last attempt, or copies of these files.
-    world_size: int | None  # Number of ranks. 0 for a session, None while unknown.
-    origin: Origin = Origin()  # Machine that stores the files, and the run's owner if the results are untrusted.
+    directory: Path  # Local directory that contains the last attempt's files or copies of them.
+    world_size: int | None  # Number of ranks, which is 0 for a session and None while unknown.
+    origin: Origin = Origin()  # Node that stores the run's files, and the run's owner if the results are untrusted.
 
     @property
     @abc.abstractmethod
@@ -65,11 +64,11 @@ class RunSource(abc.ABC):
     @property
     @abc.abstractmethod
     def logs(self) -> Path | str:
-        """Return the directory of all output of the ranks, or the command that shows the output."""
+        """Return the directory that contains the ranks' output, or the command that shows the output."""
 
     @abc.abstractmethod
     def fileno(self) -> int:
-        """Return a descriptor that is readable when messages arrive, or -1 without a descriptor."""
+        """Return a file descriptor that becomes readable when messages arrive, or -1."""
 
     @abc.abstractmethod
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
@@ -81,7 +80,7 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Request a stop of a running or queued run. `patiently` waits for an unreachable server."""
+        """Request that a running or queued run stops. If `patiently` is True, wait for an unreachable server."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -89,14 +88,14 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def ending(self) -> protocol.Stopped:
-        """After the last message, return the run's final state."""
+        """Return the run's final state after the last message."""
 
     @abc.abstractmethod
     def receipt(self) -> Receipt | None:
-        """After the last message, return the run's receipt."""
+        """Return the run's receipt after the last message."""
 
     def receipts(self) -> dict[str, Receipt]:
-        """After the last message, return the receipt of each node by node name."""
+        """Return each node's receipt by node name after the last message."""
         receipt = self.receipt()
         return {} if receipt is None else {self.origin.node or socket.gethostname(): receipt}
 
@@ -106,25 +105,26 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Return a rank's output up to now. The retention may have deleted old output."""
+        """Return a rank's output so far. Old output may have been deleted according to `[retention]`."""
 
     @abc.abstractmethod
     def read_telemetry(self) -> list[bytes]:
-        """Return the telemetry samples up to now, with one file for each node of each attempt."""
+        """Return the run's telemetry samples so far: one file per node and attempt."""
 
     @abc.abstractmethod
     def cost(self) -> Cost:
-        """Return the usage and cost of all attempts up to now."""
+        """Return the usage and cost of all attempts so far."""
 
     @abc.abstractmethod
     def attempts(self) -> list[AttemptTimes]:
-        """Return all attempts up to now, in order."""
+        """Return all attempts so far, in order."""
 
 
 class LocalRun(RunSource):
-    """A run on this machine. `channel` is None after the end of the run.
+    """A run on this machine.
 
-    `again` sends the launch again if the agent dies before a supervisor accepts the run.
+    `channel` is None after the run's end. `again` is a function that repeats the launch if the agent dies before a
+    supervisor accepts the run.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LocalRun(RunSource):
         self._again = again
         self._tries = 1
         self._accepted = again is None
-        # Boot time in nanoseconds at which this process detected the exit of the supervisor.
+        # Boot time in nanoseconds at which this process detected the supervisor's exit.
         self._lost_ns: int | None = None
 
     @property
@@ -155,7 +155,10 @@ class LocalRun(RunSource):
         return -1 if self.channel is None else self.channel.fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
-        """Return the supervisor's next message, or None after the last message. Send a lost launch again."""
+        """Return the supervisor's next message, or None after the last message.
+
+        Repeat a launch that a dead agent lost.
+        """
         while self.channel is not None:
             self.channel.sock.settimeout(timeout_s)
             try:
@@ -175,7 +178,7 @@ class LocalRun(RunSource):
         return None
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Send the stop request to the supervisor. If the supervisor has exited, the ranks have ended."""
+        """Send the stop request to the supervisor, unless the supervisor has exited."""
         channel = self.channel
         if channel is not None:
             with contextlib.suppress(OSError):
@@ -188,14 +191,17 @@ class LocalRun(RunSource):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return the final state from the run directory. If the supervisor died, first record the final state."""
+        """Return the run's final state from the run directory.
+
+        If the supervisor died, record the final state first.
+        """
         stopped = read_ending(self.directory)
         if stopped is None and self._settle():
             stopped = read_ending(self.directory)
         return stopped or supervisor_lost()
 
     def receipt(self) -> Receipt | None:
-        """Return the receipt from the run directory. If the supervisor died, first record the receipt."""
+        """Return the run's receipt from the run directory. If the supervisor died, record the receipt first."""
         receipt = read_receipt(self.directory)
         if receipt is None and self._settle():
             receipt = read_receipt(self.directory)
@@ -205,32 +211,32 @@ class LocalRun(RunSource):
         """Do nothing, because the run directory already contains the result."""
 
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Return the contents of the rank's file."""
+        """Return the contents of the rank's output file."""
         try:
             return (self.directory / "logs" / f"{rank}.{stream}").read_bytes()
         except FileNotFoundError:
             return b""
 
     def read_telemetry(self) -> list[bytes]:
-        """Return the sample files below the run's directory."""
+        """Return the run directory's telemetry sample files."""
         directories = load(_TIMELINE).attempt_directories(self.directory.parent)
         paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
         return [path.read_bytes() for path in paths]
 
     def cost(self) -> Cost:
-        """Return the cost from the attempts' directories."""
+        """Return the run's cost, computed from the attempt directories."""
         found: Cost = load("serverless_gpu.client.runs.local_costs").cost_here(self.directory.parent, SystemClock())
         return found
 
     def attempts(self) -> list[AttemptTimes]:
-        """Return the attempts from their directories."""
+        """Return the run's attempts, read from the attempt directories."""
         timeline = load(_TIMELINE)
         return [
             timeline.read_attempt_times(directory) for directory in timeline.attempt_directories(self.directory.parent)
         ]
 
     def _settle(self) -> bool:
-        """Record the final state of a run whose supervisor died. Return False if no supervisor died."""
+        """Record the final state of a run whose supervisor died. Return False if the supervisor did not die."""
         settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
         return settled
 
@@ -238,7 +244,7 @@ class LocalRun(RunSource):
         match message:
             case protocol.Accepted() | protocol.Stopped():
                 self._accepted = True
-            # No process of the run was started, so nothing needs the run directory.
+            # The run has started no process, so the client removes the run directory.
             case protocol.Refused() if not self._accepted:
                 remove_at_once(self.directory.parent)
             case _:
@@ -246,6 +252,6 @@ class LocalRun(RunSource):
 
 
 def supervisor_lost() -> protocol.Stopped:
-    """Return the final state of a run whose supervisor died for an unknown reason."""
+    """Return the final state for a run whose supervisor died for an unknown reason."""
     reason = Reason.SUPERVISOR_KILLED
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

@@ -1,9 +1,9 @@
 """Prints the unfinished runs of this process on stderr when the process exits.
 
-A script may drop the handles of `.map()` and exit while its runs still hold devices. `submit` and `map` register each
-run in this module, and the handle of a run removes an ended run. At exit, this module checks the state of all
-registered runs. If the server does not answer within a second, the module prints that the runs may continue. A forked
-child prints nothing.
+A script may drop the run handles that `.map()` returns and exit while the runs still hold devices. `submit` and `map`
+therefore register each run. When a run ends, its handle updates the registration. When the process exits, an exit
+handler checks the state of all registered runs. If the server does not answer, the exit handler prints that the runs
+may continue. A forked child process prints nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.node.attempt.history import read_ending
 
 _NAMED_MAX = 5
-_ASKED_MAX = 20  # Maximum number of server runs to check at exit, with one request per run.
+_ASKED_MAX = 20  # Maximum number of remote runs that the exit handler checks, with one request per run.
 _PRUNED_AT = 256
 
 
 class StartedRun:
-    """A registered run: its directory, and a flag that the run has ended."""
+    """A registered run, with its directory and a flag that is True after the run has ended."""
 
     __slots__ = ("directory", "is_over", "is_remote", "run_id")
 
@@ -40,7 +40,7 @@ _owner = 0
 
 
 def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun:
-    """Register a run until its handle reports the end of the run."""
+    """Register a run until its handle reports that the run has ended."""
     global _owner, _started
     if _owner != os.getpid():
         _owner, _started = os.getpid(), []
@@ -53,14 +53,14 @@ def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun
 
 
 def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
-    """Return the message about running runs and runs in an unknown state, or "" without such runs."""
+    """Return a message that lists running runs and runs in an unknown state, or "" without any run."""
     if not run_ids and not unknown:
         return ""
     ids = run_ids + unknown
     named = ", ".join(ids[:_NAMED_MAX]) + (f" and {len(ids) - _NAMED_MAX} more" if len(ids) > _NAMED_MAX else "")
     verb = "may continue" if unknown else "continues" if len(ids) == 1 else "continue"
     runs = "1 run" if len(ids) == 1 else f"{len(ids)} runs"
-    return f"{runs} of this program {verb}: {named}; sgpu attach RUN shows one, sgpu cancel RUN stops it"
+    return f"{runs} of this program {verb}: {named}; show a run with sgpu attach RUN, or stop it with sgpu cancel RUN"
 
 
 def _name_unfinished() -> None:

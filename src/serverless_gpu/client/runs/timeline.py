@@ -1,14 +1,14 @@
-"""Computes the timeline of a run: curves of its devices, and marks of its attempts.
+"""Computes a run's timeline: device curves and event markers.
 
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
                                                                          └─ cells: at most 600 columns of a heat map
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
     a server's list of attempts ──────────────────────────────────────────────────────┴─▶ AttemptTimes ─▶ CurveMark
 
-`run_figure.py` draws the timeline. For a run without GPUs, a lane shows the CPU usage and the host memory of a rank. A
-long time without samples leaves a gap in the curve, for example between two attempts or while a node was unreachable.
-An attempt whose supervisor was killed has no recorded end and therefore no mark. An unreadable file is treated as
-missing.
+`run_figure.py` draws the timeline. For a run without GPUs, each lane shows a rank's CPU usage and host memory. A long
+period without samples leaves a gap in the curve, for example between two attempts or while a node was unreachable. An
+attempt whose supervisor was killed has no recorded end and therefore no event marker. The timeline ignores unreadable
+files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.attempt_files import STOP_FILE
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Sample times in seconds since 1970, and the sample values at these times."""
+"""Sample times in seconds since 1970, and the sample values."""
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
 _FIRST_S = 1.0  # Assumed duration of the first sample in seconds, as in receipts.
-# A step between two samples is a gap if it exceeds this multiple of the previous step. Sample intervals grow with a
-# run's age, at most by a factor of two per step.
+# A step between two samples is a gap if the step exceeds this multiple of the previous step. The sample interval grows
+# with the run's age, at most by a factor of two per step.
 _HOLE = 4.0
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
@@ -42,17 +42,17 @@ _WORD_CHARACTERS = 32
 
 
 class Lane(NamedTuple):
-    """Curves of one device. For a run without devices, curves of one rank."""
+    """Utilization and memory curves of one device, or of one rank in a run without devices."""
 
     node: int  # Number of the node within the run.
     label: str  # Name of the device or rank.
-    busy: Curve  # percent
+    busy: Curve  # GPU utilization of the device or CPU usage of the rank in percent.
     memory: Curve  # GPU memory in GiB, as in nvidia-smi, or the host memory of a rank in GB.
     memory_total: float | None  # Total memory of the GPU in GiB, or None if unknown.
 
 
 class CurveMark(NamedTuple):
-    """An event that the figure marks, such as a failure. `at` is the time in seconds since 1970."""
+    """An event to show in the figure, such as a failure. `at` is the event's time in seconds since 1970."""
 
     at: float
     kind: Literal["failure", "stop", "attempt"]
@@ -60,7 +60,10 @@ class CurveMark(NamedTuple):
 
 
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
-    """Return the curves of each GPU, or of each rank without GPUs. `totals` contains GPU memory in bytes."""
+    """Return the curves of each GPU, or of each rank if the run has no GPUs.
+
+    `totals` contains GPU memory in bytes.
+    """
     found = []
     for place, series in sorted(_curves_by_device(metrics, _GPU).items()):
         memory = _scale(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
@@ -76,7 +79,7 @@ def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | 
 
 
 def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
-    """Return the first and the last sample time of all curves, or None without samples."""
+    """Return the first and last sample times of all curves, or None if the curves have no samples."""
     ends = [
         moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
     ]
@@ -89,7 +92,7 @@ def samples(lanes: Sequence[Lane]) -> int:
 
 
 def line(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return a curve as a line with NaN in its gaps and at most POINTS_MAX points."""
+    """Return a curve as a line of at most POINTS_MAX points, with NaN in the gaps."""
     times, values = curve
     if len(times) > POINTS_MAX:
         times, values = _thin(times, values)
@@ -105,7 +108,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
-    """Return a curve as a heat map row: the mean value of each column, or NaN without samples."""
+    """Return a curve as a heat map row: the mean value per column, or NaN for a column without samples."""
     times, values = curve
     width = max(end - begin, 1e-9) / columns
     sums, counts = [0.0] * columns, [0] * columns
@@ -114,8 +117,8 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
         sums[column] += value
         counts[column] += 1
     row = [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
-    # Samples of an old run are far apart. A value therefore fills the columns up to the next sample, except across a
-    # gap.
+    # An old run's samples are far apart, so each value fills the heat map columns up to the next sample. A value does
+    # not extend across a gap.
     for is_hole, (moment, following), value in zip(_holes(times), pairwise(times), values, strict=False):
         if not is_hole:
             first, last = (min(columns - 1, max(0, int((at - begin) / width))) for at in (moment, following))
@@ -125,7 +128,7 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
 
 
 def mean(curve: Curve) -> float | None:
-    """Return a curve's mean over time, weighted by duration. The first value has a weight of one second."""
+    """Return a curve's mean over time, weighted by duration. The first sample has a weight of one second."""
     times, values = curve
     if not values:
         return None
@@ -138,12 +141,12 @@ def mean(curve: Curve) -> float | None:
 
 
 def peak(curve: Curve) -> float | None:
-    """Return the largest value of a curve."""
+    """Return a curve's largest value."""
     return max(curve[1], default=None)
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the unit for a time axis of this length: its seconds, and its name."""
+    """Return the time unit for an axis of the given length: the unit's length in seconds, and its name."""
     for limit, size, name in ((180, 1.0, "seconds"), (3 * 3600, 60.0, "minutes"), (72 * 3600, 3600.0, "hours")):
         if seconds < limit:
             return size, name
@@ -151,8 +154,11 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
-    """Move ordered positions apart to a minimum distance. Keep groups centred and before the axis end."""
-    # The centre of each group of positions, and the number of positions in the group.
+    """Move ordered positions apart to a minimum distance.
+
+    Keep each group of positions centred and inside the axis.
+    """
+    # Centre of each group of positions, and the group's number of positions.
     groups: list[tuple[float, int]] = []
     for place in places:
         middle, members = place, 1
@@ -184,7 +190,7 @@ def _scale(curve: Curve, factor: float) -> Curve:
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return True for each step between samples that is a gap, judged by the two previous steps."""
+    """Return True for each step between samples that is a gap, by comparison with the two previous steps."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)
@@ -193,7 +199,7 @@ def _holes(times: Sequence[float]) -> list[bool]:
 
 
 def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
-    """Return means of neighbouring samples, to reduce the number of points. No mean spans a gap."""
+    """Reduce the number of points by averaging neighbouring samples, but never across a gap."""
     at_once = math.ceil(len(times) / POINTS_MAX)
     holes = _holes(times)
     thin_times: list[float] = []
@@ -209,7 +215,7 @@ def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
 
 
 class AttemptTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of one attempt in nanoseconds since 1970. None means unknown or in the future."""
+    """An attempt's event times in nanoseconds since 1970, with None for an unknown or future time."""
 
     fence: int
     state: State | None = None
@@ -217,13 +223,13 @@ class AttemptTimes(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int | None = None
     ended_ns: int | None = None
     asked_ns: int | None = None  # Time of the stop request.
-    asked: str = ""  # Reason of the stop request that the ranks received.
+    asked: str = ""  # Stop reason that the ranks received.
     failed_ns: int | None = None  # Time of the attempt's first failure.
     rank: int | None = None  # Rank that failed first.
 
 
 def attempt_directories(run: Path) -> list[Path]:
-    """Return the directories of a local run's attempts, in order."""
+    """Return a local run's attempt directories, in order."""
     try:
         children = list(run.iterdir())
     except OSError:
@@ -232,12 +238,12 @@ def attempt_directories(run: Path) -> list[Path]:
 
 
 def read_attempt_times(directory: Path) -> AttemptTimes:
-    """Return the times of an attempt from the attempt's directory."""
+    """Return an attempt's event times, read from the attempt directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None
     failed_ns = None
-    # Facts of the same boot have both a wall clock time and a boot time.
+    # Facts from the same boot record both the wall clock time and the boot time.
     if cause is not None and facts and cause.at_ns > 0:
         failed_ns = facts[0].wall_ns + cause.at_ns - facts[0].boottime_ns
     return AttemptTimes(
@@ -254,7 +260,7 @@ def read_attempt_times(directory: Path) -> AttemptTimes:
 
 
 def marks(attempts: Iterable[AttemptTimes]) -> list[CurveMark]:
-    """Return the marks of a run: starts of later attempts, failures and stop requests."""
+    """Return a run's event markers: starts of later attempts, failures and stop requests."""
     found: list[CurveMark] = []
     for each in attempts:
         name = f"attempt {each.fence}" if each.fence > 1 else ""

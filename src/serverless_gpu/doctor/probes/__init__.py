@@ -3,7 +3,7 @@
     threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · installed packages · package imports              (these may crash or hang)
 
-All probes start at the same time with the same limit, so the total time is only slightly longer than the limit.
+All probes start in parallel with the same time limit, so the total time barely exceeds that limit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
     """Run all probes and return their facts.
 
-    `limit_s` is the time limit of each probe in seconds. `environ` has the caller's environment variables.
+    `limit_s` is the time limit of each probe in seconds. `environ` contains the caller's environment variables.
     """
     looks: dict[str, Callable[[], object]] = {
         "imports": lambda: look_at_imports(limit_s),
@@ -69,7 +69,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         "limits": look_at_limits,
         "network": look_at_network,
     }
-    # Threads get more time than probe processes, which enforce their own limit and return better reasons.
+    # Probe processes enforce the same limit and report better reasons, so probe threads wait half a second longer.
     seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
     def area(name: str, kind: type[T]) -> T | UnknownFact:
@@ -104,7 +104,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
 
 
 def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
-    """Shorten repeated reasons. Without a home, only the check of the home gives the full reason."""
+    """Shorten reasons that repeat the problem of the home directory."""
     home = seen["home"]
     if not isinstance(home, HomeFacts) or home.root or not home.problem:
         return seen

@@ -1,6 +1,6 @@
 """Runs several probes in parallel with a time limit, in threads or processes.
 
-A probe in a separate process may crash, hang or print anything without an effect on other probes.
+A probe that runs in a separate process can crash, hang or print output without affecting other probes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GONE_S = 1.0
 
 
 def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
-    """Return the result of each probe, or `UnknownFact` if it failed or timed out.
+    """Return the result of each probe, or `UnknownFact` for a probe that failed or timed out.
 
     Each probe runs in its own daemon thread. A single time limit applies to all probes together.
     """
@@ -56,7 +56,7 @@ def _outcome(answer: Future[T], left_s: float, limit_s: float) -> T | UnknownFac
         if answer.done():  # The probe itself raised TimeoutError.
             return UnknownFact(f"{answer.exception()}")
         return UnknownFact(f"no answer within {limit_s:g} s")
-    except Exception as error:  # noqa: BLE001 - a failed probe must not hide the answers of the others
+    except Exception as error:  # noqa: BLE001 - a failed probe must not hide the other probes' answers
         return UnknownFact(f"{type(error).__name__}: {error}")
 
 
@@ -68,31 +68,31 @@ def _settle(answer: Future[T], look: Callable[[], T]) -> None:
 
 
 class ChildEnded(msgspec.Struct, frozen=True):
-    """The result of a probe process."""
+    """Result of a probe process: answer, log output and exit code."""
 
     answer: bytes
     written: str
-    code: int | None  # Exit code, negative for a signal, or None after a kill at the time limit.
+    code: int | None  # Exit code of the probe process: negative for a signal, None after a timeout.
 
     @property
     def why(self) -> str:
-        """Describe the end of the process for people."""
+        """Explain how the probe process ended."""
         if self.code is None:
-            return "it took too long"
+            return "the process took too long"
         if self.code < 0:
-            return f"the process was ended by {_signal_name(-self.code)}"
-        return f"the process ended with code {self.code}"
+            return f"{_signal_name(-self.code)} ended the process"
+        return f"the process exited with code {self.code}"
 
 
 def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> ChildEnded:
-    """Start a process, read its answer, and kill it at the time limit. Raise OSError if the start fails.
+    """Start a probe process, read its answer, and kill the process at the time limit.
 
-    `start` receives two descriptors, for the answer and for the log. The function `start` must start the process in a
-    new session.
+    The callback `start` receives two file descriptors: one for the answer and one for the log. The callback must start
+    the process in a new session, and raises OSError if the process cannot start.
     """
     deadline_ns = SystemClock().boottime_ns() + int(limit_s * 1e9)
     reading, sending = os.pipe()
-    log = os.memfd_create("sgpu-doctor")  # The log is a file, so the process can read its own output.
+    log = os.memfd_create("sgpu-doctor")  # A log file lets the probe process read back its output.
     try:
         try:
             process = start(sending, log)
@@ -122,12 +122,12 @@ def _read_until(fd: int, deadline_ns: int) -> tuple[bytes, bool]:
 
 
 def _end(process: subprocess.Popen[bytes], in_time: bool) -> int | None:
-    """Return a process's exit code. After the time limit, kill the process and return None."""
+    """Return the exit code of a probe process. After the time limit, kill the process and return None."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         if in_time:
             return process.wait(_GONE_S)
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # The process leads a session, so the signal also ends its children.
+        os.killpg(process.pid, signal.SIGKILL)  # The signal also kills the children of the probe process.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GONE_S)
     return None

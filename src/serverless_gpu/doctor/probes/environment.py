@@ -1,9 +1,9 @@
-"""Probes the interpreter's packages and their imports, in separate processes.
+"""Probes installed packages and package imports in separate processes.
 
-The programs (`packages.py`, `import_program.py`) use only the standard library. The programs receive the caller's
-environment variables. The module path of the programs does not contain the working directory. Therefore the programs
-report a caller's file that has the name of a module, but never run that file. The programs print Python literals, one
-per line, because literals need almost no imports.
+The probe programs `packages.py` and `import_program.py` use only the standard library. Both programs receive the
+caller's environment variables. The programs' `sys.path` omits the working directory. The programs therefore report a
+user's file that hides a module, but never execute the file. The programs print one Python literal per line, because
+parsing literals requires few imports.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts,
 from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, look, side_by_side
 from serverless_gpu.json_codec import from_builtins
 
-# A first process imports packages that depend on torch. A second process imports packages that depend on NumPy.
+# One probe process imports the torch packages, and another process imports the packages based on NumPy.
 _FAMILIES = (("torch", "torchvision", "torchaudio"), ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "numba", "cv2"))
 _WORTHWHILE_S = 0.5
 _PROGRAMS = Path(__file__).parent
 
 
 def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
-    """Return the interpreter and its installed packages."""
+    """Return the facts about the interpreter and its installed packages."""
     ended = _run("packages.py", (), limit_s)
     for record in _records(ended):
         if record and record[0] == "packages":
@@ -37,7 +37,7 @@ def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
 
 
 def look_at_imports(limit_s: float) -> ImportFacts:
-    """Import the usual packages and return the outcomes."""
+    """Import common machine learning packages and return the import outcomes."""
     looks = {family[0]: lambda family=family: _import_all(family, limit_s) for family in _FAMILIES}
     facts = ImportFacts()
     for found in side_by_side(looks, limit_s + 0.3).values():
@@ -51,7 +51,7 @@ def look_at_imports(limit_s: float) -> ImportFacts:
 
 
 def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
-    """Import the modules in order. After a crash, import the remaining modules in a new process."""
+    """Import modules one by one. After a crash, import the remaining modules in a new process."""
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
     modules: dict[str, Imported] = {}
@@ -61,7 +61,7 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
         left_s = (deadline_ns - clock.boottime_ns()) / 1e9
         if left_s < _WORTHWHILE_S:
             break
-        # The zygote also imports packages with `/` as its working directory.
+        # Like the zygote, the probe process imports packages with `/` as its working directory.
         ended = _run("import_program.py", left, left_s, "/")
         seen = read_imports(list(_records(ended)), ended)
         modules |= seen.modules
@@ -70,16 +70,16 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
             modules |= {name: Imported(outcome="untried", error=ended.why, written=ended.written) for name in left}
         left = [name for name in left if name not in modules]
     modules |= {
-        name: Imported(outcome="untried", error=f"the time limit of {limit_s:g} s was reached before the import")
+        name: Imported(outcome="untried", error=f"the probe reached its time limit of {limit_s:g} s before the import")
         for name in left
     }
     return msgspec.structs.replace(facts, modules={name: modules[name] for name in names})
 
 
 def read_imports(records: Sequence[tuple[object, ...]], ended: ChildEnded) -> ImportFacts:
-    """Return the reported outcomes.
+    """Return the import outcomes that a probe process reported.
 
-    Derive the outcome of an unfinished import from the exit of its process.
+    For an unfinished import, derive the outcome from the exit of the probe process.
     """
     modules: dict[str, Imported] = {}
     begun = ""
@@ -124,7 +124,7 @@ def _records(ended: ChildEnded) -> Iterator[tuple[object, ...]]:
     for line in ended.answer.decode("ascii", "replace").splitlines():
         try:
             record = ast.literal_eval(line)
-        except (ValueError, SyntaxError):  # The process ended before it had written the whole line.
+        except (ValueError, SyntaxError):  # The probe process ended in the middle of a line.
             continue
         if isinstance(record, tuple):
             yield record

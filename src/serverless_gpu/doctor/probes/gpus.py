@@ -1,6 +1,6 @@
 """Probes the GPUs.
 
-A separate process queries NVML (`main`), because a hung driver blocks its caller forever.
+A separate process (`main`) queries NVML, because a hung driver blocks the querying process forever.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | UnknownFact:
-    """Return the NVIDIA GPUs and their holders, according to NVML and the kernel.
+    """Return the NVIDIA GPUs that NVML and the kernel report, and the runs that hold GPUs.
 
-    `limit_s` is the time limit for NVML.
+    `limit_s` is the time limit for the NVML queries in seconds.
     """
     home = ""
     with contextlib.suppress(StorageError):
@@ -69,9 +69,9 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
 
 
 def _held(directory: Path) -> dict[str, str]:
-    """Return the run that holds each device.
+    """Return the run that holds each locked device.
 
-    The function holds each device lock for a moment. A run that cannot acquire the lock at that moment tries again.
+    The function briefly acquires each device lock. A run that fails to acquire a lock in the meantime tries again.
     """
     held: dict[str, str] = {}
     for path in sorted(directory.glob("*.lock")):
@@ -98,16 +98,17 @@ T = TypeVar("T")
 
 
 def main(fd: int, home: str) -> NoReturn:
-    """Write NVML's answers to a descriptor and exit. `look_at_gpus` starts a process with this function.
+    """Write NVML's answers to a file descriptor and exit.
 
-    The function reads the user's own GPU types from `home`, if `home` is not empty.
+    `look_at_gpus` starts a process that runs this function. If `home` is not empty, the function reads the user-defined
+    GPU types from that home directory.
     """
     os.write(fd, msgspec.json.encode(ask_nvml(home)))
     os._exit(0)
 
 
 def ask_nvml(home: str) -> GpuFacts:
-    """Return NVML's answers as facts."""
+    """Query NVML and return the answers as facts."""
     try:
         import pynvml
     except ImportError as error:
@@ -140,7 +141,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
     capability = _asked(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     remapped = _asked(
         pynvml, lambda: pynvml.nvmlDeviceGetRemappedRows(handle)
-    )  # NVML returns the counts of corrected, uncorrected, pending and failed remappings.
+    )  # NVML returns four row remapping counts: corrected, uncorrected, pending and failed.
     return GpuHealth(
         capability=None if capability is None else (capability[0], capability[1]),
         uncorrected_errors=_asked(pynvml, lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)),
@@ -152,7 +153,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
 def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
     """Return NVML's answer, or None after an error.
 
-    With `fails`, return True if the query raises an error.
+    If `fails` is set, return True for an error and None for an answer.
     """
     try:
         answer = ask()

@@ -1,9 +1,9 @@
-"""A program for `python -P -c` that imports packages one by one and reports the outcomes.
+"""A probe program, run by `python -P -c`, that imports packages one by one and reports each outcome.
 
     begin <name> · end <name> <outcome> <error> <what it wrote>      a "begin" without an "end" is a crash or a hang
 
-The program itself imports only `os` and `sys`, because the import of a module that Python has already loaded cannot
-fail.
+The program itself uses only `os` and `sys`. A module that the program had already loaded could not fail the import
+test.
 """
 
 import os
@@ -13,7 +13,7 @@ _WRITTEN_BYTES = 4_000
 
 
 def main() -> None:
-    """Import the modules that the arguments name. Then report torch's devices and the OpenMP runtimes."""
+    """Import the modules named on the command line, then report torch's devices and OpenMP runtimes."""
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     for name in sys.argv[2:]:
@@ -41,7 +41,7 @@ def _import(name: str) -> tuple[str, str]:
 
 
 def _tell_torch(fd: int, torch: object) -> None:
-    """Report torch's build before its devices, because the query for devices may hang."""
+    """Report torch's build first and its devices second, because the device query may hang."""
     version = getattr(torch, "version", None)
     said = {
         "version": str(getattr(torch, "__version__", "")),
@@ -79,7 +79,7 @@ def _openmp() -> list[str]:
 
 
 def _written_since(start: int) -> str:
-    """Return the last part of the process's output to stderr after offset `start`. Stderr is a file."""
+    """Return the end of the output that the process has written to the stderr file since offset `start`."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

@@ -1,7 +1,7 @@
-"""Probes the machine: home, run directories, limits, network, mounts, and the agent of the home.
+"""Probes the machine: home directory, run directories, limits, network, mounts, and agent.
 
-The probes start and change nothing, with two exceptions. A process with its own namespace tries to mount an
-environment. If no agent runs, the agent probe creates a cgroup as an agent does, and then removes the cgroup.
+Most probes change nothing on the machine. The mount probe mounts an environment in a process with a separate namespace.
+If no agent runs, the agent probe creates a cgroup and removes it again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FINE = b"fine"
 
 
 def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
-    """Return facts about the home directory."""
+    """Return the facts about the home directory."""
     try:
         home = find_home(environ)
     except StorageError as error:
@@ -90,12 +90,12 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
 
 
 def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
-    """Return the number and size of the run directories, and the start of the last run."""
+    """Return the number and size of the run directories, and the facts about the latest run."""
     home = find_home(environ)
     try:
         policy = read_configuration(home).retention
     except ServerlessGpuError:
-        policy = Policy()  # The configuration check reports the invalid file.
+        policy = Policy()  # The configuration check reports an invalid configuration file.
     ids = run_ids(home.runs)
     receipts = (read_run(home.runs, run_id).receipt for run_id in ids)
     last = next((receipt for receipt in receipts if receipt is not None), None)
@@ -111,13 +111,13 @@ def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
 
 
 def look_at_kernel() -> KernelFacts:
-    """Return the kernel's release and its support for pidfds, which every run needs."""
+    """Return the kernel release and the kernel's support for pidfds, which every run needs."""
     refusal, hint = pidfd_refusal()
     return KernelFacts(release=os.uname().release, pidfd_refusal=refusal, hint=hint)
 
 
 def look_at_limits() -> LimitFacts:
-    """Return the limits that ranks inherit."""
+    """Return the resource limits that ranks inherit."""
     soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
     disks = _disks(("/dev/shm",))
     return LimitFacts(
@@ -130,7 +130,7 @@ def look_at_limits() -> LimitFacts:
 
 
 def look_at_network() -> NetworkFacts:
-    """Return the facts that decide if ranks on this machine can connect to each other."""
+    """Return the network facts that decide if ranks on this machine can connect to each other."""
     hostname = socket.gethostname()
     resolved = side_by_side({"name": lambda: socket.getaddrinfo(hostname, None)}, _RESOLVE_S)["name"]
     port_problem = ""
@@ -149,10 +149,10 @@ def look_at_network() -> NetworkFacts:
 
 
 def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | UnknownFact]:
-    """Return the agent's status, and the cgroups that an agent uses or would use.
+    """Return the agent's status, and the cgroups that a running or future agent uses.
 
     Raises:
-        StorageError: there is no home, or the directory of its sockets is not usable.
+        StorageError: the home directory or its socket directory is unusable.
     """
     home = find_home(environ)
     sockets = home.sockets()
@@ -182,7 +182,7 @@ def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts |
 
 
 def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
-    """Try to mount an environment from the home as this user."""
+    """Try to mount an environment from the home directory as the current user."""
     home = find_home(environ)
     ended = look(
         lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
@@ -195,12 +195,12 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
 
 
 def main(fd: int, home: str) -> None:
-    """Try to mount an environment and write the reason of a failure. `look_at_mounts` starts this process."""
+    """Try to mount an environment, and write the error of a failed mount to a file descriptor."""
     os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)
 
 
 def filesystem_of(path: str, mounts: str) -> str:
-    """Return the file system type of an absolute path without symbolic links, or "".
+    """Return the file system type of a resolved absolute path, or "" for an unknown file system.
 
     `mounts` is the text of `/proc/self/mountinfo`.
     """
@@ -212,13 +212,13 @@ def filesystem_of(path: str, mounts: str) -> str:
             continue
         point = parts[4].replace("\\040", " ")
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # If two mounts have the same mount point, the later one is visible.
+        if inside and len(point) >= len(best):  # Of two mounts at one mount point, the later mount is visible.
             best, kind = point, rest.split()[0]
     return kind
 
 
 def _write_problem(root: Path) -> StorageError | None:
-    """Return the reason why a write to a directory fails. Only a real write reveals a quota."""
+    """Return the error of a test write, or None. Only a real write reveals an exceeded quota."""
     try:
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
             file.write(b"\0" * _PROBE_BYTES)
@@ -267,13 +267,13 @@ def _loopback_problem() -> str:
 
 
 def count_ports(text: str) -> int:
-    """Return the number of ports in a kernel range, from a line such as ``32768 60999``."""
+    """Return the size of the kernel's port range, parsed from a line such as ``32768 60999``."""
     numbers = text.split()
     return int(numbers[1]) - int(numbers[0]) + 1 if len(numbers) == 2 else 0
 
 
 def count_sockets(text: str) -> int:
-    """Return the number of TCP sockets in use or in TIME_WAIT, from lines such as ``TCP: inuse 5 tw 2``."""
+    """Count TCP sockets in use or in TIME_WAIT, given lines such as ``TCP: inuse 5 tw 2``."""
     for line in text.splitlines():
         name, *words = line.split()
         if name == "TCP:":
@@ -299,7 +299,7 @@ def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
 
 
 def _others(sockets: Path) -> dict[str, str]:
-    """Return the agents of other versions or protocols for this home. Every running agent holds a lock."""
+    """Find agents of other versions in this home directory by the locks that running agents hold."""
     found: dict[str, str] = {}
     for path in sorted(sockets.glob("agent-*.lock")):
         pid = _holder(path)
@@ -310,5 +310,5 @@ def _others(sockets: Path) -> dict[str, str]:
 
 
 def _holder(path: Path) -> str:
-    """Return the pid of the agent that holds a lock, or "" without a holder."""
+    """Return the pid of the agent that holds a lock, or "" for a free lock."""
     return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()

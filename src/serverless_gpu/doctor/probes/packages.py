@@ -1,8 +1,8 @@
-"""A program for `python -P -c` that reports the interpreter, its packages and files that hide modules."""
+"""A probe program, run by `python -P -c`, that reports installed packages and files that hide modules."""
 
 import sys
 
-_AT_START = frozenset(sys.modules)  # Python loads these modules before any program runs, so no file can hide them.
+_AT_START = frozenset(sys.modules)  # Python loads these modules at startup, so no file can hide them.
 
 import contextlib  # noqa: E402
 import os  # noqa: E402
@@ -36,7 +36,7 @@ _KNOWN = (*_FAMILY, "pyarrow", "opencv-python", "datasets", "huggingface-hub", "
 
 
 def main() -> None:
-    """Write a record of all facts to the descriptor that the argument names."""
+    """Write all facts to the file descriptor given on the command line."""
     broken, problem = _broken()
     said = {
         "executable": sys.executable,
@@ -63,7 +63,7 @@ def _version(name: str) -> str:
 
 
 def _shadows() -> list[dict[str, object]]:
-    """Return files in the working directory and PYTHONPATH that hide another module of the same name."""
+    """Return the files in the working directory and PYTHONPATH that hide a module of the same name."""
     places = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     with contextlib.suppress(OSError):
         places.insert(0, os.getcwd())
@@ -87,7 +87,7 @@ def _shadows() -> list[dict[str, object]]:
 
 
 def _modules_in(place: str) -> list[tuple[str, str]]:
-    """Return the name and file of each module directly in a directory."""
+    """Return the name and file of each top-level module in a directory."""
     try:
         names = sorted(os.listdir(place))[:_NAMES_MAX]
     except OSError:
@@ -104,7 +104,7 @@ def _modules_in(place: str) -> list[tuple[str, str]]:
 
 
 def _broken() -> tuple[list[dict[str, str]], str]:
-    """Return unmet requirements of torch and related packages, or the reason why the check is impossible."""
+    """Return the unmet requirements of torch and related packages, or the error of the comparison."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             requirements = __import__(module, fromlist=["Requirement"])
@@ -112,7 +112,7 @@ def _broken() -> tuple[list[dict[str, str]], str]:
         except ImportError:
             continue
     else:
-        return [], "requirements cannot be compared: neither packaging nor pip is installed here"
+        return [], "package requirements cannot be compared because neither packaging nor pip is installed"
     found = []
     for name in _FAMILY:
         version = _version(name)
@@ -124,7 +124,7 @@ def _broken() -> tuple[list[dict[str, str]], str]:
                 there = _version(requirement.name)
                 if there and requirement.specifier.contains(there, prereleases=True):
                     continue
-            except (ValueError, KeyError):  # Another check reports an invalid requirement or version.
+            except (ValueError, KeyError):  # A separate check reports an invalid requirement or version.
                 continue
             wanted = f"{requirement.name}{requirement.specifier}"
             found.append({"package": name, "version": version, "requirement": wanted, "found": there})

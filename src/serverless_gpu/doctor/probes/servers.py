@@ -1,14 +1,13 @@
-"""Probes servers: the server of remote calls, the Ray of this machine's pool, and MLflow servers.
+"""Probes the server for remote calls, the Ray cluster of this machine's pool, and MLflow servers.
 
-Failure cases of the server of remote calls: No server is configured, which is not a problem. The configuration file is
-not usable. No process listens at the server's address, or another program answers. The server rejects the token, or the
-token's role may not list nodes.
+The server probe reports an unusable profile, an unreachable server, a rejected token, and a role that may not list
+nodes. A machine without a configured server is not a problem.
 
-Failure cases of a pool: The home belongs to no pool. Another user owns the pool's processes. If the pool's processes
-end during the probe, the probe returns the facts that it has gathered so far.
+The pool probe returns empty facts if the home directory belongs to no pool. The probe cannot inspect processes of
+another user. If Ray's processes exit during the probe, the probe returns the facts gathered so far. The pool probe does
+not query Ray and reads only files of this package and /proc.
 
-The pool probe does not query Ray. All facts about the pool come from files of this package and from /proc. Each MLflow
-server has two seconds to answer. The MLflow probe imports no package and starts no server.
+Each MLflow server has two seconds to answer. The MLflow probe imports no package and starts no server.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ _LOOK_S = 5.0
 
 
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
-    """Return facts about the server. Do not wait for a server that does not answer.
+    """Return the facts about the server for remote calls, without waiting for an unresponsive server.
 
-    Raises StorageError without a home.
+    Raises StorageError without a home directory.
     """
     home = find_home(environ).root
     path = home / _FILE
@@ -81,7 +80,7 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
 
 
 def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
-    """Request the server's facts one by one until a request fails."""
+    """Request the server's facts one by one, and stop at the first failed request."""
     state, base = load("serverless_gpu.wire.server_status"), load("serverless_gpu.wire.base")
     access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
@@ -92,7 +91,9 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
             version = from_json(data, state.Version)
         except (ServerlessGpuError, msgspec.MsgspecError) as error:
             return replace(
-                facts, away=getattr(error, "message", "") or f"the program at this address is not a server: {error}"
+                facts,
+                away=getattr(error, "message", "")
+                or (f"the program at this address is not a serverless-gpu server: {error}"),
             )
         facts = replace(
             facts,
@@ -125,15 +126,15 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
 
 
 class _Certificate(msgspec.Struct, frozen=True):
-    """The part of the server's `certificate.json` that the probe reads."""
+    """Fields of the server's `certificate.json` that the probe reads."""
 
     until_ns: int
 
 
 def _written(home: Path) -> float | None:
-    """Return the seconds until the certificate of this home's server expires.
+    """Return the seconds until the certificate of the local server expires.
 
-    The probe reads the date from a file, because clients on the same machine connect without TLS.
+    The probe reads the expiry date from a file, because clients on the same machine connect without TLS.
     """
     try:
         found = from_json((home / "server" / "certificate.json").read_bytes(), _Certificate)
@@ -154,16 +155,16 @@ def _shown(profile: ServerProfile) -> float | None:
             context.wrap_socket(plain, server_hostname=parts.hostname) as connection,
         ):
             until = (connection.getpeercert() or {}).get("notAfter")
-    except OSError:  # Another finding reports a server that is unreachable or not trusted.
+    except OSError:  # A separate check reports an unreachable or untrusted server.
         return None
     return ssl.cert_time_to_seconds(until) - SystemClock().wall_ns() / 1e9 if isinstance(until, str) else None
 
 
 def _unwell(connection: Connection) -> tuple[str, ...]:
-    """Return the problems that the server itself reports."""
+    """Return the problems that the server reports about itself."""
     try:
         health = connection.health()
-    except NotAuthenticated:  # Another finding reports a rejected token.
+    except NotAuthenticated:  # A separate check reports a rejected token.
         return ()
     except ServerlessGpuError as error:
         return (error.message,)
@@ -192,7 +193,7 @@ def _ahead_s(date: str) -> int | None:
     return round(theirs - SystemClock().wall_ns() / 1e9)
 
 
-# --- the Ray of a pool ------------------------------------------------------------------------------------------------
+# --- Ray cluster ------------------------------------------------------------------------------------------------------
 
 
 _LISTEN = "0A"
@@ -202,7 +203,7 @@ _ADDRESS = re.compile(rb"--node[-_]ip[-_]address=(\S+)")
 
 
 def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
-    """Return facts about the pool of this home. Raises StorageError without a home."""
+    """Return the facts about the pool of the home directory. Raises StorageError without a home directory."""
     found = ray_keepers(find_home(environ).root)
     if not found:
         return PoolFacts()
@@ -215,7 +216,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
     try:
         token_problem = readers(directory / ray_machine.TOKEN)
     except OSError as error:
-        token_problem = f"it cannot be read: {error.strerror}"
+        token_problem = f"the doctor cannot read the token file: {error.strerror}"
     return PoolFacts(
         directory=str(directory),
         address=next(addresses, ""),
@@ -230,7 +231,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
 
 
 def _version(pids: list[int]) -> str:
-    """Return the version of the running Ray. The installed version may be newer."""
+    """Return the running Ray version, which may be older than the installed version."""
     for pid in pids:
         with contextlib.suppress(OSError):
             program = Path(os.readlink(f"/proc/{pid}/exe"))
@@ -243,7 +244,7 @@ def _version(pids: list[int]) -> str:
 
 
 def _listeners(pids: list[int]) -> Iterator[ListeningPort]:
-    """Yield the ports on which the processes listen. The address "*" means all addresses."""
+    """Yield the listening ports of processes. The address "*" means all addresses."""
     inodes = {inode: pid for pid in pids for inode in _sockets(pid)}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -255,7 +256,7 @@ def _listeners(pids: list[int]) -> Iterator[ListeningPort]:
 
 
 def readable_address(text: str) -> str:
-    """Convert an address from /proc/net, which has 32-bit words in this machine's byte order."""
+    """Convert the address notation of /proc/net, 32-bit words in native byte order, to readable text."""
     raw = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     address = ipaddress.ip_address(raw)
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
@@ -273,7 +274,7 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Return the addresses of this machine, without loopback and link-local addresses."""
+    """Return this machine's IP addresses, except loopback and link-local addresses."""
     found: list[str] = []
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
@@ -302,9 +303,9 @@ _ANSWER_S = 2.0
 
 
 def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
-    """Return the tracking destination of runs, and the state of this home's MLflow servers.
+    """Return the tracking destination of runs, and the state of the local MLflow servers.
 
-    Raises StorageError without a home.
+    Raises StorageError without a home directory.
     """
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     is_http = uri.startswith(("http://", "https://"))
@@ -318,7 +319,7 @@ def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
 
 
 def without_userinfo(uri: str) -> str:
-    """Return an address without user name and password."""
+    """Return a URI without user name and password."""
     return without_password(uri).replace("…@", "")
 
 
@@ -339,11 +340,11 @@ def _server(server: MlflowServer) -> TrackingServer:
 
 
 def _away(uri: str) -> str:
-    """Return the reason why a server does not answer, or ""."""
+    """Return the reason why an MLflow server does not answer, or ""."""
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_ANSWER_S):
             return ""
-    except urllib.error.HTTPError as error:  # A proxy that requires a login answers 401, so it is reachable.
+    except urllib.error.HTTPError as error:  # An answer such as 401 proves that the server is reachable.
         error.close()
         return "" if error.code < 500 else f"HTTP {error.code}"
     except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""Uses a Ray cluster as an engine and adds machines to the cluster.
+"""Implements the engine for Ray clusters, and adds machines to a cluster.
 
-The server calls `ray_engine.py`. A child process of the engine (`driver_process.py`) calls Ray. `sgpu up` and `sgpu
-join` keep Ray running on a machine (`ray_keeper.py`, `pool_join.py`). Start reading with `ray_engine.py`.
+The server uses `ray_engine.py`, the best module to read first. The engine's child process `driver_process.py` calls
+Ray. `sgpu up` and `sgpu join` use `pool_join.py` and `ray_keeper.py` to keep Ray running on a machine.
 """

@@ -1,4 +1,4 @@
-"""Sends requests to `driver_process.py`, a child process with Ray, and kills the child on a timeout.
+"""Sends Ray requests to the child process `driver_process.py`, and kills the child on a timeout.
 
     DriverLink     connect  ─▶ does the head's port answer? ─▶ start a child as driver; backoff grows on failure
                    ask      ─▶ the child's answer, or Unanswered; a late answer ends the child
@@ -8,9 +8,9 @@
                                      ◀── line ── reader thread: answers come in any order
                                      timeout or exit: Unanswered for all requests; DriverLink starts another child
 
-A call to Ray can block for minutes after the head has ended. Ray cannot cancel the call, but the engine can kill a
-process. DriverLink ends the child as soon as the head's port refuses connections. A new head at the same port may be
-another cluster, and the old driver does not belong to that cluster.
+A call to Ray can block for minutes after the head has exited. Ray cannot cancel a blocked call, but the engine can kill
+the child process. DriverLink kills the child when the head's port refuses connections. A new head at the same port may
+belong to a different cluster, which the old driver cannot use.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _KILL_WAIT_S = 10.0
 
 
 class Unanswered(Exception):
-    """The driver process missed the deadline or has ended, but may have executed the request."""
+    """Raised if the driver process exits or misses a deadline. The driver may have executed the request."""
 
 
 class RayProblem(Exception):
-    """Ray raised an exception, which the message describes."""
+    """Raised for an exception in Ray, with Ray's error message."""
 
 
 class DriverClient:
-    """A child process whose interpreter has Ray.
+    """Controls a child process that has Ray installed.
 
-    The constructor raises OSError if the process cannot start.
+    The constructor raises OSError if the child process cannot start.
     """
 
     def __init__(self, python: str, variables: Mapping[str, str], log: Path) -> None:
@@ -79,29 +79,29 @@ class DriverClient:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the child."""
+        """Return the process id of the child process."""
         return self._process.pid
 
     @property
     def is_gone(self) -> bool:
-        """Return True if the child has closed its output and can answer no requests."""
+        """Return True if the child process has closed its output and cannot answer requests."""
         return self._is_gone
 
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> dict[str, object]:
-        """Return the answer of `driver_process` to a request. Kill the child after a missed deadline.
+        """Return the child's answer to a request, and kill the child after a missed deadline.
 
-        Raises Unanswered, or RayProblem if Ray refused the request or failed.
+        Raises RayProblem if Ray fails or refuses the request, and Unanswered without an answer.
         """
         box: SimpleQueue[dict[str, object] | None] = SimpleQueue()
         with self._lock:
             if self._is_gone:
-                raise Unanswered("the driver process of Ray has ended")
+                raise Unanswered("the Ray driver process has exited")
             self._count += 1
             number = self._count
             self._waiting[number] = box
         try:
             line = json.dumps({**arguments, "op": operation, "id": number}).encode() + b"\n"
-            # If the child has ended, the reader thread fails all pending requests.
+            # If the child process has exited, the reader thread fails all pending requests.
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._requests.write(line)
                 self._requests.flush()
@@ -113,14 +113,14 @@ class DriverClient:
             with self._lock:
                 self._waiting.pop(number, None)
         if answer is None:
-            raise Unanswered("the driver process of Ray has ended")
+            raise Unanswered("the Ray driver process has exited")
         if "problem" in answer:
             raise RayProblem(plain(answer["problem"]))
         said = answer.get("ok")
         return said if isinstance(said, dict) else {}
 
     def kill(self) -> None:
-        """Kill the child. Ray retains the reservations that the child made."""
+        """Kill the child process. Ray keeps the reservations that the child made."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_WAIT_S)
@@ -146,23 +146,23 @@ class DriverClient:
 PROGRAM_DIGEST = hashlib.sha256(
     Path(driver_process.__file__).read_bytes() + uplink_launcher.LAUNCHER.encode()
 ).hexdigest()[:8]
-"""Suffix of actor names. An actor with another suffix runs an older server's program, so `connect` kills the actor."""
+"""Suffix of actor names, derived from the actor's program. `connect` kills actors with a different suffix."""
 _PORT_S = 2.0
 _CONNECT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 
 
 class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """The address and environment variables with which the head's machine reaches a Ray cluster."""
+    """The address and environment variables that connect the head's machine to a Ray cluster."""
 
-    address: str  # The address of the head, for example ``"10.0.0.1:6379"``.
+    address: str  # Address of the Ray head, for example ``"10.0.0.1:6379"``.
     node_address: str
     pool: str
     variables: dict[str, str]
 
 
 class DriverLink:
-    """The connection to a Ray cluster through one child process."""
+    """Connects to a Ray cluster through one driver process at a time."""
 
     def __init__(self, access: RayAccess, python: str, log: Path, clock: Clock) -> None:
         self._access, self._python, self._log, self._clock = access, python, log, clock
@@ -175,11 +175,11 @@ class DriverLink:
 
     @property
     def trouble(self) -> str:
-        """Return the reason why Ray does not answer, or ""."""
+        """Return the reason why the Ray head does not answer, or ""."""
         return self._trouble
 
     def connect(self, closed: threading.Event) -> bool:
-        """Start a driver process for the cluster if none runs. Return True if a driver is connected."""
+        """Start a driver process for the cluster if necessary. Return True if a driver is connected."""
         child = self._child
         if (problem := self._port_problem()) or (child is not None and child.is_gone):
             self._drop()
@@ -201,12 +201,12 @@ class DriverLink:
         return child.ask(operation, deadline_s, **arguments)
 
     def failed(self, error: Exception) -> None:
-        """End the child after a failed poll of Ray's tables, because the head may have changed."""
+        """Kill the driver process after a failed poll of Ray's tables, because the head may have changed."""
         self._drop()
         self._trouble = self._lost() if isinstance(error, Unanswered) else f"{self._lost()} ({error})"
 
     def close(self) -> None:
-        """End the child and refuse all later requests."""
+        """Kill the driver process and refuse later requests."""
         with self._lock:
             self._closed = True
         self._trouble = "the engine is closed"
@@ -216,7 +216,7 @@ class DriverLink:
         try:
             child = DriverClient(self._python, self._access.variables, self._log)
         except OSError as error:
-            self._fail(f"the driver process of Ray cannot be started: {error}")
+            self._fail(f"the Ray driver process did not start: {error}")
             return False
         with self._lock:
             self._child = child

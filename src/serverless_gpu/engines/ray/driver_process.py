@@ -1,4 +1,4 @@
-"""Calls Ray for the engine, in a child process that exchanges one line of JSON per request.
+"""Calls Ray for the engine, in a child process that reads and writes lines of JSON.
 
     engine ── {"id", "op", …} ─▶ stdin    a thread for each request ─▶ Ray      ◀── {"id", "ok" | "problem"} ── stdout
 
@@ -8,14 +8,14 @@
     release   remove a placement group
     agent     start the agent of one node if it does not run, through a detached actor on the node
 
-The process makes no decisions and holds no state. The engine kills the process after a late answer, because a call to
-Ray without a head can block for minutes. The process exits at the end of its input. The engine runs this file, with
-`-I`, in an interpreter that has Ray. The program imports no module of this package. Ray pickles the actor by value, so
-workers need no module of this package either.
+The driver process makes no decisions and holds no state. A call to Ray without a head can block for minutes, so the
+engine kills an unresponsive driver process. The driver process exits at the end of its input. The engine runs this file
+with `-I` in an interpreter that has Ray, so the file imports no module of serverless-gpu. Ray pickles the actor class
+by value, so that Ray workers do not need serverless-gpu.
 
-The actor only runs `uplink_launcher.py` with the node's own interpreter in a clean environment. The launched process is
-not a descendant of Ray. Therefore the launched process survives `ray.kill` and the end of the raylet or worker. In a
-memory shortage, the kernel kills Ray's workers before the launched process.
+The actor runs `uplink_launcher.py` with the node's interpreter in a clean environment. The launcher detaches the uplink
+from Ray's process tree. The uplink therefore survives `ray.kill` and the exit of the raylet or worker. In a memory
+shortage, the kernel kills Ray's workers before the uplink.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray retries a placement only after one second, but released resources are free after 50 ms. Therefore `reserve`
-# creates the placement group again.
+# Ray retries a placement after one second, but released resources become free within 50 ms. For a faster retry,
+# `reserve` creates the placement group again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
-# Number of consecutive INFEASIBLE reports after which a request counts as infeasible. The resources of a new node
-# appear shortly after the node itself.
+# Number of consecutive INFEASIBLE reports after which `reserve` gives up. Ray registers a new node shortly before the
+# node's resources.
 _SURE = 3
 _ANSWER = threading.Lock()
 _is_driver = threading.Event()
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Answer requests until the end of the input."""
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # Ray also writes to stdout, which would corrupt the answers.
+    os.dup2(2, 1)  # Ray also writes to stdout, which would corrupt the stream of answers.
     for line in requests:
         request = json.loads(line)
         threading.Thread(target=_answer, args=(request, answers), daemon=True).start()
@@ -60,7 +60,7 @@ def _answer(request: dict[str, Any], answers: int) -> None:
     answer: dict[str, Any] = {"id": request.pop("id")}
     try:
         answer["ok"] = _OPERATIONS[request.pop("op")](**request)
-    except Exception as error:  # noqa: BLE001 - Ray may raise any exception, and the engine reports it
+    except Exception as error:  # noqa: BLE001 - Ray may raise any exception
         answer["problem"] = f"{type(error).__name__}: {error}"
     data = memoryview(json.dumps(answer).encode() + b"\n")
     with _ANSWER:
@@ -69,7 +69,7 @@ def _answer(request: dict[str, Any], answers: int) -> None:
 
 
 def connect(address: str, node_address: str, namespace: str, program: str) -> dict[str, Any]:
-    """Connect to the cluster as a driver."""
+    """Connect to a Ray cluster as a driver."""
     import ray
 
     ray.init(
@@ -81,20 +81,20 @@ def connect(address: str, node_address: str, namespace: str, program: str) -> di
     )
     for name in ray.util.list_named_actors():
         if not name.endswith(program):
-            with contextlib.suppress(ValueError):  # The actor ended after Ray had listed it.
+            with contextlib.suppress(ValueError):  # The actor may have exited in the meantime.
                 ray.kill(ray.get_actor(name))
     _is_driver.set()
     return {"version": ray.__version__}
 
 
 def _connected() -> None:
-    """Refuse requests before `connect`, because Ray would start its own cluster."""
+    """Refuse requests before `connect`, because Ray would start a local cluster."""
     if not _is_driver.is_set():
         raise ConnectionError("not connected yet")
 
 
 def look() -> dict[str, Any]:
-    """Return Ray's node table, placement groups and free resources."""
+    """Return the cluster's node table, placement groups and free resources."""
     _connected()
     import ray
     from ray.util.placement_group import placement_group_table
@@ -105,7 +105,7 @@ def look() -> dict[str, Any]:
 
 
 def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> dict[str, Any]:
-    """Create a placement group and return its last state. Remove the group if Ray does not place it."""
+    """Create a placement group and return its last state. Remove a group that Ray does not place."""
     _connected()
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -124,7 +124,7 @@ def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> di
 
 
 def _settled(group: Any, until: float) -> dict[str, Any]:
-    """Return Ray's record of a placement group after Ray has tried to place it."""
+    """Return Ray's record of a placement group after Ray's first placement attempt."""
     from ray.util.placement_group import placement_group_table
 
     pause_s = _LOOK_S
@@ -141,7 +141,7 @@ def _scheduling(said: dict[str, Any]) -> object:
 
 
 def release(name: str) -> dict[str, Any]:
-    """Remove a placement group. Return a result that records whether the group existed."""
+    """Remove a placement group, and report if the group existed."""
     _connected()
     from ray.util.placement_group import remove_placement_group
 
@@ -161,7 +161,7 @@ def _find(name: str) -> Any:
 
 
 def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
-    """Start the agent of a node if it does not run. Return the answer of the node's actor."""
+    """Start the agent of a node if necessary, and return the answer of the node's actor."""
     _connected()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -180,19 +180,19 @@ def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
 
 
 class NodeActor:
-    """The actor that Ray runs on a node to start and check the node's agent."""
+    """Actor that starts and checks the agent of one node."""
 
     def __init__(self, variable: str, launcher: str, module: str) -> None:
         self._variable, self._launcher, self._module = variable, launcher, module
         self._agent: tuple[int, str] | None = None
 
     def ensure(self) -> dict[str, Any]:
-        """Start the agent if it does not run. Return the agent's process id or the problem."""
+        """Start the agent if necessary, and return the agent's process id or the problem."""
         if self._agent is not None and self._started(self._agent[0]) == self._agent[1]:
             return {"pid": self._agent[0], "started": False}
         path = os.environ.get(self._variable)
         if not path:
-            return {"problem": f"`sgpu join` did not start this node's Ray: {self._variable} is not set"}
+            return {"problem": f"`sgpu join` did not start Ray on this node, because {self._variable} is not set"}
         try:
             said = self._launch(path)
         except (OSError, ValueError, KeyError) as error:
@@ -219,15 +219,19 @@ class NodeActor:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"problem": "the process that starts its agent did not end within 30 s"}
+            return {"problem": "the process that launches the node's agent did not exit within 30 s"}
         lines = done.stdout.decode(errors="replace").strip().splitlines()
         if not lines:
-            return {"problem": f"its agent was not started: {done.stderr.decode(errors='replace')[-400:]}"}
+            return {
+                "problem": (
+                    f"the launcher did not start the node's agent: {done.stderr.decode(errors='replace')[-400:]}"
+                )
+            }
         said: dict[str, Any] = json.loads(lines[-1])
         return said
 
     def _started(self, pid: int) -> str:
-        """Return the start time of a process in kernel ticks, or "" if the process does not exist."""
+        """Return the start time of a process in kernel ticks, or "" for an exited process."""
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()

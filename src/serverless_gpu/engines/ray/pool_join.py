@@ -1,19 +1,19 @@
-"""Makes this machine a node of a pool: checks, admission request and files before the start of Ray.
+"""Prepares a machine to join a pool: checks, admission request, and files for Ray.
 
     Ray here? ─▶ server: may I? ─▶ same versions? ─▶ head reached? ports free? ─▶ files, plan
                  (token of the join file → agent's token, Ray's token, address, versions)
 
-Ray itself reports a failed connection only after 20 s and gives no cause. Therefore `pool_join` first checks every
-known cause, in the order in which a user can fix the problems. Ray starts only after all checks.
+Ray reports a failed connection after 20 s without a cause. Before the start of Ray, `pool_join` therefore checks every
+known cause of failed connections. The checks run in the order in which a user can fix the problems.
 
-With the join file (mode 0600), a machine requests admission to the pool from the server. `sgpu up --engine ray` writes
+A machine sends the token of its join file to the server to request admission to the pool. `sgpu up --engine ray` writes
 a join file for one machine. `sgpu node invite` writes a join file for several machines.
 
     {"server": "https://gpu.internal:7878", "token": "sgpu_…", "ca": "-----BEGIN CERTIFICATE-----…"}
 
-The token in the join file permits only joining. The join file does not contain Ray's token, which the server sends over
-TLS. A process that can read the join file can make a machine a node of the pool. A node receives users' code, arguments
-and secrets.
+The token in the join file grants no access except joining. After admission, the server sends Ray's token over TLS. Join
+files have mode 0600, because every reader of a join file can add a node to the pool. A node receives users' code,
+arguments and secrets.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _JOIN_FILE_BYTES_MAX = 1 << 20
 
 
 DIRECTORY = "ray"
-"""Directory, in the home of a joining machine, that holds its join files."""
+"""Directory for join files in the home directory of a joining machine."""
 HEAD_S = 60.0
-"""Seconds that `sgpu join` waits for a head that is starting."""
+"""Seconds that `sgpu join` waits for the start of the Ray head."""
 _LOOK_S = 0.5
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `sgpu join`."""
 
-    host: str  # The head as a name or an address, with or without a port.
+    host: str  # Name or address of the Ray head, with or without a port.
     file: JoinFile
     path: Path
     name: str
-    address: str = ""  # Address of this machine, or "" for the local address of the route to the head.
-    # First of Ray's ports on this machine, or None for the same port as on the server's machine.
+    address: str = ""  # Address of this machine, or "" for the one that the kernel uses for the head.
+    # First of Ray's ports on this machine, or None to use the same ports as the server's machine.
     port: int | None = None
 
 
 class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The checked settings with which Ray can start."""
+    """Validated settings for the start of Ray."""
 
     plan: KeeperPlan
     offer: str
@@ -73,12 +73,12 @@ class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPlan:
-    """Run all checks, ask the server, and write this machine's files.
+    """Run all checks, request admission from the server, and write the files of this machine.
 
-    Raises ServerProblem if Ray is missing, its version differs from the pool's, a port is in use or the head does not
-    answer. Raises ServerUnavailable if the server does not answer. Raises NotAuthenticated if the server rejects the
-    token of the join file. Raises NotAllowed if the server does not admit this machine or its name. Raises InvalidValue
-    for an invalid address. Raises StorageError if a file cannot be written.
+    Raises ServerProblem if Ray is missing or incompatible, a port is in use, or the Ray head does not answer. Raises
+    ServerUnavailable if the server does not answer. Raises NotAuthenticated if the server rejects the token of the join
+    file. Raises NotAllowed if the server does not admit this machine or its name. Raises InvalidValue for an invalid
+    address. Raises StorageError for a failed write.
     """
     ray_machine.check_ray()
     host, port = parse_host(wish.host)
@@ -104,41 +104,40 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
         plan = ray_machine.prepare_machine(node, files, pool.token, environ, head=head)
         (directory / LEFT).unlink(missing_ok=True)
     except OSError as error:
-        raise ServerProblem(f"{directory} cannot be written to: {error.strerror}") from error
+        raise ServerProblem(f"the directory {directory} cannot be written to: {error.strerror}") from error
     return JoinPlan(
         plan=plan, offer=ray_machine.offer_text(devices), ports=start_arguments.port_range(base), profile=profile
     )
 
 
 def parse_host(text: str) -> tuple[str, int | None]:
-    """Return the address of a host, and the port if the text has one. Raises InvalidValue."""
+    """Return the address of a host and the optional port. Raises InvalidValue."""
     parts = urlsplit(f"//{text}" if text.count(":") <= 1 or text.startswith("[") else f"//[{text}]")
     try:
         host, port = parts.hostname or "", parts.port
         found = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][4][0] if host else ""
     except (OSError, ValueError) as error:
         raise InvalidValue(
-            f"the host {text!r} is not found: {error}",
+            f"no address is known for the host {text!r}: {error}",
             hint="give the name or address of the first machine, for example 10.0.0.5",
         ) from None
     if not found or parts.path or parts.username is not None:
         raise InvalidValue(
-            f"{text!r} is not a host", hint="give a name or an address: 10.0.0.5, or with a port 10.0.0.5:7900"
+            f"{text!r} is not a host", hint="give the first machine's address, for example 10.0.0.5 or 10.0.0.5:7900"
         )
     return str(found), port
 
 
 def _refuse_loopback(wish: JoinOptions, host: str) -> None:
-    """Refuse a server on another machine if that server listens only on its loopback address."""
+    """Refuse a remote server that listens only on a loopback address."""
     if not _is_loopback(urlsplit(wish.file.server).hostname or ""):
         return
     try:
         ray_machine.check_own(host)
     except InvalidValue:
         raise InvalidValue(
-            f"{wish.path} gives {wish.file.server} as the server's address, which only the server's own machine "
-            "can reach",
-            hint="start the server with --host, --tls-cert and --tls-key, and copy the file again",
+            f"{wish.path} contains the server address {wish.file.server}, which other machines cannot reach",
+            hint="start the server with --host, --tls-cert and --tls-key, then copy the join file again",
         ) from None
 
 
@@ -152,7 +151,7 @@ def _is_loopback(host: str) -> bool:
 def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
     """Return this machine's token and the pool's Ray settings.
 
-    Use the saved agent token, or else the join token.
+    A machine that has joined before uses its saved agent token instead of the join token.
     """
     directory = home.root / DIRECTORY
     ca = str(directory / ray_machine.CA) if wish.file.ca else ""
@@ -161,7 +160,7 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
         if ca:
             write_private(Path(ca), wish.file.ca.encode())
     except OSError as error:
-        raise ServerProblem(f"{directory} cannot be written to: {error.strerror}") from error
+        raise ServerProblem(f"the directory {directory} cannot be written to: {error.strerror}") from error
     request = JoinRequest(name=wish.name, machine=machine(), instance=instance_of(home))
     url = wish.file.server
     again = _ask_again(wish, directory, ca)
@@ -171,27 +170,28 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
         try:
             answer = connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
             if answer.ray is None:
-                raise ServerProblem(f"the server at {url} does not say how to join its Ray cluster", hint="")
+                raise ServerProblem(f"the server at {url} did not send the settings of its Ray cluster", hint="")
             return answer.token, answer.ray
         except NotAuthenticated as error:
             raise NotAuthenticated(
                 f"the server at {url} does not accept the token of {wish.path}: {error.message}",
-                hint="run `sgpu node invite` on the first machine and copy the file that it writes",
+                hint="run `sgpu node invite` on the first machine and copy the new join file here",
             ) from None
         except NotFound:
             raise ServerProblem(
                 f"the server at {url} has no route for joining machines",
-                hint="the server may be older than this package; upgrade it: pip install --upgrade serverless-gpu",
+                hint="upgrade the server: pip install --upgrade serverless-gpu",
             ) from None
         except ServerUnavailable as error:
             hint = (
-                f"test it from here: curl {url}/api/v1/version   (to use another address of the server: --server URL)"
+                f"test the connection with `curl {url}/api/v1/version`   (to use a different server address, pass "
+                "--server URL)"
             )
             raise ServerUnavailable(error.message, hint=hint) from None
 
 
 def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPool] | None:
-    """Return the pool's settings for the saved token, or None if this machine needs a join token."""
+    """Return the pool's settings if the server accepts the saved token, otherwise None."""
     try:
         profile = read_profile(directory / ray_machine.PROFILE)
     except InvalidValue:
@@ -202,11 +202,11 @@ def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPoo
         try:
             return profile.token, connection.ask("GET", "/agents/ray", answer=RayPool)
         except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
-            return None  # The later request with the join token reports a server that is down.
+            return None  # The request with the join token reports an unreachable server.
 
 
 def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
-    """Raise ServerProblem if the head does not answer. Wait while the server cannot reach the head either."""
+    """Raise ServerProblem if the Ray head does not answer within `patience_s` seconds."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(patience_s * 1e9)
     why = unreachable(head)
@@ -217,8 +217,8 @@ def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
         return
     if patience_s:
         raise ServerProblem(
-            f"Ray's head at {head} does not answer this machine or the server: {why}",
-            hint="run `sgpu status` on the first machine   (log of Ray: server/ray/keeper.log in the home)",
+            f"the Ray head at {head} does not answer this machine or the server: {why}",
+            hint="run `sgpu status` on the first machine   (the home directory has Ray's log: server/ray/keeper.log)",
         )
     raise ServerProblem(
         f"the server answers, but Ray at {head} does not: {why}",
@@ -231,27 +231,27 @@ def _refuse_taken(base: int, address: str) -> None:
     if taken is not None:
         raise ServerProblem(
             f"port {taken} is in use on this machine, and Ray needs {start_arguments.port_range(base)}",
-            hint="choose another range of a hundred ports: --ray-port 8100",
+            hint="choose another range of a hundred ports, for example --ray-port 8100",
         )
 
 
 class JoinFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a join file."""
+    """Content of a join file."""
 
     server: str
     token: str
-    ca: str = ""  # PEM certificates to trust, or "" for the system's certificates.
+    ca: str = ""  # Trusted PEM certificates, or "" for the system's certificates.
 
 
 def write_join_file(path: Path, file: JoinFile) -> None:
-    """Write a join file, readable by this user only. Raises OSError."""
+    """Write a private join file. Raises OSError."""
     write_private(path, msgspec.json.format(msgspec.json.encode(file)) + b"\n")
 
 
 def read_join_file(path: Path) -> JoinFile:
     """Return the content of a join file.
 
-    Raises InvalidValue if the file is missing, not valid, or readable by others.
+    Raises InvalidValue for a missing or invalid join file, or a join file that other users can read.
     """
     try:
         others = readers(path)
@@ -260,17 +260,18 @@ def read_join_file(path: Path) -> JoinFile:
     except OSError as error:
         raise InvalidValue(
             f"{path} cannot be read: {error.strerror}",
-            hint="`sgpu up --engine ray` prints the path of the file that it wrote; copy that file here",
+            hint="copy the join file from the path that `sgpu up --engine ray` prints",
         ) from None
     if others:
         raise InvalidValue(
-            f"{path} lets any reader join the pool, and {others}",
-            hint=f"chmod 600 {path}   (if another user has read it: sgpu token revoke, then sgpu node invite)",
+            f"the join file {path} lets any reader join the pool, and {others}",
+            hint=f"chmod 600 {path}   (if another user has read the file, run sgpu token revoke, then sgpu node "
+            "invite)",
         )
     try:
         return from_json(data, JoinFile)
     except msgspec.MsgspecError:
         raise InvalidValue(
-            f"{path} is not a join file",
-            hint="copy server/join.json, unchanged, from the home of `sgpu up --engine ray`",
+            f"the file {path} is not a valid join file",
+            hint="copy server/join.json unchanged from the home directory of `sgpu up --engine ray`",
         ) from None

@@ -1,30 +1,31 @@
-"""Uses a Ray cluster as an engine: reserves gangs and keeps an agent running on each node.
+"""Implements the engine for Ray clusters: reserves gangs and keeps an agent running on each node.
 
     scheduler, reconciler ─▶ methods: answers from memory          this process never imports Ray
                                  │
     a thread, every second ──────┼─▶ child (`driver_process.py`) ─▶ nodes, placement groups    `ray_tables.py`
     worker threads, on demand ───┘        reserve, release, start agents                       translates them
 
-The engine uses Ray only for membership, reservations, remote start and reports of dead nodes. User code never runs in
-Ray. The lease with the server decides whether an attempt is alive. A gang is one detached placement group. The engine
-pins the group's bundles to the nodes that the scheduler chose. Ray does not order or pack waiting groups. Therefore the
-engine removes a group that Ray cannot reserve at once.
+The engine uses Ray for membership, reservations, starting agents, and detecting dead nodes. User code never runs in Ray
+processes. An attempt is alive while it holds its lease from the server. Each gang has one detached placement group,
+whose bundles the engine pins to the scheduled nodes. Ray does not order or pack waiting groups, so the engine removes a
+group that Ray cannot reserve immediately.
 
-The engine also stores reserved gangs and known nodes in files (`ReservationFiles`). A new server process reads these
-files before Ray answers. If a head restarts without its state, the engine reserves the gangs again.
+The engine stores reserved gangs and known nodes in files (`ReservationFiles`). A new server process can read the files
+before Ray answers. If the Ray head restarts without its state, the engine reserves the gangs again.
 
 Failure cases:
 
-- The head does not answer: the engine keeps its nodes and starts a new child. Attempts continue, and new gangs wait.
+- If the Ray head does not answer, the engine starts a new driver process. Attempts continue, and new gangs wait.
 
-- Ray's table reports a node as dead: the engine reports the node as lost.
+- If Ray's node table marks a node as dead, the engine reports the node as lost.
 
-- An actor ends or is unavailable: its node may still work. The engine reads Ray's node table again. Another actor
-  checks the agent, which is not a process of Ray.
+- If an actor exits or does not answer, the engine reads Ray's node table again, because the node may still be alive. A
+  new actor then checks the node's agent.
 
-- No agent starts on a node of Ray: the engine reports the node as lost, with the reason, until an agent starts.
+- If the agent of a node cannot start, the engine reports the node as lost until the agent starts.
 
-- An answer is late: the engine kills the child. The next poll of Ray's tables shows the effects of the request.
+- If Ray answers a request late, the engine kills the driver process. The next poll of Ray's tables shows the effects of
+  the late request.
 """
 
 from __future__ import annotations
@@ -61,30 +62,30 @@ SOON_S = 0.5
 """Seconds that `submit` waits for Ray, which usually answers within milliseconds."""
 LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
-_PATIENCE_S = 0.3  # Ray frees released resources after 0.1 s. Other users of the cluster may need longer.
+_PATIENCE_S = 0.3  # Ray frees released resources within 0.1 s.
 RESERVE_S = 15.0
 _REPAIR_EVERY = 5
-_REPAIR_OFTEN = 30  # Number of polls that repair after each reconnect to a head, because nodes return singly.
+_REPAIR_OFTEN = 30  # Polls with repairs after a reconnect, because nodes rejoin one by one.
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0
 
 
 class _Reservation:
-    """A request to Ray for the placement group of a gang."""
+    """A pending request to Ray to create the placement group of a gang."""
 
     def __init__(self, gang: Gang, began_ns: int) -> None:
         self.gang, self.began_ns = gang, began_ns  # boottime
         self.answer: Placed | Waiting | Impossible | None = None
         self.unwanted = False  # True if the scheduler has released the gang since the request.
-        self.done = threading.Event()  # The engine sets the event together with the answer.
+        self.done = threading.Event()  # The event signals that `answer` is set.
 
 
 class RayEngine(Engine):
-    """A Ray cluster as an engine.
+    """Runs gangs on a Ray cluster.
 
-    `directory` holds the files of this engine. The engine creates the directory if needed. `python` is an interpreter
-    that has the cluster's version of Ray. The engine calls `news`, from any thread, when the scheduler should submit
+    `directory` contains the engine's files. The engine creates `directory` if needed. `python` is an interpreter that
+    has the cluster's version of Ray. The engine calls `news` from any thread when the scheduler should submit waiting
     gangs again.
     """
 
@@ -119,7 +120,7 @@ class RayEngine(Engine):
         self._thread.start()
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait until the engine has read Ray's tables once. Return False on a timeout."""
+        """Wait for the first poll of Ray's tables. Return False on a timeout."""
         return self._looked.wait(timeout_s)
 
     # --- the Engine interface ----------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class RayEngine(Engine):
         return Request(gang=gang, text=ray_tables.in_words(gang))
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve a gang if Ray answers soon. Otherwise return Waiting while the request continues."""
+        """Reserve a gang, or return Waiting if Ray does not answer within `SOON_S` seconds."""
         gang = request.gang
         with self._lock:
             found = self._reservation(gang)
@@ -156,7 +157,7 @@ class RayEngine(Engine):
             return found.answer
 
     def release(self, gang: str) -> None:
-        """Release a gang. Remove its placement group as soon as Ray answers."""
+        """Release a gang, and remove the gang's placement group when Ray answers."""
         with self._lock:
             reservation = self._reserving.get(gang)
             if reservation is not None and not reservation.done.is_set():
@@ -166,14 +167,14 @@ class RayEngine(Engine):
             self._give_back(gang)
 
     def recover(self) -> Sequence[str]:
-        """Return the gangs that are reserved according to Ray or this engine's files."""
+        """Return the gangs that Ray or the engine's files list as reserved."""
         with self._lock:
             reserved = {*self._placed, *(name for name, group in self._groups.items() if not group.is_under_way())}
             unwanted = {name for name, one in self._reserving.items() if one.unwanted}
             return sorted(reserved - self._releasing - unwanted)
 
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Return the nodes that appeared or disappeared since the last call."""
+        """Return the events of nodes that appeared or disappeared since the last call."""
         with self._lock:
             now = self._now()
             events = ray_tables.node_changes(self._told, now)
@@ -181,7 +182,7 @@ class RayEngine(Engine):
             return events
 
     def close(self) -> None:
-        """End the child after pending releases. Leave Ray, its reservations and the agents running."""
+        """Finish pending releases, then kill the driver process. Ray, reservations and agents continue."""
         with self._lock:
             self._released.wait_for(lambda: not self._releasing or bool(self._link.trouble), _CLOSE_S)
         self._closed.set()
@@ -193,9 +194,9 @@ class RayEngine(Engine):
     # --- gangs ------------------------------------------------------------------------------------------------------
 
     def _reservation(self, gang: Gang) -> _Reservation | Placed | Waiting | Impossible:
-        """Return the known answer for a gang, or its reservation.
+        """Return the known answer for a gang, or the gang's pending reservation.
 
-        Start a reservation unless one is in progress.
+        Start a reservation for the gang if none is pending.
         """
         if gang.id in self._placed:
             return Placed(gang=self._placed[gang.id])
@@ -260,7 +261,7 @@ class RayEngine(Engine):
         self._memory.keep(gang)
 
     def _give_back(self, gang: str) -> None:
-        """Delete the record of a gang. Ask Ray to remove its placement group if one may exist."""
+        """Delete the record of a gang, and ask Ray to remove the gang's placement group."""
         was_placed = self._placed.pop(gang, None) is not None
         self._kept_at.pop(gang, None)
         self._memory.forget(gang)
@@ -269,7 +270,7 @@ class RayEngine(Engine):
             self._start(f"release {gang}", partial(self._release, gang))
 
     def _release(self, gang: str) -> None:
-        """Ask Ray to remove a placement group. The next poll retries a failed request."""
+        """Ask Ray to remove a placement group. After a failure, the engine tries again at the next poll."""
         try:
             self._link.ask("release", RESERVE_S, name=ray_tables.gang_name(self._access.pool, gang))
         except (Unanswered, RayProblem):
@@ -294,7 +295,7 @@ class RayEngine(Engine):
             self._wake.clear()
 
     def _look(self) -> None:
-        """Read Ray's tables. Then start pending releases, repairs and checks of agents."""
+        """Read Ray's tables, then start pending releases, repairs and agent checks."""
         with self._lock:
             self._looks += 1
         try:
@@ -318,7 +319,7 @@ class RayEngine(Engine):
             self._news()
 
     def _take(self, said: Mapping[str, object]) -> None:
-        """Store the result of a poll of Ray's tables, except for gangs released during the poll."""
+        """Store the polled tables of Ray, except for gangs that were released during the poll."""
         self._known = ray_tables.update_nodes(
             self._known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns()
         )
@@ -327,11 +328,11 @@ class RayEngine(Engine):
         self._groups = {name: group for name, group in found.items() if name not in self._released_at}
         for name, group in self._groups.items():
             is_orphan = group.is_under_way() and name not in self._placed and name not in self._reserving
-            if is_orphan and name not in self._releasing:  # The engine killed the child that requested this group.
+            if is_orphan and name not in self._releasing:  # The requesting driver process was killed.
                 self._releasing.add(name)
 
     def _repair(self, known: Mapping[str, KnownNode]) -> None:
-        """Reserve gangs again whose placement groups a restarted head has lost."""
+        """Restore the placement groups that a restarted Ray head has lost."""
         if self._looks % _REPAIR_EVERY and self._looks - self._found_at > _REPAIR_OFTEN:
             return
         with self._lock:
@@ -357,7 +358,7 @@ class RayEngine(Engine):
 
     def _have_agent(self, row: ray_tables.NodeRow) -> None:
         if self._agents.have(row):
-            self._wake.set()  # Ray's node table reports whether the node of a failed actor is dead.
+            self._wake.set()  # Ray's node table shows if the node of a failed actor is dead.
 
     def _now(self) -> dict[str, KnownNode]:
         return ray_tables.with_problems(self._known, self._agents.problems())
@@ -366,7 +367,7 @@ class RayEngine(Engine):
         return (self._clock.boottime_ns() - reservation.began_ns) / 1e9
 
     def _start(self, what: str, work: Callable[[], None]) -> None:
-        """Give a task to a worker thread, unless the same task is running or the engine is closed."""
+        """Run a task in a worker thread, unless the same task is running or the engine is closed."""
         with self._busy_lock:
             if what in self._busy:
                 return
@@ -389,7 +390,7 @@ class ReservationFiles:
         <directory>/gangs/<run>:<fence>     the gang's shares
         <directory>/nodes.json              rows of Ray's table, including lost nodes
 
-    The engine ignores unreadable files, because the engine queries Ray in any case.
+    The engine ignores unreadable files, because Ray's tables contain the same information.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -407,23 +408,23 @@ class ReservationFiles:
         return found
 
     def keep(self, gang: Gang) -> None:
-        """Store a gang. If the disk is full, a server that starts without a head has no record of the gang."""
+        """Store a gang. A full disk is not an error."""
         with contextlib.suppress(OSError):
             _write_file(self._gangs / gang.id, msgspec.json.encode(gang))
 
     def forget(self, gang: str) -> None:
-        """Remove the file of a gang."""
+        """Delete the file of a gang."""
         with contextlib.suppress(OSError):
             (self._gangs / gang).unlink(missing_ok=True)
 
     def nodes(self) -> dict[str, KnownNode]:
-        """Return the stored nodes by name. The time for which a node was missing restarts at zero."""
+        """Return the stored nodes by name. A missing node's timeout restarts from zero."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._noted = from_json(self._nodes.read_bytes(), dict[str, KnownNode])
         return {name: msgspec.structs.replace(one, missing_ns=None) for name, one in self._noted.items()}
 
     def note(self, nodes: Mapping[str, KnownNode]) -> None:
-        """Store the known nodes if they have changed."""
+        """Store the known nodes after a change."""
         if dict(nodes) != self._noted:
             self._noted = dict(nodes)
             with contextlib.suppress(OSError):
@@ -446,9 +447,9 @@ _SILENT_MAX = 3
 class RayAgents:
     """Checks the agents of a cluster's nodes every few seconds through a detached actor on each node.
 
-    The agent that an actor starts is not a process of Ray. Therefore the agent may run although its actor has ended or
-    does not answer. The next actor finds the agent unchanged. A node has a problem if its actor reports a problem. A
-    node also has a problem if several consecutive actors do not answer while Ray lists the node.
+    The actor starts the agent outside Ray's process tree, so that the agent survives the actor. The next actor finds
+    the running agent. A node has a problem if its actor reports a problem. A node also has a problem if several
+    consecutive actors do not answer while Ray lists the node as alive.
     """
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
@@ -460,12 +461,12 @@ class RayAgents:
         self._problems: dict[str, str] = {}
 
     def problems(self) -> dict[str, str]:
-        """Return the reason for each node that has no agent, by name of the node."""
+        """Return the problem of each node without an agent, by node name."""
         with self._lock:
             return dict(self._problems)
 
     def due(self, known: Mapping[str, KnownNode]) -> list[NodeRow]:
-        """Return the nodes whose agents the engine must check now. Mark each node as pending."""
+        """Return the nodes whose agents need a check now, and record the checks as pending."""
         now_ns = self._clock.boottime_ns()
         with self._lock:
             self._asked_ns = {
@@ -483,7 +484,7 @@ class RayAgents:
             return rows
 
     def have(self, row: NodeRow) -> bool:
-        """Start the agent of a node if it does not run. Return True if the actor did not answer."""
+        """Start the agent of a node if necessary. Return True if the node's actor did not answer."""
         problem, is_silent = "", False
         try:
             said = self._link.ask(

@@ -1,4 +1,4 @@
-"""Keeps Ray running on one machine: starts Ray, restarts Ray after an exit, and ends Ray cleanly.
+"""Keeps Ray running on one machine: starts Ray, restarts Ray after an exit, and stops Ray cleanly.
 
     sgpu up   ─▶ server ── ensure, every few seconds ─▶ lock held, same plan? ─▶ nothing
                                                         lock held, other plan  ─▶ end Ray cleanly, then start it
@@ -10,15 +10,14 @@
         └──────────── pause with backoff ◀── Ray exited ──────────────┘
     stop request ─▶ SIGTERM, 5 s, SIGKILL to all its processes ─▶ remove the directory
 
-A restart or upgrade of a server does not disturb the cluster. After ten minutes without a server, the detached keeper
-ends Ray and exits. Runs need neither Ray nor the keeper. Ray starts the agent of the machine, but the agent and its
-descendants are not processes of Ray. The agent's processes are detached and have no variables of Ray, so they continue
-after Ray's end.
+A restart or upgrade of the server does not affect the Ray cluster. After ten minutes without a server, the detached
+keeper stops Ray and exits. Running attempts need neither Ray nor the keeper. Ray starts the machine's agent as a
+detached process without Ray's environment variables, so the agent survives Ray.
 
-Failure cases: If the head does not answer, the keeper retries and reports the failure once. If Ray ends or does not
-start, the keeper reads the cause from Ray's log and starts Ray again. If the keeper is killed, its Ray continues. The
-next keeper ends that Ray and starts Ray again. During the restart, the machine only loses its membership in the
-cluster. The keeper refuses a directory that belongs to another user.
+Failure cases: If the Ray head does not answer, the keeper reports the failure once and keeps trying. If Ray exits or
+does not start, the keeper reads the cause from Ray's log and restarts Ray. If the keeper is killed, Ray continues until
+the next keeper restarts Ray. A restart interrupts the machine's membership in the cluster, but not its attempts. The
+keeper refuses a directory that belongs to another user.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 
 MARK = "SERVERLESS_GPU_RAY"
-"""Environment variable that holds Ray's directory in every Ray process of a keeper."""
+"""Environment variable that names Ray's directory in every Ray process of a keeper."""
 STARTED = b"Ray runtime started"
 CONNECT_S = 3.0
 END_S = 5.0
@@ -66,13 +65,13 @@ _TAIL_BYTES = 200_000
 
 
 class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The command and settings with which a keeper runs Ray."""
+    """The command and settings of the Ray process that a keeper runs."""
 
     command: tuple[str, ...]
     environ: dict[str, str]
-    directory: str  # The directory of Ray's files, inside a private directory of this user.
+    directory: str  # Ray's directory, inside a private directory of the current user.
     log: str
-    head: str = ""  # Address of the head, which must answer before a machine can join, or "" on the head itself.
+    head: str = ""  # Address of the head, or "" on the head's machine.
     token: str = ""
 
     @property
@@ -82,10 +81,10 @@ class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayKeeper:
-    """Runs Ray on this machine and restarts it after an exit.
+    """Runs Ray on this machine, and restarts Ray after an exit.
 
-    The keeper calls `say` with a message on every change, and `started` after each start of Ray. The keeper calls
-    `needed` every few seconds. `needed` returns "", or the reason why Ray is no longer needed.
+    The keeper calls `say` with a message after each change, and `started` after each start of Ray. Every few seconds,
+    the keeper calls `needed`, which returns "" or the reason why Ray is no longer needed.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class RayKeeper:
     def keep(self, stop: int) -> None:
         """Keep Ray running until a stop request, or until Ray is no longer needed.
 
-        `stop` is a descriptor that becomes readable on a stop request. Raises StorageError if the directory cannot be
-        used.
+        `stop` is a file descriptor that becomes readable on a stop request. Raises StorageError for an unusable
+        directory.
         """
         end_processes(self._plan.directory)
         try:
@@ -129,7 +128,7 @@ class RayKeeper:
             shutil.rmtree(self._plan.parent, ignore_errors=True)
 
     def _run(self, stop: int) -> bool:
-        """Start Ray and wait until Ray exits or must stop. Return True if the keeper must end."""
+        """Start Ray, and wait until Ray exits or must stop. Return True if the keeper must exit."""
         make_directory(self._plan.parent)
         log = open_log(Path(self._plan.log))
         begin = os.fstat(log).st_size
@@ -160,11 +159,11 @@ class RayKeeper:
         if lived_s > _STEADY_S:
             self._pause_s = PAUSE_S
         why = why_ended(_written(self._plan.log, begin))
-        self._say(f"Ray ended after {format_duration_ms(round(lived_s * 1000))}: {why}; restarting it")
+        self._say(f"Ray exited after {format_duration_ms(round(lived_s * 1000))}: {why}; the keeper restarts Ray")
         return False
 
     def _watch(self, process: subprocess.Popen[bytes], stop: int, begin: int) -> bool:
-        """Return True if the keeper must end Ray, False if Ray has exited."""
+        """Wait until Ray exits (False) or the keeper must stop Ray (True)."""
         is_started = False
         pidfd = os.pidfd_open(process.pid)
         poll = select.poll()
@@ -209,13 +208,14 @@ def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
 
 
 def make_directory(path: str) -> None:
-    """Create an empty private directory. Raise StorageError if another user owns it or mkdir fails."""
+    """Create an empty private directory. Raise StorageError if mkdir fails or another user owns the path."""
     try:
         if os.path.lexists(path):
             status = os.lstat(path)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise StorageError(
-                    f"{path} is not a directory of this user", hint=f"inspect it with `ls -ld {path}` and remove it"
+                    (f"{path} is not a directory of this user"),
+                    hint=f"inspect the directory with `ls -ld {path}` and remove it",
                 )
             shutil.rmtree(path, ignore_errors=True)
         os.makedirs(path, mode=0o700, exist_ok=True)
@@ -224,7 +224,7 @@ def make_directory(path: str) -> None:
 
 
 def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S) -> None:
-    """End Ray with SIGTERM, so that the head removes the machine at once. Kill Ray on a timeout."""
+    """Stop Ray with SIGTERM, so that the head removes the machine immediately. Kill Ray on a timeout."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -236,7 +236,7 @@ def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S
 
 
 def end_processes(directory: str) -> int:
-    """Kill every Ray process of a directory. Return the number of killed processes."""
+    """Kill every Ray process of a directory, and return the number of killed processes."""
     count = 0
     for _ in range(_KILL_TRIES):
         found = 0
@@ -252,15 +252,15 @@ def end_processes(directory: str) -> int:
 
 
 def marked_pids(directory: str) -> list[int]:
-    """Return the ids of the processes whose `MARK` variable contains the path of a directory."""
+    """Return the pids of processes whose `MARK` environment variable names a directory."""
     names = (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
     return [int(name) for name in names if _has_mark(int(name), directory)]
 
 
 def marked(directory: str) -> Iterator[int]:
-    """Yield a pidfd of each process whose `MARK` variable contains the path of a directory.
+    """Yield a pidfd of each process whose `MARK` environment variable names a directory.
 
-    Close each pidfd after its iteration.
+    The generator closes each pidfd before it yields the next pidfd.
     """
     for pid in marked_pids(directory):
         try:
@@ -268,7 +268,7 @@ def marked(directory: str) -> Iterator[int]:
         except OSError:
             continue
         try:
-            if _has_mark(pid, directory):  # The second check excludes a new process that reuses the process id.
+            if _has_mark(pid, directory):  # The second check detects a reused process id.
                 yield pidfd
         finally:
             os.close(pidfd)
@@ -295,7 +295,7 @@ def _has_mark(pid: int, directory: str) -> bool:
 
 
 def _waited(stop: int, pause_s: float) -> bool:
-    """Wait for a stop request. Return False on a timeout."""
+    """Wait for a stop request, and return False on a timeout."""
     return bool(select.select([stop], [], [], pause_s)[0])
 
 
@@ -311,18 +311,21 @@ def _written(path: str, begin: int) -> bytes:
 
 _EXIT_CHARACTERS_MAX = 300
 _KNOWN_EXITS: tuple[tuple[str, str], ...] = (
-    (r"GCS returned an authentication error", "the head of the pool has restarted; this machine joins the new head"),
+    (
+        r"GCS returned an authentication error",
+        ("the restarted head rejected the old connection, so this machine joins the head again"),
+    ),
     (
         r"failed to connect to GCS|Failed to connect to GCS|GCS.{0,40}(is dead|timed? ?out)",
-        "the head of the pool is gone",
+        "the connection to the pool's head was lost",
     ),
     (r"Version mismatch", "this machine and the head have different versions of Ray or Python"),
     (
         r"(?i)token.{0,60}(invalid|mismatch|unauthenticated)|UNAUTHENTICATED",
         "the head does not accept this machine's token",
     ),
-    (r"(?i)bind: address already in use|address already in use", "another process uses one of its ports"),
-    (r"(?i)no space left on device", "no space is left on a disk or in /dev/shm"),
+    (r"(?i)bind: address already in use|address already in use", "another process uses one of Ray's ports"),
+    (r"(?i)no space left on device", "a disk or /dev/shm has no free space"),
     (
         r"marked.{0,40}as dead|has been marked dead",
         "the head removed this machine because the machine missed several health checks",
@@ -334,10 +337,9 @@ _PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t(INFO|WARNING|ERR|ER
 
 
 def why_ended(written: bytes) -> str:
-    """Return the cause of Ray's end in one line from Ray's log.
+    """Return the cause of Ray's exit as one line, extracted from Ray's log.
 
-    Ray's log ends with hundreds of lines: a state dump and a stack. Only a few messages between these lines help a
-    user.
+    Ray's log ends with hundreds of lines of state dumps and stacks, which contain few useful messages.
     """
     text = written.decode("utf-8", errors="replace")
     for pattern, sentence in _KNOWN_EXITS:
@@ -359,7 +361,7 @@ def _shown_line(line: str) -> str:
 
 
 IDLE_S = 600.0
-"""Seconds for which a keeper runs Ray without a server."""
+"""Seconds after which a keeper without a server stops Ray."""
 LOCK = "keeper.lock"
 _PLAN, _LOG = "keeper.json", "keeper.log"
 _PLAN_VARIABLES = ("RAY_", "CUDA_", "SERVERLESS_GPU_")
@@ -375,10 +377,10 @@ class RunningKeeper(NamedTuple):
 
 
 def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
-    """Start a keeper for a plan if no keeper runs. Return True if this call started a keeper.
+    """Start a keeper for a plan if no such keeper runs. Return True if the call started a keeper.
 
-    The keeper's files are in `directory`. Ray is needed while a process holds the lock `owner`. Raises AgentUnavailable
-    if the keeper cannot start, or if a keeper of another plan does not end.
+    `directory` contains the keeper's files. The keeper runs Ray while a server holds the lock `owner`. Raises
+    AgentUnavailable if the keeper cannot start, or if a keeper with a different plan does not exit.
     """
     found = running(directory)
     digest = digest_of(plan)
@@ -390,7 +392,7 @@ def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str,
         write_private(directory / _PLAN, msgspec.json.encode(plan))
         process = daemon.start(__name__, (str(directory), str(owner)), log=directory / _LOG, environ=environ)
     except OSError as error:
-        raise AgentUnavailable(f"the keeper of Ray cannot be started: {error}") from error
+        raise AgentUnavailable(f"the Ray keeper did not start: {error}") from error
     daemon.reap(process, _START_S)
     return True
 
@@ -402,29 +404,29 @@ def running(directory: Path) -> RunningKeeper | None:
 
 
 def stop(directory: Path) -> bool:
-    """End the keeper of a directory and its Ray. Return True if a keeper ran. Raises AgentUnavailable."""
+    """Stop a directory's keeper and Ray. Return True if a keeper was running. Raises AgentUnavailable."""
     found = running(directory)
     if found is None:
         return False
     if not daemon.end(found.pid, _STOP_S, signals=(signal.SIGTERM,)):
-        raise AgentUnavailable(f"the keeper of Ray (pid {found.pid}) does not end", hint=f"kill -9 {found.pid}")
+        raise AgentUnavailable(f"the Ray keeper (pid {found.pid}) does not exit", hint=f"kill -9 {found.pid}")
     return True
 
 
 def stop_ray(home: Path) -> bool:
-    """End the Ray of a home's server. Return True if Ray ran. Raises the same errors as `stop`."""
+    """Stop Ray and the keeper of a home directory's server, as `stop` does."""
     return stop(home / "server" / "ray")
 
 
 def digest_of(plan: KeeperPlan) -> str:
-    """Return a digest of a plan and this package version. A different PATH does not change the digest."""
+    """Return a digest of a plan and the package version. The digest does not cover PATH."""
     ours = {name: value for name, value in plan.environ.items() if name.startswith(_PLAN_VARIABLES)}
     told = msgspec.json.encode(msgspec.structs.replace(plan, environ=ours), order="sorted")
     return hashlib.sha256(__version__.encode() + told).hexdigest()[:16]
 
 
 def main(directory: str, owner: str) -> NoReturn:
-    """Keep Ray running until a stop request, or until no server has held the lock `owner` for `IDLE_S`."""
+    """Keep Ray running until a stop request, or until `IDLE_S` seconds have passed without a server."""
     if os.fork():
         os._exit(0)  # The detached process can outlive the server.
     os.setsid()
@@ -449,9 +451,9 @@ def main(directory: str, owner: str) -> NoReturn:
 
 
 class ServerNeed:
-    """Checks if Ray is still needed.
+    """Decides if a server still needs Ray.
 
-    A server must have held the lock `owner` within the last `idle_s` seconds.
+    Ray is needed if a server has held the lock `owner` within the last `idle_s` seconds.
     """
 
     def __init__(self, owner: Path, idle_s: float = IDLE_S) -> None:
@@ -464,11 +466,13 @@ class ServerNeed:
         now_ns = self._clock.boottime_ns()
         if held_note(self._owner) is not None:
             self._seen_ns = now_ns
-        return "" if now_ns - self._seen_ns < self._idle_s * 1e9 else "no server has run for ten minutes"
+        return (
+            "" if now_ns - self._seen_ns < self._idle_s * 1e9 else ("no server has run on this machine for ten minutes")
+        )
 
 
 def say(sentence: str) -> None:
-    """Write a line to the log."""
+    """Write a line to the keeper's log."""
     sys.stdout.write(f"{format_moment(SystemClock().wall_ns())} {sentence}\n")
     sys.stdout.flush()
 
@@ -477,4 +481,4 @@ def _read(path: Path) -> KeeperPlan:
     try:
         return from_json(path.read_bytes(), KeeperPlan)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidValue(f"{path} is not a valid plan for the keeper of Ray: {error}") from None
+        raise InvalidValue(f"the file {path} does not contain a valid plan for the Ray keeper: {error}") from None

@@ -1,9 +1,9 @@
-"""Describes this machine as part of a Ray cluster: its Ray, address, ports, devices and files.
+"""Describes this machine as part of a Ray cluster: Ray version, address, ports, devices and files.
 
     check_ray · own_address · taken_port     checks before the start, so that errors name the cause
     prepare_machine                          writes token, profile and node file; returns the keeper's plan
 
-The files of a machine lie in one directory of mode 0700. Each file has mode 0600:
+One directory of mode 0700 contains a machine's files, each of mode 0600:
 
     token         token of the Ray cluster; Ray's processes read it
     profile.json  how the agent reaches the server, with the agent's token          (on the server's machine: node.json)
@@ -44,13 +44,13 @@ from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.start_stop import PASSED_ON
 
 _PARENT = "/tmp/sgpu-pool-"
-_AWAY = "192.0.2.1"  # The probe sends no packet to this documentation address (RFC 5737).
+_AWAY = "192.0.2.1"  # A documentation address (RFC 5737). The route probe sends no packet.
 _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
 
 
 class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths of a machine's files."""
+    """Paths of the files that a machine needs to join a Ray cluster."""
 
     home: Home
     directory: Path
@@ -58,12 +58,12 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token(self) -> Path:
-        """Return the path of the cluster's token."""
+        """Return the path of the file that contains the cluster's token."""
         return self.directory / TOKEN
 
     @property
     def node(self) -> Path:
-        """Return the path of the file with the settings that start the agent."""
+        """Return the path of the node file, which contains the agent's start settings."""
         return self.directory / NODE
 
 
@@ -87,24 +87,24 @@ def check_ray() -> str:
 
 
 def python_version() -> str:
-    """Return the version of this interpreter."""
+    """Return the version of the running Python interpreter."""
     return ".".join(map(str, sys.version_info[:3]))
 
 
 def differences(version: str, python: str) -> str:
-    """Return the incompatible differences between this machine's Ray and the pool's Ray, or ""."""
+    """Describe an incompatible Ray or Python version of this machine, or return ""."""
     own, own_python = check_ray(), python_version()
     if own != version:
         return f"this machine has Ray {own}, but the pool has {version}: pip install 'ray=={version}'"
     if own_python.split(".")[:2] != python.split(".")[:2]:
-        return f"this machine has Python {own_python}, but the pool has {python}: Ray needs the same minor version"
+        return f"this machine has Python {own_python}, but the pool needs the minor version of Python {python}"
     return ""
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address at which other machines reach this machine. Raises InvalidValue.
+    """Return the address that other machines use for this machine. Raises InvalidValue.
 
-    `towards` is a host that this machine connects to, or "" for the default route.
+    `towards` names the host whose route determines the address, or is "" for the default route.
     """
     try:
         kind, _, _, _, where = socket.getaddrinfo(towards or _AWAY, _DISCARD, type=socket.SOCK_DGRAM)[0]
@@ -113,9 +113,11 @@ def own_address(towards: str = "") -> str:
             found = str(probe.getsockname()[0])
     except OSError as error:
         what = (
-            f"there is no route to {towards} ({error.strerror})" if towards else "this machine's address is not known"
+            (f"this machine has no route to {towards} ({error.strerror})")
+            if towards
+            else "the address of this machine is unknown"
         )
-        raise InvalidValue(what, hint="give one of this machine's addresses: --node-address 10.0.0.6") from None
+        raise InvalidValue(what, hint="give an address of this machine, for example --node-address 10.0.0.6") from None
     return check_node_address(found)
 
 
@@ -127,12 +129,13 @@ def check_own(address: str) -> None:
             probe.bind((address, 0))
     except OSError as error:
         raise InvalidValue(
-            f"{address} is not an address of this machine: {error.strerror}", hint="`ip -brief address` lists them"
+            (f"the address {address} does not belong to this machine: {error.strerror}"),
+            hint="list this machine's addresses with `ip -brief address`",
         ) from None
 
 
 def taken_port(base: int, address: str) -> int | None:
-    """Return a required port that is in use, or None."""
+    """Return the first of Ray's ports that another process uses, or None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports(base):
         for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):
@@ -149,28 +152,28 @@ def taken_port(base: int, address: str) -> int | None:
 def directory_of(files: Path) -> str:
     """Return Ray's directory.
 
-    The path is short enough for sockets. The path is constant, so that a new keeper finds the processes of an earlier
+    The path is short enough for Unix sockets. A constant path lets a new keeper find the processes of an earlier
     keeper.
     """
     return f"{_PARENT}{hashlib.sha256(os.fsencode(files.absolute())).hexdigest()[:8]}/ray"
 
 
 def devices_of(home: Home) -> tuple[Device, ...]:
-    """Return the devices of this machine. Raise ServerProblem if the devices are unknown."""
+    """Return the devices of this machine. Raise ServerProblem if the device inventory fails."""
     offer = NodePresence(home).offer(())
     if offer.problem:
-        raise ServerProblem(f"this machine can run nothing: {offer.problem}", hint="sgpu doctor")
+        raise ServerProblem(f"this machine cannot run any attempt: {offer.problem}", hint="sgpu doctor")
     return offer.devices
 
 
 def offer_text(devices: Sequence[Device]) -> str:
-    """Format devices for people: "4 H100, 16 CPU"."""
+    """Format devices as readable text: "4 H100, 16 CPU"."""
     types = [device.type for device in devices]
     return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "no devices"
 
 
 def node_of(name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]) -> MachineShare:
-    """Return the resources and settings that a machine contributes to the cluster."""
+    """Return the resources and settings that a machine contributes to a Ray cluster."""
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
     return MachineShare(
         name=name,
@@ -193,10 +196,10 @@ def prepare_machine(
     *,
     head: str = "",
 ) -> KeeperPlan:
-    """Write the files of a machine and return the plan for its keeper. Raises OSError.
+    """Write the files of a machine, and return the plan for the machine's Ray keeper. Raises OSError.
 
-    `token` is the cluster's token. `environ` is the environment of the starting process. `head` is the address of the
-    cluster's head, or "" on the head itself.
+    `token` is the cluster's token. `environ` contains the caller's environment variables. `head` is the address of the
+    Ray head, or "" on the head's machine.
     """
     current = None
     with contextlib.suppress(OSError):

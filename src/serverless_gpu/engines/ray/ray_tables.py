@@ -1,13 +1,13 @@
-"""Translates Ray's tables to nodes, gangs and messages, and gangs to placement groups.
+"""Converts Ray's tables to nodes, gangs and messages, and converts gangs to placement groups.
 
     node table        ─▶ NodeRow: name, devices by type, alive or not        `node_changes` ─▶ NodeUp, NodeLost
     placement groups  ─▶ PlacementGroup: its gang and its state              unlisted states are UNKNOWN
     Gang              ─▶ bundles, one per share in order; a resource pins each bundle to its node
     a refusal by Ray  ─▶ Waiting or Impossible, with a reason
 
-A node belongs to the pool if it has the resource `sgpu_node:<name>`, which `ray start` sets. The node's resources
-`sgpu_gpus:<TYPE>` count its devices. Without these resources, the module uses `accelerator_type:<TYPE>` and Ray's count
-of GPUs. All functions of the module are pure.
+A node belongs to the pool if it has the resource `sgpu_node:<name>`, which `ray start` sets. Ray resources named
+`sgpu_gpus:<TYPE>` count a node's devices. On a node without `sgpu_gpus` resources, the module uses
+`accelerator_type:<TYPE>` and Ray's count of GPUs. All functions of the module are pure.
 
 The module shortens text from Ray for messages, and replaces unprintable characters.
 """
@@ -25,7 +25,7 @@ from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE
 from serverless_gpu.model.hardware import CPU
 
 PIN = 0.001
-"""The amount of a node's own resource that each bundle requests, small enough for any number of bundles."""
+"""Amount of a node's pinning resource that each bundle requests, small enough for any number of bundles."""
 _TYPE = "accelerator_type:"
 _TEXT_MAX = 200
 _UNSAID = "Ray gives no reason"
@@ -34,7 +34,7 @@ Word = TypeVar("Word", bound=StrEnum)
 
 
 class GroupState(StrEnum):
-    """The state of a placement group in Ray."""
+    """State of a placement group in Ray."""
 
     PENDING = "PENDING"
     PREPARED = "PREPARED"
@@ -45,7 +45,7 @@ class GroupState(StrEnum):
 
 
 class Scheduling(StrEnum):
-    """The state that Ray's scheduler reports for a placement group that it has not created yet."""
+    """Scheduling state of a placement group that Ray has not created yet."""
 
     QUEUED = "QUEUED"
     STARTED = "SCHEDULING_STARTED"
@@ -64,14 +64,14 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     alive: bool
     address: str = ""
-    counts: dict[str, int] = {}  # Devices by type, or empty if only Ray's own GPU count is known.
+    counts: dict[str, int] = {}  # Device counts by type, or {} if Ray reports only a GPU count.
     declares: bool = False  # True if Ray has a separate resource for each device type.
     gpus: int = 0
     cpus: int = 0
 
 
 class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement group that an engine of this package created."""
+    """A placement group that the engine has created."""
 
     gang: str
     state: GroupState
@@ -79,31 +79,31 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
 
     def is_reserved(self) -> bool:
-        """Return True if Ray has placed the whole group, also while Ray places some bundles again."""
+        """Return True if Ray has placed the group. The result stays True while Ray moves single bundles."""
         return self.state in (GroupState.CREATED, GroupState.RESCHEDULING)
 
     def is_under_way(self) -> bool:
-        """Return True if Ray has placed no part of the group yet. Return False for the state UNKNOWN."""
+        """Return True if Ray has not finished the first placement of the group."""
         return self.state in (GroupState.PENDING, GroupState.PREPARED)
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """The last known state of a node."""
+    """Last known state of a node in Ray."""
 
     row: NodeRow
-    lost: str = ""  # The reason why the scheduler must not use the node, or "".
-    missing_ns: int | None = None  # Boottime since which the node is missing from Ray's table, or None.
+    lost: str = ""  # Reason why the scheduler must not use the node, or "".
+    missing_ns: int | None = None  # Boot-time clock when Ray's table first lacked the node.
 
 
 MISSING_NS = 120_000_000_000
-"""Nanoseconds for which a node may be missing from Ray's table.
+"""Nanoseconds after which a node that is missing from Ray's table counts as lost.
 
-The nodes of a restarted head return one by one.
+Nodes rejoin a restarted Ray head one by one.
 """
 
 
 def row(raw: Mapping[str, object]) -> NodeRow | None:
-    """Return a row of `ray.nodes()`, or None if the node does not belong to the pool."""
+    """Convert a row of `ray.nodes()`, or return None for a node outside the pool."""
     resources = _numbers(raw.get("Resources"))
     names = [key.removeprefix(RESOURCE) for key in resources if key.startswith(RESOURCE)]
     if len(names) != 1 or not isinstance(raw.get("NodeID"), str):
@@ -127,15 +127,15 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
 
 
 def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
-    """Return the rows of the pool's nodes.
+    """Return the rows of the pool's live nodes.
 
-    Dead nodes have no names in Ray's rows, so use `deaths` for dead nodes.
+    Ray omits the names of dead nodes, so use `deaths` to find dead nodes.
     """
     return [found for one in raw if (found := row(one)) is not None]
 
 
 def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
-    """Return Ray's identifiers of dead nodes, each with the reason that Ray gives."""
+    """Return the Ray identifiers of dead nodes with the cause of each death."""
     return {
         str(one.get("NodeID")): plain(one.get("DeathReasonMessage"))
         for one in raw
@@ -146,11 +146,11 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
 def update_nodes(
     known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int
 ) -> dict[str, KnownNode]:
-    """Return the state of each node, by name, after a poll of Ray's node table.
+    """Return the state of each node by name, after a poll of Ray's node table.
 
-    `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports the node as dead,
-    or lacks the node for `MISSING_NS`. If two live rows have the same node name, the function uses the newer row. In
-    that case Ray has restarted on the node and has not noticed the end of the old raylet.
+    `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table lists the node as dead, or
+    has lacked the node for `MISSING_NS`. Two live rows can have the same node name if Ray restarts on a node before the
+    head notices the exit of the old raylet. The function uses the newer row.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -162,7 +162,7 @@ def update_nodes(
 
 
 def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
-    """Return the nodes, with each node in `problems` marked as lost.
+    """Return all nodes, and treat the nodes in `problems` as lost.
 
     `problems` maps node names to reasons.
     """
@@ -173,9 +173,9 @@ def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -
 
 
 def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
-    """Return the events since the last call. A node that was never up produces no NodeLost.
+    """Return the node events since the last call. A node that was never up produces no NodeLost.
 
-    `told` maps each node to the reason of its last NodeLost event, or to "" after a NodeUp event.
+    `told` maps each node name to the reason in its last NodeLost event, or to "" after a NodeUp event.
     """
     events: list[NodeUp | NodeLost] = []
     for name, one in known.items():
@@ -187,7 +187,7 @@ def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> lis
 
 
 def engine_node(name: str) -> EngineNode:
-    """Return a node for the scheduler. The engine leaves its devices empty because the agent reports them."""
+    """Return a node for the scheduler, without devices, because the node's agent reports the devices."""
     return EngineNode(name=name)
 
 
@@ -202,7 +202,7 @@ def namespace(pool: str) -> str:
 
 
 def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, PlacementGroup]:
-    """Return the placement groups of a pool by gang, without removed groups."""
+    """Return the placement groups of a pool by gang identifier, except removed groups."""
     found = {}
     for one in table:
         name, prefix = one.get("name"), gang_name(pool, "")
@@ -214,7 +214,7 @@ def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, Placem
 
 
 def group(gang: str, raw: Mapping[str, object]) -> PlacementGroup:
-    """Translate a row of `placement_group_table()`. Unlisted states become UNKNOWN."""
+    """Convert a row of `placement_group_table()`. An unknown state becomes UNKNOWN."""
     state, said = _listed(GroupState, raw.get("state")), raw.get("stats")
     scheduling = mapping(said).get("scheduling_state")
     return PlacementGroup(
@@ -223,21 +223,21 @@ def group(gang: str, raw: Mapping[str, object]) -> PlacementGroup:
 
 
 def bundles(gang: Gang, known: Mapping[str, KnownNode]) -> list[dict[str, float]]:
-    """Return one bundle for each share, in order. Each bundle fits only on the node of its share."""
+    """Return one bundle for each share of a gang, each pinned to the node of its share."""
     return [_bundle(share, known[share.node].row) for share in gang.shares]
 
 
 def in_words(gang: Gang) -> str:
-    """Describe the reservation of a gang for people."""
+    """Describe the reservation of a gang in a readable message."""
     shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
     return f"reserve in Ray for {gang.id}: {shares}"
 
 
 def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible | None:
-    """Return a reason to refuse a gang without a request to Ray, or None."""
+    """Return the refusal of a gang that cannot fit on the known nodes, or None."""
     for share in gang.shares:
         if share.node not in known:
-            return Impossible(sentence=f"there is no node {share.node!r} in the Ray cluster")
+            return Impossible(sentence=f"the Ray cluster has no node {share.node!r}")
         one = known[share.node].row
         if one.declares or (one.counts and share.gpu_type != CPU):
             total = one.counts.get(share.gpu_type, 0)
@@ -256,10 +256,10 @@ def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible 
 def placement_refusal(
     gang: Gang, said: PlacementGroup, known: Mapping[str, KnownNode], free: Mapping[str, Mapping[str, float]]
 ) -> Waiting | Impossible:
-    """Return the reason why Ray did not reserve a gang: Waiting or Impossible.
+    """Explain, as Waiting or Impossible, why Ray did not reserve a gang.
 
-    `said` is the last state of the gang's placement group. `known` has the nodes that Ray listed afterwards. `free` has
-    Ray's free resources by Ray's node identifiers.
+    `said` is the last state of the gang's placement group. `known` contains the nodes that Ray listed afterwards.
+    `free` maps Ray's node identifiers to free resources.
     """
     if (first := refusal(gang, known)) is not None:
         return first
@@ -278,7 +278,7 @@ def placement_refusal(
 
 
 def plain(text: object) -> str:
-    """Return text from Ray for use in a message: one line, short, printable."""
+    """Shorten text from Ray to one printable line for a message."""
     words = " ".join(str(text or "").split())
     shown = "".join(letter if letter.isprintable() else "?" for letter in words)
     return shown if len(shown) <= _TEXT_MAX else f"{shown[:_TEXT_MAX]} …"
@@ -290,12 +290,12 @@ def mapping(raw: object) -> Mapping[str, object]:
 
 
 def mappings(raw: object) -> list[Mapping[str, object]]:
-    """Return the JSON objects of a list, without its other items."""
+    """Return the JSON objects in a list, and skip other items."""
     return [one for one in raw if isinstance(one, Mapping)] if isinstance(raw, Sequence) else []
 
 
 def free(raw: object) -> dict[str, dict[str, float]]:
-    """Return the free resources by Ray's node identifiers."""
+    """Return the free resources of each node by Ray's node identifier."""
     return {name: _numbers(resources) for name, resources in mapping(raw).items()}
 
 
@@ -307,9 +307,9 @@ def _next(before: KnownNode | None, alive: NodeRow | None, dead: Mapping[str, st
         return before
     if before.row.id in dead:
         gone = msgspec.structs.replace(before.row, alive=False)
-        return KnownNode(row=gone, lost=f"is lost: Ray reports it as dead ({dead[before.row.id] or _UNSAID})")
+        return KnownNode(row=gone, lost=f"is lost: Ray reports the node as dead ({dead[before.row.id] or _UNSAID})")
     since_ns = now_ns if before.missing_ns is None else before.missing_ns
-    lost = f"is lost: the Ray head has not listed it for {MISSING_NS // 10**9} s"
+    lost = f"is lost: the node has been missing from Ray's node table for {MISSING_NS // 10**9} s"
     return KnownNode(row=before.row, lost=lost if now_ns - since_ns >= MISSING_NS else "", missing_ns=since_ns)
 
 
@@ -317,7 +317,7 @@ def _bundle(share: Share, one: NodeRow) -> dict[str, float]:
     count = float(share.count)
     base, has = ("CPU", one.cpus) if share.gpu_type == CPU else ("GPU", one.gpus)
     wanted = {DEVICES + share.gpu_type: count} if one.declares else {}
-    if not wanted or has >= share.count:  # Ray does not count devices that only this package knows.
+    if not wanted or has >= share.count:  # Ray does not count devices that only serverless-gpu knows.
         wanted[base] = count
     return {**wanted, RESOURCE + share.node: PIN}
 

@@ -1,4 +1,4 @@
-"""Starts the uplink of a Ray node's agent if it does not run.
+"""Starts the agent's uplink on a Ray node if the uplink does not run.
 
 A Ray actor runs this program on the node.
 
@@ -7,8 +7,9 @@ A Ray actor runs this program on the node.
                                                                     ▲
     sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ┘ how to start the agent of this machine, 0600
 
-The raylet and its workers find the file through the variable `start_arguments.NODE_FILE`. The node file stays on the
-machine and names the profile that contains the agent's token. Ray transfers neither the node file nor the profile.
+The raylet and its workers find the node file through the environment variable `start_arguments.NODE_FILE`. The node
+file stays on the machine and names the profile that contains the agent's token. Ray transfers neither the node file nor
+the profile.
 
 The program prints one line of JSON: the process id of the uplink, or the problem.
 """
@@ -32,7 +33,7 @@ from serverless_gpu.node.uplink import start_stop
 
 
 class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that start the agent of this machine."""
+    """Settings for starting the agent of a machine."""
 
     python: str
     paths: tuple[str, ...]
@@ -46,11 +47,11 @@ def read_node_file(path: Path) -> NodeFile:
     try:
         return from_json(path.read_bytes(), NodeFile)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidValue(f"{path} does not say how to start the agent of this machine: {error}") from None
+        raise InvalidValue(f"the node file {path} does not contain valid settings for the agent: {error}") from None
 
 
 def write_node_file(path: Path, file: NodeFile) -> None:
-    """Write a machine's node file, readable by this user only. Raises OSError."""
+    """Write a machine's node file as a private file. Raises OSError."""
     write_private(path, msgspec.json.encode(file))
 
 
@@ -76,14 +77,14 @@ except OSError:
     pass
 os.execv(argv[0], argv)
 """
-"""A program that detaches itself and executes another program.
+"""Program that detaches itself from the calling process and executes another program.
 
 The program runs in the node's interpreter and uses only the standard library.
 """
 
 
 def main(path: str) -> None:
-    """Start the uplink of a node if it does not run. Print the uplink's process id or the problem."""
+    """Start the uplink of a node if it does not run. Print the process id of the uplink, or the problem."""
     try:
         node = read_node_file(Path(path))
         home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)
@@ -107,4 +108,4 @@ def _pid(home: Home, profile: Path) -> int:
         if (found := start_stop.running(home, profile)) is not None:
             return found.pid
         select.select([], [], [], _LOOK_S)
-    raise ServerlessGpuError(f"its uplink does not start: see {home.root / 'uplink.log'}")
+    raise ServerlessGpuError(f"the node's uplink does not start: see {home.root / 'uplink.log'}")

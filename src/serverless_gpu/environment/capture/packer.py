@@ -7,20 +7,19 @@
     pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were read completely
     unit read   ─▶   │
 
-The packer receives frames in the order of their blocks, so packing a unit twice gives identical packs. A capture reuses
-the packs that an earlier, killed capture stored. The packer's memory holds the blocks in progress (their content and
-their frames), the pack being filled, and the packs being stored. The packer uses about 150 MB of memory for an
-environment of any size.
+The packer collects compressed frames in block order, so packing a unit twice gives identical packs. A capture reuses
+the packs that an earlier, killed capture stored. The packer's memory contains the blocks in progress, the current pack,
+and the packs that threads are storing. Memory use stays near 150 MB for an environment of any size.
 
-A small unit consists of one pack of some kB and one document. The packer stores small units in groups, because disk
-syncs and network round trips would otherwise take longer than the transfer. A storing thread stores a unit after all
-packs of its group. The threads send groups in the order in which the packer filled them. A unit therefore waits only
-for packs that a thread is already sending.
+A small unit consists of one pack of a few kB and one document. The packer stores small units in groups to save disk
+syncs and network round trips. A storing thread stores a unit's document after all packs of the group. The storing
+threads process groups in the order of their completion. A unit therefore waits only for packs that a thread is already
+storing.
 
-Failure cases: If a file's size differs from its row, the packer plans the unit again. After a few attempts, the packer
-raises `EnvironmentUnsupported`, which names the file. An error also names a file that is unreadable, missing, or not
-valid for a restore. An error of the store, such as a full disk, applies to the whole group. The packer stops its
-threads before it raises an error. No document ever points at missing packs.
+Failure cases: If a file's size differs from the scanned size, the packer plans the unit again. After a few attempts,
+the packer raises `EnvironmentUnsupported` with the name of the file. The same error reports a file that is unreadable,
+missing, or not valid for a restore. A store error, such as a full disk, fails the whole group. The packer stops its
+threads before it raises an error. No document ever refers to missing packs.
 """
 
 from __future__ import annotations
@@ -57,25 +56,25 @@ from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
 
 STORING_THREADS = 4
 BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""Maximum number of compressed bytes that wait for storage. A single pack may exceed this limit."""
+"""Maximum number of compressed bytes that wait for storage, unless a single pack is larger."""
 GROUP_BYTES = 8 * 1024 * 1024
 GROUP_ITEMS = 64
 WAIT_S = 0.2
 """Seconds that the packer waits for a result before it calls `pulse` again."""
 BLOCKS_MAX = 12
-"""Maximum number of blocks that are read and compressed at the same time."""
+"""Maximum number of blocks that the packer reads and compresses in parallel."""
 _Result = TypeVar("_Result")
 
 
 class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a packer."""
+    """Settings of a `Packer`."""
 
-    level: int = LEVEL_LOCAL  # Compression level of zstd.
-    # Number of threads that read and compress. 0 means one per core (2 to 8) plus one more. The extra thread
-    # compensates for a thread that waits for its turn to read small files.
+    level: int = LEVEL_LOCAL  # Compression level for zstd.
+    # Number of threads that read and compress files. The value 0 means one thread per core (2 to 8) plus one. The extra
+    # thread compensates for a thread that waits for the lock on small files.
     threads: int = 0
     block_bytes: int = BLOCK_BYTES  # Number of content bytes in one block.
-    pack_bytes: int = PACK_BYTES  # Pack size in bytes at which the packer starts a new pack.
+    pack_bytes: int = PACK_BYTES  # Size at which the packer closes a pack.
 
     @property
     def thread_count(self) -> int:
@@ -85,14 +84,14 @@ class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PackJob(msgspec.Struct, frozen=True, kw_only=True):
     """A unit to pack into the store."""
 
-    address: str  # address from the scan; the stored unit may have a different address
+    address: str  # Scanned address, which the packer may correct.
     name: str
     source: LocalUnit
-    old: Unit | None = None  # previous version of the unit, if the store has all of its packs
+    old: Unit | None = None  # Previous version of the unit, if the store has all packs of that version.
 
 
 class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit that the packer has stored."""
+    """A unit whose packs and document the packer has stored."""
 
     job: PackJob
     unit: Unit
@@ -127,11 +126,11 @@ class Packer:
         self._ended: deque[tuple[PackJob, Future[Unit]]] = deque()
 
     def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
-        """Yield each unit after the packer has stored the unit.
+        """Store the units of several job queues, and yield each stored unit.
 
         The packer serves the job queues in turn, one block at a time. A queue of large units keeps the compressor busy
-        while the reading threads open the many files of small units. The packer starts the next job of a queue when all
-        blocks of the previous job are planned.
+        while the reading threads open the many files of small units. When the packer has planned all blocks of a job,
+        the packer starts the queue's next job.
         """
         threads = self._settings.thread_count
         with (
@@ -168,7 +167,7 @@ class Packer:
         yield from self._stored(wait=True)
 
     def _advance(self, line: _JobQueue) -> None:
-        """Submit the next block of a queue's current unit, or begin the queue's next unit."""
+        """Submit the next block of a queue's current unit, or start the queue's next unit."""
         work = line.work
         if work is None or work.planned:
             work = None
@@ -193,7 +192,7 @@ class Packer:
 
     def _fill(self, reader: UnitReader, plan: BlockPlan) -> bytes:
         buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None:  # Each thread reuses one buffer, because the kernel clears memory at each new allocation.
+        if buffer is None:  # Each thread reuses a buffer, because the kernel zeroes newly allocated memory.
             buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
             self._own.compressor = Compressor(self._settings.level)
         content = reader.read(plan, buffer)
@@ -202,7 +201,7 @@ class Packer:
         return compressor.compress(content) if content else b""
 
     def _take(self) -> None:
-        """Wait for the frame of the oldest block, and add the frame to its unit's pack."""
+        """Wait for the compressed frame of the oldest block, and add the frame to the unit's pack."""
         work, plan, future = self._flight[0]
         try:
             frame = self._wait(future, work.job.name)
@@ -240,7 +239,7 @@ class Packer:
             self._pulse(work.job.name)
         for pack in work.packs:
             if pack.done():
-                pack.result()  # Checking here reports an error of the store early, not after the last pack.
+                pack.result()  # This check reports a store error early, not after the last pack.
         work.packs.append(self._sender.add_pack(work.take_pack()))
 
     def _stored(self, *, wait: bool) -> Iterator[PackedUnit]:
@@ -258,7 +257,7 @@ class Packer:
 
 
 class _JobQueue:
-    """A queue of units to pack, and the unit that is being packed."""
+    """A queue of units to pack, and the queue's current unit."""
 
     def __init__(self, jobs: Iterator[PackJob]) -> None:
         self.jobs = jobs
@@ -266,7 +265,7 @@ class _JobQueue:
 
 
 class _UnitWork:
-    """An attempt to pack a unit."""
+    """One attempt to pack a unit."""
 
     def __init__(
         self, job: PackJob, rows: list[FileRow], settings: PackSettings, stopped: Callable[[], bool], *, tries: int = 1
@@ -322,7 +321,7 @@ class _UnitWork:
 
 
 class ReadUnit(msgspec.Struct, frozen=True):
-    """A unit whose files were all read."""
+    """A unit whose files the packer has read completely."""
 
     name: str
     packs: Sequence[Future[str]]
@@ -330,7 +329,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
 
 
 class CaptureCounts:
-    """Progress counters, which several threads write and the reporting thread reads."""
+    """Thread-safe progress counters of a capture."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -346,7 +345,7 @@ class CaptureCounts:
             self.files_done += files_done
 
     def stored(self, sent_bytes: int, *, sent: int, known: int) -> None:
-        """Count stored packs: the sent bytes, the sent packs, and the packs that the store already had."""
+        """Count sent bytes, sent packs, and reused packs that the store already had."""
         with self._lock:
             self.sent_bytes += sent_bytes
             self.packs_sent += sent
@@ -354,10 +353,10 @@ class CaptureCounts:
 
 
 class PackSender:
-    """Collects packs and units in groups, and stores each group. Only one thread may call a sender.
+    """Stores packs and units in groups. Only one thread may call a `PackSender`.
 
-    `threads` process the groups in order. `PackSender` calls `before_packs` with the total size of the next packs to
-    store. The callback may raise an error to stop the capture.
+    The executor `threads` processes the groups in order. `PackSender` calls `before_packs` with the total size of the
+    next packs to store. The callback may raise an error to stop the capture.
     """
 
     def __init__(
@@ -381,11 +380,11 @@ class PackSender:
         """Return True if the byte budget admits a pack of this size, now or within `WAIT_S` seconds."""
         if self._room.take(size, 0):
             return True
-        self.flush()  # The packs of the unsent group may use up the byte budget.
+        self.flush()  # The packs of the unsent group may exhaust the byte budget.
         return self._room.take(size, WAIT_S)
 
     def add_pack(self, data: bytes | bytearray) -> Future[str]:
-        """Add a pack that `has_room` accepted, and return a future of the stored pack's name."""
+        """Add a pack after `has_room` has accepted it, and return a future for the stored pack's name."""
         done = Future[str]()
         self._group.packs.append((data, done))
         self._group.size += len(data)
@@ -393,7 +392,7 @@ class PackSender:
         return done
 
     def add_unit(self, ending: ReadUnit) -> Future[Unit]:
-        """Add a unit after its packs, and return a future of the stored unit."""
+        """Add a unit after the unit's packs, and return a future for the stored unit."""
         done = Future[Unit]()
         self._group.units.append((ending, done))
         self._flush_if_full()
@@ -419,7 +418,7 @@ class PackSender:
                 group.packs.clear()
                 self._room.give(group.size)
             self._send_units(group)
-        except BaseException as error:  # noqa: BLE001 - the waiting futures must get every error
+        except BaseException as error:  # noqa: BLE001 - waiting futures must receive every error
             for done in waiting:
                 if not done.done():
                     done.set_exception(error)
@@ -455,7 +454,7 @@ class PackSender:
 
 
 class _Group:
-    """Packs and units that one storing thread stores together."""
+    """Packs and units that a single storing thread stores together."""
 
     def __init__(self) -> None:
         self.packs: list[tuple[bytes | bytearray, Future[str]]] = []
@@ -468,7 +467,7 @@ class _Group:
 
 
 class _ByteBudget:
-    """A limit on the total bytes that several threads hold in memory."""
+    """Limit on the total bytes that several threads hold in memory."""
 
     def __init__(self, bytes_max: int) -> None:
         self._free = threading.Condition()
@@ -476,7 +475,7 @@ class _ByteBudget:
         self._bytes = 0
 
     def take(self, size: int, wait_s: float) -> bool:
-        """Reserve bytes, or return False after `wait_s` seconds. An empty budget accepts any size."""
+        """Reserve bytes, or return False after `wait_s` seconds. An unused budget accepts any size."""
         with self._free:
             if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, wait_s):
                 return False
@@ -494,5 +493,6 @@ def _check(unit: Unit, name: str) -> None:
         check_unit(unit)
     except EnvironmentRejected as error:
         raise EnvironmentUnsupported(
-            f"{name} cannot be captured: {error.message}", hint="remove it, because no restore would accept it"
+            (f"{name} cannot be captured: {error.message}"),
+            hint="remove the file, because no restore would accept the file",
         ) from None

@@ -1,17 +1,17 @@
-"""Captures a snapshot: packs and sends missing content, then writes the units, and the snapshot last.
+"""Captures a snapshot: stores missing packs first, then units, and the snapshot last.
 
     scan_and_capture   scan → capture → remember
     capture            limit of 15 GB → missing units → space → pack → units → snapshot
     capture_remarks    remarks for the user: code that has grown past another 100 MB, and left-out files
 
-A restore can use units and packs only through a snapshot, which the capture stores last. A killed capture therefore
-leaves no partial environment for a restore. The next capture reuses the packs and units that the killed capture stored.
-If a file's digest differs from RECORD, the capture corrects the addresses of the unit and of the snapshot.
+A restore finds units and packs only through a snapshot, so a killed capture never leads to a partial restore. The next
+capture reuses the packs and units that the killed capture stored. If a file's digest differs from RECORD, the capture
+corrects the addresses of the unit and the snapshot.
 
-Failure cases: The capture raises `EnvironmentTooLarge` before it sends any byte of a too large environment. The error
-names the ten largest parts. The capture raises `EnvironmentUnsupported` for a file that is unreadable, missing, or
-constantly changing, or whose name no restore would accept. The capture raises `StorageError` if the store is full, and
-`StoreUnavailable` if the store does not answer.
+Failure cases: If an environment is too large, the capture raises `EnvironmentTooLarge` before any transfer. The error
+message names the ten largest parts of the environment. The capture raises `EnvironmentUnsupported` for a file that is
+unreadable, missing or constantly changing, or that has an invalid name. The capture raises `StorageError` for a full
+store, and `StoreUnavailable` for a store that does not answer.
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ from serverless_gpu.errors import (
 from serverless_gpu.units import format_bytes
 
 RATIO_EXPECTED = 4
-"""Highest expected ratio of content bytes to compressed bytes, for the check of free space."""
+"""Highest expected compression ratio, which the free space check assumes."""
 SPACE_KEPT_BYTES = 64 * 1024 * 1024
 """Minimum number of bytes that a capture leaves free in a store."""
 _MORE_SPACE = (
-    "free space on the store's disk, choose another store, or set SERVERLESS_GPU_HOME to a directory on a larger "
-    "disk; "
-    "delete old environments with `sgpu env gc`, or leave data out of the code with `.sgpuignore`"
+    "delete old environments with `sgpu env gc`, exclude data files with `.sgpuignore`, or use a store or a "
+    "SERVERLESS_GPU_HOME on a larger disk"
 )
 LARGEST = 10
 REPORT_S = 0.1
@@ -72,14 +71,14 @@ _LEFT_OUT_SAID_MAX = 3
 
 
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a capture."""
+    """Result of a capture."""
 
     scan: Scan
     units_new: tuple[str, ...]
     units_known: int
-    sent_bytes: int  # number of compressed bytes of the packs that were sent
+    sent_bytes: int  # Compressed size of the sent packs in bytes.
     packs_sent: int
-    packs_known: int  # number of packs that the store already had from a killed capture
+    packs_known: int  # Number of packs that a killed capture had already stored.
     moved: dict[str, str]
 
     @property
@@ -91,7 +90,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
 def scan_and_capture(
     description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = ignore_progress
 ) -> CaptureResult:
-    """Scan an environment, capture it, and store the result in the local index."""
+    """Scan and capture an environment, and record the result in the local index."""
     captured = capture(recogniser.scan(description, report), blobs, level=level, report=report)
     recogniser.remember(captured.scan)
     return captured
@@ -106,7 +105,7 @@ def capture(
     report: Report = ignore_progress,
     settings: PackSettings | None = None,
 ) -> CaptureResult:
-    """Send the missing parts of an environment to the store, and the snapshot last.
+    """Store the missing parts of a scanned environment, and the snapshot last.
 
     Raises:
         EnvironmentTooLarge: the environment is over the size limit.
@@ -124,7 +123,7 @@ def capture(
     with _ReadabilityCheck([scan.sources[address] for address in members]) as look:
 
         def before_packs(size: int) -> None:
-            # The packer starts to read during this check, but sends no pack until all files are known to be readable.
+            # The packer reads files during the check, but sends the first pack after the check.
             look.wait()
             space.take(size)
 
@@ -135,13 +134,13 @@ def capture(
             pulse=lambda name: meter.pulse(counts, name),
             before_packs=before_packs,
         )
-        # The packer packs the largest and the smallest remaining units at the same time.
+        # The packer processes the largest and the smallest remaining units in parallel.
         left = deque(members.values())
         large = _jobs(left.popleft, scan.sources, blobs)
         small = _jobs(left.pop, scan.sources, blobs)
         packed = {done.job.address: done for done in packer.pack(large, small)}
     captured = _result(scan, packed, counts, known=len(scan.snapshot.addresses()) - len(members))
-    check_size(captured.snapshot)  # A file may have grown after the scan, so the size is checked again.
+    check_size(captured.snapshot)  # A file may have grown after the scan, so the capture checks the total size again.
     blobs.write_snapshot(captured.snapshot)
     meter.pulse(counts, "", last=True)
     return captured
@@ -155,15 +154,14 @@ def check_size(snapshot: Snapshot) -> None:
     largest = sorted(members.values(), key=lambda member: -member.size)[:LARGEST]
     listed = "\n".join(f"  {format_bytes(member.size):>9}  {_name(member)}" for member in largest)
     raise EnvironmentTooLarge(
-        f"the environment holds {format_bytes(snapshot.size)}; at most {format_bytes(CONTENT_BYTES_MAX)} are "
-        "allowed. "
+        f"the environment contains {format_bytes(snapshot.size)}; the limit is {format_bytes(CONTENT_BYTES_MAX)}. "
         f"Largest parts:\n{listed}",
-        hint="uninstall packages that you do not need, and leave data out of the code with .sgpuignore",
+        hint="uninstall unused packages, and exclude data files in the code directory with .sgpuignore",
     )
 
 
 class _StoreSpace:
-    """Preserves a minimum of free space in the store."""
+    """Ensures that a capture leaves a minimum of free space in the store."""
 
     def __init__(self, blobs: StoreBlobs) -> None:
         self._store = blobs.store
@@ -174,11 +172,10 @@ class _StoreSpace:
         needed = content_bytes // RATIO_EXPECTED
         if content_bytes and free is not None and free < needed + SPACE_KEPT_BYTES:
             raise StorageError(
-                f"the store {self._store.url} has {format_bytes(free)} free. The capture has to store "
-                f"{format_bytes(content_bytes)}, "
-                f"which compress to {format_bytes(needed)} at best. {format_bytes(SPACE_KEPT_BYTES)} must stay "
-                "free, "
-                f"so {format_bytes(needed + SPACE_KEPT_BYTES - free)} more are needed; nothing was sent",
+                f"the store {self._store.url} has {format_bytes(free)} free. The capture must store "
+                f"{format_bytes(content_bytes)}, which compress to at least {format_bytes(needed)}. The store must "
+                f"keep {format_bytes(SPACE_KEPT_BYTES)} free and lacks "
+                f"{format_bytes(needed + SPACE_KEPT_BYTES - free)}. The capture has sent no data",
                 hint=_MORE_SPACE,
             )
 
@@ -187,15 +184,15 @@ class _StoreSpace:
         free = self._store.free_bytes()
         if free is not None and free < size + SPACE_KEPT_BYTES:
             raise StorageError(
-                f"the store {self._store.url} has {format_bytes(free)} free, and {format_bytes(SPACE_KEPT_BYTES)} "
-                "of it must stay free. "
-                f"The next packs have {format_bytes(size)}, so the capture stopped. No snapshot was written",
-                hint=f"{_MORE_SPACE}. The next capture does not send the stored packs again",
+                f"the store {self._store.url} has {format_bytes(free)} free and must keep "
+                f"{format_bytes(SPACE_KEPT_BYTES)} free. The capture stopped before the next packs of "
+                f"{format_bytes(size)} and wrote no snapshot",
+                hint=f"{_MORE_SPACE}. The next capture reuses the stored packs",
             )
 
 
 class _ReadabilityCheck:
-    """Checks in a background thread if all files can be read."""
+    """Checks in a background thread that all files are readable."""
 
     def __init__(self, sources: Sequence[LocalUnit]) -> None:
         self._sources = sources
@@ -211,7 +208,7 @@ class _ReadabilityCheck:
         self._thread.shutdown(wait=True)
 
     def wait(self) -> None:
-        """Wait for the end of the check, and raise the error that the check found."""
+        """Wait for the end of the check, and raise the first error."""
         self._done.result()
 
     def _run(self) -> None:
@@ -228,7 +225,7 @@ class _ReadabilityCheck:
 
 
 class _Meter:
-    """Reports the progress of a capture several times a second."""
+    """Reports the progress of a capture several times per second."""
 
     def __init__(self, report: Report, members: Mapping[str, SnapshotMember]) -> None:
         self._report = report
@@ -255,7 +252,7 @@ class _Meter:
 
 
 def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:
-    """Yield one job per unit until no unit is left."""
+    """Yield a pack job for each remaining unit."""
     while True:
         try:
             member = take()
@@ -265,16 +262,16 @@ def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], 
         try:
             check_rows(source.rows, _name(member))
         except EnvironmentRejected as error:
-            said = error.message.replace("'site/", "'")  # Users do not know that `site/` is an area of the unit.
-            where = "name it in .sgpuignore" if member.kind == "code" else "remove it from the environment"
+            said = error.message.replace("'site/", "'")  # The message omits the area `site/`, which users do not know.
+            where = "list the file in .sgpuignore" if member.kind == "code" else "remove the file from the environment"
             raise EnvironmentUnsupported(
-                f"a file name cannot be captured: {said}", hint=f"rename the file, or {where}"
+                f"the capture does not support a file name: {said}", hint=f"rename the file, or {where}"
             ) from None
         yield PackJob(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
 
 
 def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
-    """Return the previous version of a unit, if the store has all of its packs."""
+    """Return the previous version of a unit if the store has all packs of that version."""
     if not source.previous:
         return None
     try:
@@ -285,7 +282,7 @@ def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
     except EnvironmentProblem as error:
         if error.retryable:
             raise
-        return None  # The old unit is altered or has another format, so the packer packs all files.
+        return None  # The old unit is corrupt or has a different format, so the packer packs all files.
 
 
 def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts, *, known: int) -> CaptureResult:
@@ -302,7 +299,7 @@ def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts,
 
 
 def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping[str, str]) -> Scan:
-    """Return the scan with corrected rows and addresses of its units."""
+    """Return the scan with the corrected rows and addresses of the stored units."""
 
     def corrected(member: SnapshotMember) -> SnapshotMember:
         if member.address not in moved:
@@ -312,7 +309,7 @@ def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping
 
     roots: list[Root] = []
     for root in scan.snapshot.roots:
-        # The correction may give two units the same address.
+        # Corrected rows may give two units the same address.
         members = {member.address: member for member in map(corrected, root.members)}
         roots.append(msgspec.structs.replace(root, members=in_order(members.values())))
     sources = {
@@ -334,7 +331,7 @@ def _name(member: SnapshotMember) -> str:
 
 
 def capture_remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
-    """Return the remarks about a capture, without remarks that the last capture already made."""
+    """Return new remarks about a capture, which the previous capture has not made."""
     said: list[str] = []
     for number, root in enumerate(scan.snapshot.roots):
         directory = _directory(scan.snapshot, number)
@@ -351,14 +348,14 @@ def _large(member: SnapshotMember, directory: str, before: int, source: LocalUni
     listed = ", ".join(f"{row.path.partition('/')[2]} {format_bytes(row.size)}" for row in largest)
     grown = f", {format_bytes(member.size - before)} more than at the last capture" if before else ""
     return (
-        f"the code in {directory or member.name} is {format_bytes(member.size)}{grown}; largest: {listed}. "
-        "After every change, a call sends all of this code. To leave data and checkpoints out, list them in "
-        ".sgpuignore"
+        f"the code in {directory or member.name} is {format_bytes(member.size)}{grown}; largest: {listed}. After "
+        "every code change, the next call sends the whole directory. To exclude data and checkpoints, list the "
+        "files in .sgpuignore"
     )
 
 
 def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
-    """Return the remarks about left-out code, without remarks that the last capture already made."""
+    """Return new remarks about omitted code, which the previous capture has not made."""
     known = frozenset(map(same_matter, last.facts.left_out if last is not None else ()))
     tops = [f"{_directory(now, number).rstrip('/')}/" for number in range(len(now.roots))]
     code = tuple(top for top, root in zip(tops, now.roots, strict=True) if _code(root))

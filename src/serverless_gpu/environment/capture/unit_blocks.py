@@ -1,20 +1,20 @@
-"""Plans the blocks of a unit, reuses blocks of its previous version, and reads its files.
+"""Plans a unit's blocks, reuses blocks of the unit's previous version, and reads files.
 
     small files   in order of their rows, as many as fit into a block
     large files   separate blocks, one after another
     old content   reused from the previous version: an edited file of torch costs kilobytes, not all of torch
 
-A unit reuses old packs only while the unit uses at least half of the packs' content. The packer also packs a unit again
-if the unit has many more packs than a new capture makes. Many successive edits therefore slow down neither the store
-nor a restore.
+A unit reuses an old pack only if it uses at least half of the pack's content. The packer packs a unit from scratch if
+the unit has many more packs than a new capture would create. The limits on pack reuse keep restores fast after many
+edits.
 
-The reader reads each file, and compares the file's digest with its row. If RECORD had a wrong digest, the reader
-corrects the row and the unit's address. If the file's size has changed since the scan, the packer plans the unit again
-(`FileChanged`). If the file changes during the read, the reader tries a few times and then raises
-`EnvironmentUnsupported`, which names the file.
+The reader compares the digest of each file with the file's row. If RECORD contains a wrong digest, the reader records
+the true digest as a correction. If a file's size has changed since the scan, the packer plans the unit again
+(`FileChanged`). If a file changes during several reads, the reader raises `EnvironmentUnsupported` with the name of the
+file.
 
-Several threads read the blocks of a large file at the same time, and hash the blocks in order. A thread waits only
-briefly for its turn to hash, because another thread has already started the previous block.
+Several threads read the blocks of a large file in parallel and hash the blocks in order. A thread waits briefly before
+hashing, because another thread is already processing the previous block.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Conten
 from serverless_gpu.errors import EnvironmentUnsupported
 
 PACKS_MORE_MAX = 16
-"""The packer packs a unit again if the unit has this many more packs than a new capture makes."""
+"""Number of excess packs, compared with a new capture, at which the packer packs a unit from scratch."""
 TRIES_MAX = 4
-"""Maximum number of reads of a file that changes while it is read."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # The read does not block, because the path may be a FIFO.
+"""Maximum number of reads for a file that changes during each read."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK prevents a hang if the path is a FIFO.
 _TURN_S = 0.1
 _one_by_one = threading.Lock()
-"""A reader holds this lock while it reads small files, because two threads would compete for the interpreter lock."""
+"""Lock for reading small files, which avoids contention for the interpreter lock."""
 
 
 class BlockPart(NamedTuple):
-    """Bytes of one file in a block: the index of the file's row, the offset in the file, and the count."""
+    """Part of a file in a block: row index of the file, offset in the file, and number of bytes."""
 
     row: int
     start: int
@@ -51,7 +51,7 @@ class BlockPart(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The content of one block: several whole small files, or a part of a large file."""
+    """Planned content of one block: several complete small files, or one part of a large file."""
 
     parts: tuple[BlockPart, ...]
     large: bool = False
@@ -62,7 +62,7 @@ class BlockPlan(NamedTuple):
 
 
 class ReusedBlocks(NamedTuple):
-    """Reusable parts of a unit's older version: packs, blocks, and content places by index of the new row."""
+    """Reusable packs and blocks of a unit's older version, with content places by new row index."""
 
     packs: tuple[str, ...] = ()
     blocks: tuple[PackBlock, ...] = ()
@@ -70,10 +70,10 @@ class ReusedBlocks(NamedTuple):
 
 
 def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
-    """Return the blocks that hold these files, in order.
+    """Plan the blocks for the files of a unit, in order.
 
-    `wanted` contains the row indices of files that need a content place, in order. The reader also reads empty files,
-    which need no block.
+    `wanted` contains the row indices of files that need a content place, in order. A plan may contain empty files,
+    which occupy no block.
     """
     plans: list[BlockPlan] = []
     group: list[BlockPart] = []
@@ -97,7 +97,7 @@ def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: i
 
 
 def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]:
-    """Return the content places of files by the index of their row.
+    """Return the content places of files by row index.
 
     `first` is the block index of the first plan in the unit. A plan without content has no block index.
     """
@@ -114,8 +114,8 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
-    """Return the blocks of an older version that a new version can reuse, or none if too few qualify."""
-    # digest and size of a file → places of its content in the old version
+    """Return the blocks of an older unit version that a new version can reuse."""
+    # Maps a file's digest and size to the content places in the old unit version.
     known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
     filled = (row for row in old.rows if row.has_content and row.size)
     for row, place in zip(filled, old.places, strict=True):
@@ -124,8 +124,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
         if row.has_content and row.size and (found := known.get((row.sha256, row.size))):
-            # Each place is used for one file only, because the rules require two places for two files with the same
-            # content.
+            # Files with equal content need separate content places, so each old place serves one file.
             taken[index] = place = found.pop()
             for block, size in _spread(place, row.size, old.blocks):
                 used_blocks[block] += size
@@ -147,7 +146,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
 
 
 def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
-    """Return the blocks of a file, and the number of the file's bytes in each block."""
+    """Return the blocks of a file with the number of the file's bytes in each block."""
     if place.start + size <= blocks[place.block].size:
         return [(place.block, size)]
     parts, block, left = [], place.block, size
@@ -158,7 +157,7 @@ def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list
 
 
 class FileChanged(Exception):
-    """A file's size differs from its row, so the unit must be planned again."""
+    """Raised if a file's size differs from the scanned size. The packer then plans the unit again."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -166,14 +165,13 @@ class FileChanged(Exception):
 
 
 class CaptureStopped(Exception):
-    """Another worker failed, so the capture does not need the result."""
+    """Raised in reading threads after another thread has failed."""
 
 
 class UnitReader:
-    """Reads the files of one unit for several threads at once.
+    """Reads the files of one unit, concurrently for several threads.
 
-    The keys of `files` and `texts` are row indices. An entry in `texts` replaces the content of the file with the same
-    index.
+    The keys of `files` and `texts` are row indices. An entry in `texts` overrides the file content of the same row.
     """
 
     def __init__(
@@ -190,12 +188,12 @@ class UnitReader:
         self._lock = threading.Lock()
         self._large: dict[int, _LargeFile] = {}
         self.corrections: dict[int, bytes] = {}
-        """Row index → true digest, for rows with a wrong digest."""
+        """True digests by row index, for rows with a wrong digest."""
 
     def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
-        """Read the content of a block.
+        """Read the planned content of a block.
 
-        `buffer` is at least one byte larger than the block, so that the reader notices a file that grew
+        `buffer` must be at least one byte larger than the block, which lets the reader detect a larger file
         (`FileChanged`).
         """
         if self._stopped():
@@ -206,7 +204,7 @@ class UnitReader:
             return self._read_small(plan.parts, buffer)
 
     def close(self) -> None:
-        """Close large files that the reader has not read to their end."""
+        """Close the large files that the reader has not read completely."""
         for large in self._large.values():
             large.close()
 
@@ -234,7 +232,7 @@ class UnitReader:
         return buffer[:start]
 
     def _read_again(self, index: int) -> bytes:
-        """Return the content of a small file that does not match its row."""
+        """Read a small file again whose content does not match the row."""
         size = self._rows[index].size
         if index in self._texts:
             data = self._texts[index]
@@ -271,7 +269,7 @@ class UnitReader:
 
 
 class _LargeFile:
-    """A file that several threads read in parts and hash in order."""
+    """A large file that several threads read in parts and hash in order."""
 
     def __init__(self, path: str, size: int, stopped: Callable[[], bool]) -> None:
         self._path = path
@@ -288,7 +286,7 @@ class _LargeFile:
             raise FileChanged(path)
 
     def read(self, part: BlockPart, buffer: memoryview) -> memoryview:
-        """Read a part of the file into a buffer of the part's size."""
+        """Read one part of a large file into a buffer of equal size."""
         try:
             count = os.preadv(self._fd, (buffer,), part.start)
         except OSError as error:
@@ -309,7 +307,7 @@ class _LargeFile:
         return buffer
 
     def finish(self) -> bytes:
-        """Return the digest of the file after the last part was read."""
+        """Return the digest of the completely read file."""
         after = _signature(os.fstat(self._fd))
         self.close()
         if after != self._before:
@@ -336,40 +334,40 @@ def open_regular(path: str) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise EnvironmentUnsupported(
-            f"{path} is no longer a regular file, so it cannot be captured",
+            f"the capture failed because {path} is no longer a regular file",
             hint="run the capture again while no process changes the environment",
         )
     return fd
 
 
 def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
-    """Return the error for a file that cannot be read."""
+    """Return the error for an unreadable file."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return EnvironmentUnsupported(
-            f"{path} disappeared during the capture",
+            f"the file {path} disappeared during the capture",
             hint="run the capture again while no process installs or deletes packages in this environment",
         )
     if isinstance(error, PermissionError):
         return EnvironmentUnsupported(
-            f"{path} cannot be read, so the environment cannot be captured: {error.strerror}",
-            hint=f"make the file readable (chmod u+r {path!r}), or remove it; if it is code, list it in .sgpuignore",
+            f"the capture failed because {path} cannot be read: {error.strerror}",
+            hint=f"make the file readable (chmod u+r {path!r}), remove the file, or list a code file in .sgpuignore",
         )
     return EnvironmentUnsupported(
-        f"{path} cannot be read, so the environment cannot be captured: {error.strerror or error}",
-        hint="check the disk of the file, then run the capture again",
+        f"the capture failed because {path} cannot be read: {error.strerror or error}",
+        hint="check the disk that contains the file, then run the capture again",
     )
 
 
 def unsteady(path: str) -> EnvironmentUnsupported:
-    """Return the error for a file that changes each time it is read."""
+    """Return the error for a file that changes during every read."""
     return EnvironmentUnsupported(
-        f"{path} changes while it is read, so the environment cannot be captured",
+        f"the capture failed because {path} changes during every read",
         hint="stop the process that writes to the file, or move the file out of the environment or code directory",
     )
 
 
 def _read_steady(path: str, size: int) -> bytes:
-    """Return the content of a file of this size that did not change during the read."""
+    """Return the content of a file that keeps the expected size and does not change during the read."""
     for _ in range(TRIES_MAX):
         fd = open_regular(path)
         try:
@@ -392,7 +390,7 @@ def _signature(seen: os.stat_result) -> tuple[int, int, int]:
 
 
 def true_sizes(rows: Sequence[FileRow], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[FileRow]:
-    """Return the rows with current file sizes, and with zeros as the digest of each changed file."""
+    """Return the rows with current file sizes, and a digest of zeros for each changed file."""
     fresh = list(rows)
     for index, row in enumerate(rows):
         if not row.has_content:

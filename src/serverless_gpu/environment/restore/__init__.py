@@ -1,5 +1,5 @@
-"""Restores an environment: turns a snapshot in a store into a tree that Python can start in.
+"""Restores an environment from a snapshot in a store to a tree on a node.
 
-The agent's restore process calls `restore.py`. `sgpu env restore` calls `export.py`. `cache/` manages the units that a
-node has fetched.
+The agent's restore process calls `restore.py`. `sgpu env restore` calls `export.py`. `cache/` manages the units on a
+node.
 """

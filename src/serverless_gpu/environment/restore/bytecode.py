@@ -1,16 +1,16 @@
-"""Compiles the bytecode of units on each node, because captures never contain bytecode.
+"""Compiles bytecode for units on each node, because captures never contain bytecode.
 
     modules that the caller had loaded ─ compiled before the first use of an environment
     all other modules                  ─ compiled while the node is idle (`compile_rest`)
 
-The interpreter of the environment compiles verified source. The bytecode goes to `__pycache__` beside the sources,
-under names with the interpreter's tag. Several interpreters can therefore share a unit. A mounted environment contains
-its bytecode. Two compiler processes (`compiler_process.py`) share the files, and use the environment's interpreter. The
-compiler processes run without an environment and never execute code of a unit, not even `.pth` files.
+Two compiler processes (`compiler_process.py`) run the environment's interpreter and compile verified source files. The
+bytecode goes to `__pycache__` directories, with the interpreter's tag in the file name. Interpreters of different
+versions can therefore share a unit. A mounted environment includes the bytecode. Compiler processes run without an
+environment and never execute code of a unit, not even `.pth` files.
 
-Failure cases: A file stays without bytecode if the file does not compile, takes too long or crashes its compiler
-process. All remaining files stay without bytecode if the disk is full or the interpreter does not start. After a crash,
-a new compiler process compiles the remaining files.
+Failure cases: A file gets no bytecode if it does not compile, exceeds the time limit or crashes the compiler process.
+After a crash, a new compiler process compiles the remaining files. Remaining files get no bytecode if the disk is full
+or the interpreter does not start.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from serverless_gpu.environment.restore import compiler_process
 PROCESSES = 2
 FILE_S_MAX = 60.0
 _BATCH = 64
-_DEATHS_MAX = 20  # After this number of crashed compiler processes, the remaining files stay uncompiled.
+_DEATHS_MAX = 20  # Maximum number of crashed compiler processes.
 _MEMORY_BYTES = 4 * 1024**3
 _PROGRAM = str(Path(compiler_process.__file__))
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A file to compile: the source, the path of the bytecode, and the size recorded in the unit."""
+    """A source file to compile: source path, bytecode path, and recorded source size."""
 
     source: str
     target: str
@@ -48,10 +48,10 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
 def compile_jobs(
     directory: Path, rows: Sequence[FileRow], tag: str, only: Collection[str] | None = None
 ) -> list[CompileJob]:
-    """Return the files of a unit that have no bytecode.
+    """Return a compile job for each file of a unit without bytecode.
 
-    `tag` names the interpreter, for example ``cpython-311``. `only` restricts the result to some row paths. None
-    selects all files.
+    `tag` names the interpreter, for example ``cpython-311``. If `only` is not None, the result contains only files with
+    these row paths.
     """
     taken = {row.path for row in rows if row.kind != "d"}
     found = []
@@ -60,7 +60,7 @@ def compile_jobs(
             continue
         folder, _, name = row.path.rpartition("/")
         target = f"{folder}/__pycache__/{name[:-3]}.{tag}.pyc"
-        # A unit may itself contain a file with the name of the bytecode. The compiler never replaces a file of a unit.
+        # The compiler never replaces a unit's file, even if the file has the bytecode's name.
         if (only is None or row.path in only) and target not in taken and f"{folder}/__pycache__" not in taken:
             found.append(CompileJob(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
     return [job for job in found if not os.path.lexists(job.target)]
@@ -69,9 +69,9 @@ def compile_jobs(
 def compile_all(
     work: Sequence[CompileJob], python: str, *, report: Report = ignore_progress, patience_s: float = FILE_S_MAX
 ) -> int:
-    """Compile files in two processes and return the number of files that have bytecode now.
+    """Compile files in two processes, and return the number of files with bytecode afterwards.
 
-    `python` is the interpreter without an environment. `patience_s` limits the seconds for one file.
+    `python` is the environment's base interpreter. `patience_s` is the time limit for one file in seconds.
     """
     waiting = list(reversed(work))
     crew: list[_Worker] = []
@@ -103,7 +103,7 @@ def compile_all(
 
 
 class _Worker:
-    """A process that compiles one batch of files after another."""
+    """Controls a compiler process that compiles one batch of files after another."""
 
     def __init__(self, python: str) -> None:
         self.jobs: list[CompileJob] = []
@@ -124,23 +124,23 @@ class _Worker:
         self.over = self._process is None
 
     def take(self, batch: list[CompileJob], patience_s: float) -> None:
-        """Send a batch of files. The pipe buffers the batch, or the process reads the batch during the write."""
+        """Send a batch of files to the compiler process."""
         self.jobs, self._next = batch, 0
         self._deadline = time.monotonic() + patience_s
         lines = "".join(json.dumps([job.source, job.target, job.size]) + "\n" for job in batch)
         if self._process is None or self._process.stdin is None:
             self.over = True
             return
-        with contextlib.suppress(BrokenPipeError):  # The process has exited; `look` notices the missing answers.
+        with contextlib.suppress(BrokenPipeError):  # If the process has exited, `look` detects the missing answers.
             self._process.stdin.write(lines.encode())
 
     def fileno(self) -> int:
-        """Return the descriptor that delivers the answers of the process."""
+        """Return the file descriptor of the compiler process's answers."""
         assert self._process is not None and self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def look(self, patience_s: float) -> tuple[int, int]:
-        """Read the process's answers, and return the numbers of finished files and of compiled files."""
+        """Read answers of the compiler process, and return the numbers of finished and compiled files."""
         if self.over or self._process is None:
             return 0, 0
         finished = compiled = 0
@@ -161,7 +161,7 @@ class _Worker:
         return finished, compiled
 
     def rest(self) -> list[CompileJob]:
-        """Return the unfinished files, without the file that the terminated process was compiling."""
+        """Return the unfinished files, except the file during whose compilation the process ended."""
         return self.jobs[self._next + 1 :]
 
     def end(self) -> None:

@@ -4,12 +4,13 @@
         stdin   one JSON array per line: [source, bytecode, size]
         stdout  the number of each finished line, and 1 if it has bytecode now
 
-The process imports only the standard library. Under -I -S it executes no `.pth` file, no `sitecustomize` and no module
-of the environment. The process reads and compiles the source of an environment's modules, but never runs the modules.
+The process imports only the standard library. With the options -I -S, Python executes no `.pth` file, no
+`sitecustomize` and no module of the environment. The process compiles the source code of an environment's modules, but
+never runs it.
 
-Bytecode records the time and size of its source. All files of units have the same fixed time, so their bytecode is
-valid in every tree. The process skips a file that does not compile, because many distributions contain Python 2 code
-and templates.
+A bytecode file records the modification time and size of its source file. All files of units have the same modification
+time, so their bytecode is valid in every tree. The process skips source files with syntax errors, because many
+distributions contain Python 2 code and templates.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def bytecode(source: bytes, name: str, mtime_s: int) -> bytes:
-    """Return the content of a bytecode file for compiled code."""
+    """Return the content of a bytecode file for a code object."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
     stamp = struct.pack("<III", 0, mtime_s & 0xFFFFFFFF, len(source) & 0xFFFFFFFF)
     return importlib.util.MAGIC_NUMBER + stamp + marshal.dumps(code)
 
 
 def compile_file(source: str, target: str, size: int) -> bool:
-    """Compile one file, and return True if the file has bytecode now. Never write through a link."""
+    """Compile one source file, and return True if a bytecode file for it exists afterwards.
+
+    Never write a bytecode file through a symbolic link.
+    """
     fd = os.open(source, os.O_RDONLY | _NO_FOLLOW)
     with open(fd, "rb") as file:
         status = os.fstat(fd)
@@ -56,7 +60,8 @@ def compile_file(source: str, target: str, size: int) -> bool:
             return False
     temporary = f"{target}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # A killed compiler process with the same process ID may have left this file.
+        # A killed compiler process with the same process ID may have left this temporary file behind.
+        os.unlink(temporary)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -71,8 +76,8 @@ def compile_file(source: str, target: str, size: int) -> bool:
 
 
 def main() -> None:
-    """Compile the files that stdin lists, line by line."""
-    warnings.simplefilter("ignore")  # Users cannot act on warnings about installed code.
+    """Compile the source files that stdin lists, one path per line."""
+    warnings.simplefilter("ignore")  # Users cannot act on compiler warnings about installed packages.
     memory = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -81,7 +86,7 @@ def main() -> None:
         try:
             made = compile_file(source, target, size)
         except OSError as error:
-            if error.errno in (28, 122):  # ENOSPC, EDQUOT: the disk is full, so other files would fail too.
+            if error.errno in (28, 122):  # If the disk is full (ENOSPC, EDQUOT), compiling other files would also fail.
                 sys.exit(28)
             made = False
         print(number, int(made), flush=True)

@@ -1,11 +1,12 @@
 """Exports an environment as a standalone directory: `sgpu env restore ADDRESS DIR`.
 
-An exported directory works without this package. The export fills a temporary directory beside the destination and then
-renames the directory. A half-finished directory is therefore never visible. Where possible, files are read-only links
-to the cache. Files of code are copies, because people edit them. Installers replace files instead of changing them, so
-the cache stays intact. A user who wants to edit a package in place must request copies of all files.
+An exported environment works without serverless-gpu. The export fills a temporary directory beside the destination and
+then renames the directory. The destination therefore never contains a half-finished export. Where possible, the export
+creates read-only hard links to files in the cache. The export copies project code, because users edit it. Installers
+replace files instead of modifying them, so the linked cache files stay unchanged. A user who wants to edit an installed
+package in place must export copies of all files.
 
-Failure cases: The export raises InvalidValue if the directory is not empty, and StorageError if the disk is full. A
+Failure cases: The export raises InvalidValue if the destination is not empty, and StorageError if the disk is full. A
 failed export leaves no files behind.
 """
 
@@ -55,21 +56,21 @@ hash -r 2>/dev/null
 
 
 class ExportedTree(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an export: a directory that was made from a snapshot."""
+    """Result of an export: the directory, and the numbers of linked and copied files."""
 
     address: str
     tree: str
     python: str
-    linked: int  # number of files that share their bytes with the cache
-    copied: int  # number of files that are separate copies
+    linked: int  # Number of files that share their bytes with the cache.
+    copied: int  # Number of files that are separate copies.
     fetched_bytes: int
     units_fetched: int
     ms: int
-    note: str = ""  # differences from the machine of the capture, or ""
+    note: str = ""  # differences between this machine and the machine of the capture, or ""
 
 
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of an export: the directory, an interpreter to try first, and whether to copy every file."""
+    """Options of an export: the destination, a preferred interpreter, and whether to copy every file."""
 
     target: Path
     python: str = ""
@@ -79,7 +80,7 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     address: str, blobs: StoreBlobs, cache: UnitCache, order: ExportRequest, *, report: Report = ignore_progress
 ) -> ExportedTree:
-    """Make a standalone tree of an environment.
+    """Export an environment as a standalone directory tree.
 
     Raises:
         InvalidValue: the directory exists and is not empty.
@@ -120,14 +121,14 @@ def _check_target(target: Path) -> None:
         if any(target.iterdir()):
             raise InvalidValue(
                 f"{target} is not empty, and an environment needs a new or empty directory.",
-                hint="name a directory that does not exist yet",
+                hint="choose a destination directory that does not exist yet",
             )
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise InvalidValue(
             f"{target} is a file, or one of its parent directories is a file.",
-            hint="name a directory that does not exist yet",
+            hint="choose a destination directory that does not exist yet",
         ) from None
 
 
@@ -162,7 +163,7 @@ def _make(prepared: Prepared, cache: UnitCache, target: Path, *, copies: bool) -
             name = shlex.quote(str(target / "bin" / "activate"))
             activate.write_text(_ACTIVATE.format(name=name, tree=shlex.quote(str(target))))
             activate.chmod(0o644)
-        fresh.rename(target)  # The rename also replaces an empty directory.
+        fresh.rename(target)  # `os.rename` also replaces an empty directory.
     except BaseException:
         delete(fresh)
         raise

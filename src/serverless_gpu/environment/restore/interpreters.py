@@ -1,29 +1,30 @@
-"""Finds interpreters for environments, and decides if a running interpreter fits another environment.
+"""Finds interpreters for environments, and checks if a running interpreter fits another environment.
 
-`find_python` requires the same implementation, version and ABI. The search tries these places in order:
+`find_python` requires the same implementation, version and ABI. The interpreter search tries these places in order:
 
     the caller's path · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
-The search runs each candidate once per boot of the machine, without any environment, to get its description. The search
-returns the first interpreter with the exact version, else the first interpreter that fits. The search runs a path from
-a snapshot only if no user except root and the current user could have replaced the file.
+The search runs each candidate interpreter once per boot of the machine to get its description. The search returns the
+first interpreter with the exact version, or otherwise the first compatible interpreter. The search runs an interpreter
+path from a snapshot only if no user except root and the current user could have replaced the file.
 
-`fits` compares two snapshots and reads no files. `UnitFindings` holds facts about the files of their units.
+`fits` compares two snapshots without reading files. `UnitFindings` describes how the environment uses the units that
+only one of the snapshots contains.
 
     loaded: names, files ─┐
     old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or the reason why not
     new snapshot ─────────┘
 
-An interpreter keeps the modules that it has imported. An interpreter therefore fits another environment only if the
-environments agree in all files that the interpreter imported. No other unit may provide a name that the interpreter
-imported. The old and the new environment must run the same code at start-up. Modules that the interpreter never
-imported may change, because Python looks up modules and metadata on demand.
+A running interpreter keeps every module that it has imported. A running interpreter therefore fits another environment
+only if every imported file is identical in that environment. In the new environment, no other unit may provide a module
+that the interpreter has imported. Both environments must run the same code at interpreter start-up. Modules that the
+interpreter has not imported may differ, because Python looks up modules and metadata on demand.
 
-A snapshot also lists names and modules of its units, for people to read. The addresses of units do not cover names and
+A snapshot also lists the names and modules of its units for human readers. Unit addresses do not depend on names and
 modules.
 
 Failure cases: If no interpreter fits, the search raises EnvironmentUnsupported, which lists the candidates. The search
-skips a candidate that does not answer.
+skips a candidate interpreter that does not answer in time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _ANSWER_S_MAX = 10.0
 _CANDIDATES_MAX = 32
 _NAME = re.compile(r"python[0-9.]*t?")
 _MINOR = re.compile(r"python(3\.[0-9]+)")
-# The script prints the base interpreter, because the candidate may belong to an environment or be a wrapper.
+# The script prints the base interpreter's path, because the candidate may be a wrapper or belong to a virtual
+# environment.
 _QUESTION = """
 import json, sys, sysconfig
 print(json.dumps([sys.implementation.name, "%d.%d.%d" % sys.version_info[:3], sysconfig.get_config_var("SOABI") or "",
@@ -61,19 +63,19 @@ _answers: dict[tuple[str, int, int], Python | None] = {}
 
 
 class Python(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter on this machine, without any environment."""
+    """An interpreter on this machine, outside of any virtual environment."""
 
     path: str  # absolute
     implementation: str
-    version: str  # version number, for example ``3.11.2``
+    version: str  # Python version number, for example ``3.11.2``
     abi: str
     platform: str
     tag: str
-    note: str = ""  # difference from the captured interpreter as text, or ""
+    note: str = ""  # difference from the captured interpreter as a message, or ""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptions of interpreters from one boot, by real path, time and size of their files."""
+    """Interpreter descriptions from one boot, by the interpreter file's real path, time and size."""
 
     boot: str
     answers: list[tuple[str, int, int, Python]]
@@ -84,8 +86,8 @@ def find_python(
 ) -> Python:
     """Return an interpreter of this machine that fits an environment.
 
-    `hints` are paths of interpreters that the search runs first. `environ` contains the variables that determine the
-    directories to search. The default is the environment of this process.
+    `hints` lists interpreter paths that the search tries first. `environ` contains the environment variables that
+    determine the directories to search. By default, `environ` contains the environment variables of this process.
     """
     looked: list[str] = []
     fitting: list[Python] = []
@@ -105,15 +107,15 @@ def find_python(
     if fitting:
         note = f"Python {fitting[0].version} is used instead of {interpreter.version}"
         return msgspec.structs.replace(fitting[0], note=note)
-    where = ", ".join(looked) or "no interpreter at all"
+    where = ", ".join(looked) or "no interpreter found"
     raise EnvironmentUnsupported(
         f"This machine has no Python {interpreter.minor} ({interpreter.abi}) for the environment; searched: {where}.",
-        hint=f"install this version, for example with `uv python install {interpreter.minor}`",
+        hint=f"install this Python version, for example with `uv python install {interpreter.minor}`",
     )
 
 
 def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield paths where the interpreter may be, the most likely path first."""
+    """Yield candidate paths of the interpreter, the most likely path first."""
     name = f"python{interpreter.minor}"
     uv, pyenv = _installers(environ)
     yield from hints
@@ -153,9 +155,9 @@ def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ask(path: str) -> Python | None:
-    """Run an interpreter and return its description, or None if it does not answer in time.
+    """Run an interpreter, and return its description or None after a time-out.
 
-    The interpreter runs without any environment, and only once while its file does not change.
+    The function runs the interpreter again only after its file has changed.
     """
     try:
         status = os.stat(path)
@@ -168,7 +170,7 @@ def ask(path: str) -> Python | None:
 
 
 def recall(file: Path, boot: str) -> None:
-    """Load the descriptions of interpreters that another process of this boot recorded."""
+    """Load the interpreter descriptions that another process recorded since the last boot."""
     kept = read_document(file, _Kept)
     if kept is not None and kept.boot == boot:
         for path, mtime_ns, size, python in kept.answers:
@@ -176,16 +178,16 @@ def recall(file: Path, boot: str) -> None:
 
 
 def keep(file: Path, boot: str) -> None:
-    """Record the descriptions of interpreters for `recall`."""
+    """Record interpreter descriptions, which `recall` loads later."""
     answers = [(*key, python) for key, python in _answers.items() if python is not None]
     kept = read_document(file, _Kept)
     if kept is None or kept.boot != boot or len(answers) > len(kept.answers):
-        with contextlib.suppress(OSError):  # Without the record, later processes run the interpreters again.
+        with contextlib.suppress(OSError):  # If the record is missing, later processes run the interpreters again.
             write_document(file, _Kept(boot=boot, answers=answers))
 
 
 def trusted(path: str) -> bool:
-    """Return True if a path from a snapshot is an interpreter that no other user could have replaced."""
+    """Return True if no other user could have replaced the interpreter at a snapshot's path."""
     real = Path(os.path.realpath(path))
     if not (path.startswith("/") and _NAME.fullmatch(os.path.basename(path)) and _NAME.fullmatch(real.name)):
         return False
@@ -221,15 +223,15 @@ class LoadedModules(msgspec.Struct, frozen=True, kw_only=True):
     """The modules and libraries that an interpreter has loaded from its environment."""
 
     names: frozenset[str] = frozenset()
-    files: frozenset[str] = frozenset()  # absolute paths of the loaded modules and libraries
-    libraries_known: bool = True  # False if the system does not list loaded libraries
+    files: frozenset[str] = frozenset()  # Absolute paths of the loaded modules and shared libraries.
+    libraries_known: bool = True  # False if the operating system does not list the loaded libraries.
 
 
 class UnitFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about units that only one of two environments contains, by unit address."""
+    """Use of the units that only one of two environments contains, by unit address."""
 
     used: Collection[str] = ()
-    # units whose code runs at start-up or on an import, and the occasion on which the code runs
+    # units whose code runs at start-up or import, each with the occasion
     hooks: Mapping[str, str] = {}
     names: Mapping[str, Collection[str]] = {}
 
@@ -244,13 +246,13 @@ def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFinding
         theirs.minor,
     ):
         return (
-            f"the environment needs {theirs.implementation} {theirs.version}, and the warm interpreter is "
+            f"the environment needs {theirs.implementation} {theirs.version}, but the warm interpreter is "
             f"{mine.version}"
         )
     if not loaded.libraries_known:
-        return "the libraries that the warm interpreter has loaded are not known"
+        return "the warm interpreter's loaded libraries are not known"
     if [_shape(root) for root in old.roots] != [_shape(root) for root in new.roots]:
-        return "sys.path of the environment has other directories"
+        return "sys.path of the new environment has different directories"
     for before, after in zip(old.roots, new.roots, strict=True):
         problem = _root_problem(loaded, before, after, units)
         if problem:
@@ -259,7 +261,7 @@ def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFinding
 
 
 def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
-    """Return the addresses of units that only one of two environments has in the same root."""
+    """Return the addresses of the units that differ between two environments, compared root by root."""
     changed: set[str] = set()
     for before, after in zip(old.roots, new.roots, strict=False):
         gone, come = _difference(before, after)
@@ -268,7 +270,7 @@ def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
 
 
 def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
-    """Return the root and row path of a file in a restored environment, or None outside of all units."""
+    """Return the root number and row path of a restored file, or None for a file outside of all units."""
     if not file.startswith(f"{tree}/"):
         return None
     library = f"lib/{library_name(snapshot.interpreter)}/site-packages/"
@@ -301,7 +303,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
         if member.address in units.hooks:
             return f"{_text(member)} runs code when {units.hooks[member.address]}"
     for member in come:
-        # `loaded` lists project files one by one, so project code is compared by file instead.
+        # `loaded` lists project files individually, so the comparison covers project code by file.
         taken = sorted(loaded.names.intersection(units.names[member.address])) if new.kind != "code" else []
         if taken:
             return f"{_text(member)} provides {taken[0]}, which the warm interpreter has loaded from elsewhere"
@@ -322,7 +324,7 @@ def _text(member: SnapshotMember) -> str:
     if member.kind == "code":
         return f"the code in {member.name}"
     if member.kind == "unowned":
-        return "the unit of unowned files"
+        return "the environment's unit of unowned files"
     return f"{member.name} {member.version}".strip()
 
 

@@ -1,31 +1,32 @@
-"""Fills a directory with hard links to files of units, with copies, and with generated files.
+"""Fills a directory with hard links to unit files, copied files and generated files.
 
     1 directories of several units  filled here, one after another
     2 all directories below them    have one unit each, or generated files only; two processes fill them (`divide`)
 
-If the kernel refuses a hard link, the module copies the file instead. In each directory, the module first creates
-generated files and links. The module then creates subdirectories, files of units, and links of units, in this order.
-The module never replaces an existing entry. The module checks a file that already has links before it links the file
-again (`unit_integrity.py`).
+If the kernel refuses a hard link, the module copies the file instead. In each directory, the module first creates the
+generated files and generated links. After the generated entries, the module creates subdirectories, unit files and unit
+links, in this order. The module never replaces an existing directory entry. Before another link to a file, the module
+checks files that already have links (`unit_integrity.py`).
 
-If several units contain a path, directories have precedence over files, and earlier units over later units, as in an
-overlay. The module opens each new directory without following a link, and fills the directory relative to its
-descriptor. No path therefore leads through a link of a unit. The module sets a directory's mode last. The kernel
-refuses links between file systems (EXDEV), to files of other users (`fs.protected_hardlinks`, EPERM), and beyond 65,000
-per file (EMLINK).
+If several units contain a path, directories take precedence over files, and earlier units over later units. The module
+opens each new directory without following links, and uses only paths relative to its descriptor. No file is therefore
+created through a link from a unit. The module sets a directory's mode after all entries of the directory exist. The
+kernel refuses hard links across file systems (EXDEV), to other users' files (`fs.protected_hardlinks`, EPERM), and
+beyond 65,000 per file (EMLINK).
 
-The module works on a new, private directory. The module knows neither the final path of the directory nor the meaning
-of a unit.
+The module fills a new directory that no other process uses. The module does not depend on the final path of the
+directory or on the kind of a unit.
 
-Two threads would compete for the interpreter lock at each of tens of thousands of system calls. `divide` therefore
-forks a second process, and each process reads its next work item from a pipe. A fork is not safe in a process with
-several threads, and has no benefit with one core. In both cases, the original process does all the work.
+Threads would compete for the interpreter lock at each of tens of thousands of system calls. `divide` therefore forks a
+second process, and both processes read work items from a pipe. Forking is not safe in a process with several threads,
+and is useless on a single core. With several threads or a single core, the original process therefore processes all
+work items.
 
-Failure cases: After an OSError in either process, the original process raises the error when both processes have
-stopped. If the forked process is killed, the original process raises an `OSError`. If the original process is killed,
-the fork continues for less than a second with the remaining numbers in the pipe. During that second, the fork still
-holds the locks of the original process. If a file may have been modified (`LinkResult.suspect`), the caller must
-discard the directory. If a directory of one unit is a file of another unit, the module raises EnvironmentRejected.
+Failure cases: After an OSError in either process, the original process waits for the fork and then raises the error. If
+the forked process is killed, the original process raises an `OSError`. If the original process is killed, the forked
+process stops within a second, after the remaining work items. Until the forked process stops, it holds the locks of the
+original process. If a file may have been modified (`LinkResult.suspect`), the caller must discard the directory. If a
+path is a directory in one unit and a file in another unit, the module raises EnvironmentRejected.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
 _NUMBER = struct.Struct("=H")
 _NUMBERS_MAX = 2048
-"""Maximum number of work items to write to the pipe, which any pipe can buffer."""
+"""Maximum number of work items in the pipe, small enough for the buffer of any pipe."""
 _DONE, _FAILED = b"+", b"!"
 
 _Result = TypeVar("_Result")
 
 
 class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of filling a tree: links, copies, and the reason for the first copy."""
+    """The numbers of links and copies in a filled tree, and the reason for the first copy."""
 
     linked: int = 0
     why_copied: str = ""
     # Path, relative to the tree, of a file that may have been modified after an earlier link, or "".
     suspect: str = ""
-    copies: tuple[str, ...] = ()  # paths of the copied files, relative to the tree
-    directories: dict[str, int] = {}  # modification time of each directory, by its path relative to the tree
+    copies: tuple[str, ...] = ()  # Paths of the copied files, relative to the tree.
+    directories: dict[str, int] = {}  # Modification time of each directory, by its path relative to the tree.
 
     @property
     def copied(self) -> int:
@@ -87,18 +88,18 @@ class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentSource(NamedTuple):
-    """The directories of units that fill one part of a tree."""
+    """The unit directories that fill one part of a tree."""
 
     part: TreePart
     directories: Sequence[Path]
-    copies: bool = False  # True to copy files instead of linking them.
+    copies: bool = False  # True to copy the unit's files instead of linking them.
     files: Sequence[int] = ()  # Approximate number of files in each directory, or empty if unknown.
     # Time of the last check of links to each directory, or 0 for a directory that needs no check.
     since_ns: Sequence[int] = ()
 
 
 class _Origin(NamedTuple):
-    """A directory of a unit. `number`, `files` and `since_ns` describe the whole unit."""
+    """A directory of a unit. The fields `number`, `files` and `since_ns` describe the whole unit."""
 
     number: int
     path: str
@@ -110,7 +111,7 @@ class _Origin(NamedTuple):
 def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> LinkResult:
     """Fill a tree with the content of its parts.
 
-    `tree` is an empty directory. `sources` are its parts, outer parts first.
+    `tree` is an empty directory. `sources` lists the parts of the tree, outer parts first.
     """
     filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
@@ -124,41 +125,41 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
         return filler.taken()
 
     merged = filler.taken()
-    # A tree with only generated files needs no fork, because the fork would take longer than the work.
+    # For a tree with only generated files, forking would take longer than writing the files.
     if not any(origin for _, origin in below):
         return merged + work(iter(range(len(below))))
     return sum(divide(len(below), work, LinkResult), merged)
 
 
 def write_generated(directory: Path, part: TreePart) -> None:
-    """Write the generated files, links and directories of a part."""
+    """Write the generated files, links and directories of one part of a tree."""
     os.mkdir(directory, 0o755)
     fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
 
 
 def link_new(source: Path, target: Path) -> None:
-    """Link new bytecode of one unit into a tree that already links its other files.
+    """Link a unit's new bytecode into a tree that already links the unit's other files.
 
-    The function makes the target directory if needed.
+    The function creates the target directory if it does not exist.
     """
     try:
         target.mkdir()
-        target.chmod(0o755)  # Other users must be able to read the tree, with any umask.
+        target.chmod(0o755)  # Other users must be able to read the tree, regardless of this process's umask.
     except FileExistsError:
         if target.is_symlink() or not target.is_dir():
             raise _mixed(str(target)) from None
     with os.scandir(source) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    # A compiler process has not finished a file with another ending.
+    # A file with another suffix is an unfinished file of a compiler process.
     files = [name for name in names if name.endswith(".pyc")]
     with _opened(str(source)) as here, _opened(str(target)) as there:
         _link(files, here, there, copies=False)
 
 
 def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
-    """Process work items, in two processes where possible.
+    """Process work items in two processes if forking is safe and useful.
 
-    `work` processes the items with the given numbers, and raises `OSError` or `EnvironmentRejected`. `kind` is the
+    `work` processes the items with the given numbers, and may raise `OSError` or `EnvironmentRejected`. `kind` is the
     return type of `work`, for msgspec.
     """
     if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
@@ -170,7 +171,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     os.close(writing)
     try:
         pid = os.fork()
-    except OSError:  # The system cannot start another process.
+    except OSError:  # The operating system cannot fork another process.
         for fd in (numbers, answer, answering):
             os.close(fd)
         return [work(iter(range(count)))]
@@ -192,7 +193,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
 
 
 class _Folder(msgspec.Struct):
-    """Generated entries of one directory: files with modes, targets of links, and names of directories."""
+    """Generated entries of one directory: files with modes, links with targets, and directory names."""
 
     files: dict[str, tuple[bytes, int]] = {}
     links: dict[str, str] = {}
@@ -203,7 +204,10 @@ _NOTHING = _Folder()
 
 
 def _generated(sources: Sequence[ContentSource]) -> dict[str, _Folder]:
-    """Return the generated entries by directory. Where two parts share a path, the inner part wins."""
+    """Return the generated entries of all parts, grouped by directory.
+
+    If two parts contain the same path, the inner part takes precedence.
+    """
     folders: dict[str, _Folder] = {}
 
     def folder(path: str) -> _Folder:
@@ -228,7 +232,7 @@ def _generated(sources: Sequence[ContentSource]) -> dict[str, _Folder]:
 
 
 class _Listing(NamedTuple):
-    """The names in a directory, by kind."""
+    """The entry names of a directory, grouped by kind of entry."""
 
     directories: list[str]
     files: list[str]
@@ -237,9 +241,9 @@ class _Listing(NamedTuple):
 
 
 class _Merging:
-    """First fills the directories that several units share or that contain other parts.
+    """Fills the directories that several units share or that contain other parts of the tree.
 
-    `below` contains the directories that are still empty, each with at most one unit.
+    `below` contains the directories that remain to be filled, each from at most one unit.
     """
 
     def __init__(self, filler: _Filler, sources: Sequence[ContentSource]) -> None:
@@ -254,7 +258,7 @@ class _Merging:
                 since_ns = source.since_ns[index] if source.since_ns else 0
                 origins.append(_Origin(number, str(directory), source.copies, files, since_ns))
                 number += 1
-        # The path of each part, and all directories above that path.
+        # The path of each part of the tree, and all parent directories of this path.
         self._shared = {above for at in self._parts for above in itertools.accumulate(at.split("/"), posixpath.join)}
 
     def run(self) -> None:
@@ -274,7 +278,7 @@ class _Merging:
 
 
 class _Filler:
-    """Fills directories of one tree, and counts links and copies."""
+    """Fills directories of one tree, and counts the links and copies."""
 
     def __init__(self, tree: str, generated: Mapping[str, _Folder], *, read_only: bool) -> None:
         self._tree = tree
@@ -283,7 +287,7 @@ class _Filler:
         self._begin()
 
     def taken(self) -> LinkResult:
-        """Return the results since the previous call."""
+        """Return the numbers of links and copies since the previous call."""
         linked = LinkResult(
             linked=self._linked,
             why_copied=self._why,
@@ -302,7 +306,7 @@ class _Filler:
         self._directories: dict[str, int] = {}
 
     def merge(self, path: str, origins: Sequence[_Origin]) -> dict[str, list[_Origin]]:
-        """Fill a directory, make its subdirectories, and return the origins of their content."""
+        """Fill a directory, create its subdirectories, and return the source directories of each subdirectory."""
         inside: dict[str, list[_Origin]] = {}
         with contextlib.ExitStack() as opened:
             directory = opened.enter_context(_opened(os.path.join(self._tree, path)))
@@ -319,7 +323,7 @@ class _Filler:
         return inside
 
     def fill_all(self, path: str, origin: _Origin | None) -> None:
-        """Fill a directory and everything below it, from one unit or with generated entries only."""
+        """Fill a directory and all directories below it, from one unit or with generated entries only."""
         with _opened(os.path.join(self._tree, path)) as directory:
             if origin is None:
                 self._fill_generated(directory, path)
@@ -337,8 +341,8 @@ class _Filler:
         listing = _list(source, path, origin.since_ns)
         self._fill(directory, path, [(source, listing, origin.copies)])
         for name in listing.directories:
-            # Opening by path is slow, because the kernel resolves every name in the path. The context manager `_opened`
-            # costs as much.
+            # Opening a file by its path is slow, because the kernel resolves every name in the path. Using the context
+            # manager `_opened` would be equally slow.
             inner = os.open(name, _DIRECTORY, dir_fd=directory)
             try:
                 below = os.open(name, _DIRECTORY, dir_fd=source)
@@ -377,7 +381,8 @@ class _Filler:
             for name in listing.links:
                 with contextlib.suppress(FileExistsError):
                     os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
-        os.fchmod(directory, self._mode)  # Other users must be able to read the tree, with any umask.
+        # Other users must be able to read the tree, regardless of this process's umask.
+        os.fchmod(directory, self._mode)
         self._directories[path] = os.fstat(directory).st_mtime_ns
 
     def _make(self, directory: int, path: str, name: str) -> None:
@@ -398,12 +403,12 @@ def _opened(path: str, above: int | None = None) -> Iterator[int]:
 
 
 def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> LinkResult:
-    """Link or copy files from one directory to another, and keep files that already exist."""
+    """Link or copy files into another directory, without replacing existing files."""
     linked, link = 0, os.link
     copied: list[str] = []
     why = ""
     for name in names:
-        refusal = "users may edit these files"
+        refusal = "users may edit the linked files"
         if not copies:
             try:
                 link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -458,11 +463,11 @@ def _copy(name: str, source: int, target: int, *, writable: bool) -> bool:
 
 
 def _mixed(path: str) -> EnvironmentRejected:
-    return EnvironmentRejected(f"{path} is a file in one unit, and a directory in another")
+    return EnvironmentRejected(f"{path} is a file in one unit, and a directory in another unit")
 
 
 class _Problem(msgspec.Struct, frozen=True):
-    """An error of the forked process: an `OSError`, or with number 0 a rejected environment."""
+    """An error of the forked process: an `OSError`, or, with number 0, a rejected environment."""
 
     number: int
     text: str
@@ -498,7 +503,7 @@ def _be_fork(work: Callable[[Iterator[int]], object], numbers: Iterator[int], an
 def _result(said: bytes, status: int, kind: type[_Result]) -> _Result:
     if status or not said:
         code = os.waitstatus_to_exitcode(status)
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         raise ChildProcessError(0, f"a forked process of the restore {how}")
     if said.startswith(_DONE):
         return from_msgpack(said[1:], kind)

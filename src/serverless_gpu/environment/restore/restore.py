@@ -1,4 +1,4 @@
-"""Restores a snapshot as a tree that Python can start in: by mounts where possible, else by links.
+"""Restores a snapshot as a tree for Python processes, with mounts if possible or else with hard links.
 
     restore ─ hold the environment ─ made before, and still complete? return it (a few ms)
             ├ snapshot · interpreter of the same ABI on this machine · units into the cache                  (`prepare`)
@@ -6,12 +6,13 @@
             └ overlay: layers with generated files, which the user of the tree mounts at the view
               links:   a tree of hard links to the units
 
-Restore stores the result in `trees/<address>` and reuses it. Only one process at a time makes a tree. The process makes
-the tree beside its final path and then renames the tree. A process that already uses a replaced tree continues to use
-the old tree. `tree_plan.py` plans the paths. `link_tree.py` and `unit_cache.py` carry out the plan.
+Restore stores the result in `trees/<address>` and reuses it. Only one process at a time restores an environment. The
+restoring process creates the tree beside its final path and then renames the tree. A process that is using a tree keeps
+using that tree after its replacement. `tree_plan.py` plans the paths in the tree. `link_tree.py` and `unit_cache.py`
+create the planned files and links.
 
-Failure cases: If no interpreter fits, restore raises EnvironmentUnsupported. The cache raises an error for a full disk
-or an altered store. The next process removes the `.new-` directory of a killed process.
+Failure cases: If no interpreter fits, restore raises EnvironmentUnsupported. The unit cache raises an error if the disk
+is full or the store is altered. The next restore removes the `.new-` directory that a killed process left behind.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ from serverless_gpu.environment.stores.repair import error_after_repair, read_sn
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError
 
 FEW_BYTES = 128 * 1024
-"""Number of source bytes that a process compiles on import in the time in which a compiler process starts."""
+"""Number of source bytes that Python compiles in the time that starting a compiler process takes."""
 Mode = Literal["overlay", "links"]
 
 
 class RestoreMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """The method to make a tree: mounts or links, and the reason if mounts are not possible.
+    """Method of making a tree (mounts or links), and the reason if mounts are impossible.
 
-    `namespaces.probe_mounts` returns this reason.
+    `namespaces.probe_mounts` returns the reason why mounts are impossible.
     """
 
     mode: Mode = "overlay"
@@ -78,25 +79,25 @@ OVERLAY = RestoreMethod()
 
 
 class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A restored environment that is ready for use on this node."""
+    """A restored environment that processes on this node can use."""
 
     address: str
-    tree: str  # path of the tree, as its users see it
+    tree: str  # path of the tree, as processes in the environment see it
     python: str
     mode: Mode
-    why: str = ""  # Reason for links instead of mounts, or "".
-    mounts: tuple[Mount, ...] = ()  # Mounts that a process makes before it uses the tree, in order; empty with links.
-    # Lock file of the tree. A user of the tree opens this file and locks it shared with flock before the restore
-    # request.
-    # `UnitCache.hold` does the same.
+    why: str = ""  # Reason for using links instead of mounts, or "".
+    # Mounts, in order, that a process makes before it uses the tree; empty for a tree of links.
+    mounts: tuple[Mount, ...] = ()
+    # Lock file of the tree. Before requesting a restore, a process that uses the tree opens this file and takes a
+    # shared flock. `UnitCache.hold` takes the same shared lock.
     lock: str = ""
-    before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
-    base: str = ""  # path of the interpreter without an environment
-    fetched_bytes: int = 0  # number of bytes that the store sent
+    before: tuple[str, ...] = ()  # Directories that come before the standard library on `sys.path`.
+    base: str = ""  # Path of the base interpreter, outside of the environment.
+    fetched_bytes: int = 0  # Number of bytes that the store sent.
     units_fetched: int = 0
     ms: int = 0
-    note: str = ""  # differences from the machine of the capture, or ""
-    mended: str = ""  # text about changes by a run that this call repaired, or ""
+    note: str = ""  # Differences between this machine and the machine of the capture, or "".
+    mended: str = ""  # Message about files that a run changed and this restore repaired, or "".
 
 
 def restore(
@@ -108,7 +109,7 @@ def restore(
     python: str = "",
     report: Report = ignore_progress,
 ) -> RestoredTree:
-    """Prepare an environment on this node, and return its tree.
+    """Restore an environment on this node, and return the restored tree.
 
     Raises:
         EnvironmentMissing: the store lacks the snapshot or one of its units.
@@ -128,7 +129,7 @@ def restore(
         def look() -> None:
             changes.extend(mend_units(snapshot, blobs, cache, report))
 
-        # If this check is skipped, the later creation of links checks the files at less cost.
+        # If restore skips this check, linking the files checks them at lower cost.
         if ready is not None or way.mode == "overlay":
             look()
         changes += changed_units(snapshot, cache)
@@ -149,7 +150,7 @@ def restore(
         if ensured.fetched:
             # The restore succeeds despite this error, and the next restore evicts units.
             with contextlib.suppress(OSError, StorageError):
-                cache.evict()  # The eviction never removes this environment, because the caller holds it.
+                cache.evict()  # Eviction never removes this environment, because the caller holds its lock.
     finally:
         os.close(holding)
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
@@ -158,10 +159,10 @@ def restore(
 
 
 def compile_rest(address: str, cache: UnitCache, *, report: Report = ignore_progress) -> int:
-    """Compile the modules that the caller had not loaded, link their bytecode, and sync units to disk.
+    """Compile all modules that have no bytecode yet, link the bytecode, and sync units to disk.
 
-    Call this function while the node is idle. The function links the bytecode only if the environment has a tree of
-    links.
+    Call this function while the node is idle. The function links the bytecode only for an environment that uses a tree
+    of links.
     """
     holding = cache.hold(address)
     try:
@@ -197,9 +198,9 @@ def _make(
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
         if ready is not None:
-            return ready  # Another process made the tree while this process waited for the lock.
+            return ready  # Another process restored the tree while this process waited for the lock.
         if work := loaded_jobs(prepared, cache):
-            look()  # Modified source must not be compiled, so the sources are checked first.
+            look()  # Restore checks source files before compiling them, because it must not compile modified source.
             cache.compile(work, prepared.base.path, report)
         report(ProgressPoint(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
         make = make_overlay if way.mode == "overlay" else make_links
@@ -217,8 +218,8 @@ def _make(
 
 
 def _with_space(cache: UnitCache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
-    """Make a tree. On a full disk, evict unused units and try once more."""
-    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # estimated bytes of directories and generated files
+    """Make a tree. If the disk is full, evict unused units and try the restore once more."""
+    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # estimated size of directories and generated files in bytes
     try:
         return make()
     except OSError as error:
@@ -253,7 +254,7 @@ def _restored(
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, the interpreter that runs it on this machine, and the fetched units."""
+    """A snapshot with its fetched units, and the interpreter that runs the environment on this machine."""
 
     snapshot: Snapshot
     base: Python
@@ -261,19 +262,19 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def known_snapshot(cache: UnitCache, address: str) -> Snapshot | None:
-    """Return a snapshot that this node has restored before, without querying the store."""
+    """Return a snapshot that this node has already restored, without querying the store."""
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot)
     if snapshot is None or snapshot.address != address:
         return None
     try:
         check_snapshot(snapshot)
     except EnvironmentRejected:
-        return None  # The local copy was altered; the store has the original.
+        return None  # The local copy was altered, but the store still has the original unit.
     return snapshot
 
 
 def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str, report: Report) -> Prepared:
-    """Fetch the units of a snapshot into the cache. The caller holds the environment's lock.
+    """Fetch the units of a snapshot into the cache. The caller must hold the environment's lock.
 
     Raises:
         EnvironmentCorrupt, EnvironmentMissing: the store has no valid copy of an object. Altered copies were removed.
@@ -297,9 +298,9 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str
 
 
 def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
-    """Return a check that rejects a unit of another size than the snapshot lists (F41).
+    """Return a function that rejects a unit if its size differs from the size in the snapshot (F41).
 
-    Without this check, limits on the listed sizes would have no effect.
+    Without this check, a snapshot could evade size limits by listing smaller sizes.
     """
     listed = {member.address: (member.size, member.files) for root in snapshot.roots for member in root.members}
 
@@ -316,10 +317,10 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
 
 
 def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJob]]:
-    """Return the files that the caller had loaded and that have no bytecode, by unit.
+    """Return the source files, by unit, that the caller had loaded and that have no bytecode.
 
-    For a few short files the result is empty, because starting a compiler process takes longer than compiling on
-    import. `compile_rest` compiles these files later.
+    The function returns no files if compiling them on import is faster than starting a compiler process. `compile_rest`
+    later compiles all files without bytecode.
     """
     work: dict[str, list[CompileJob]] = {}
     for address, missing in _loaded(prepared.snapshot, cache, prepared.base.tag):
@@ -331,7 +332,7 @@ def _glibc_note(snapshot: Snapshot) -> str:
     """Return a warning if the capture used a newer glibc than this machine has, or ""."""
     theirs, ours = snapshot.interpreter.glibc, glibc()
     if theirs and ours and _numbers(theirs) > _numbers(ours):
-        return f"captured with glibc {theirs}, and this machine has {ours}"
+        return f"captured with glibc {theirs}, but this machine has {ours}"
     return ""
 
 
@@ -349,7 +350,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[str, list[CompileJob]]]:
-    """Yield each unit with its files that the caller had loaded and that have no bytecode yet."""
+    """Yield each unit with its loaded source files that have no bytecode yet."""
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():
             unit = str(cache.unit(address))
@@ -363,7 +364,10 @@ def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[st
 
 
 def _by_unit(root: Root, cache: UnitCache, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Group the paths by unit, using module names. If several units have the name, check the disk."""
+    """Group module files by unit, using the units' module names.
+
+    If several units provide a module name, check which unit contains the file.
+    """
     owners: dict[str, list[str]] = {}
     for member in root.members:
         for name in member.modules:

@@ -1,4 +1,4 @@
-"""Plans a tree from a snapshot, without I/O: the path of each part, and the generated files.
+"""Plans a restored tree from a snapshot, without I/O: the path of each part, and the generated files.
 
     <tree>/bin/python, pyvenv.cfg                 generated
     <tree>/{bin,share,...}                        prefix areas of root 0 · scripts
@@ -6,11 +6,10 @@
     <tree>/roots/<n>/...                          the same for a library root
     <tree>/code/<n>                               code root n
 
-A plan is a list of parts. Each part has a path below the tree, its units in order of precedence, and generated files
-that take precedence over the units. With overlays, each part is a mount. With links, each part is a directory filled
-from its units.
+A tree plan is a list of parts. Each part has a path below the tree, units in order of precedence, and generated files.
+In an overlay tree, each part is a mount. In a tree of links, each part is a directory with links to files of its units.
 
-`moved` translates a path of the original environment to this layout.
+`moved` translates a path in the original environment to the path in the restored tree.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _OF_GLOBAL_PREFIX = ("bin", "etc", "include", "share")
 class TreePart(msgspec.Struct, frozen=True, kw_only=True):
     """A path below the tree, with the units and generated files that fill it."""
 
-    at: str  # path of the part relative to the tree; "" is the tree itself
+    at: str  # path of the part relative to the tree, or "" for the tree itself
     area: str
     root: int
     units: tuple[str, ...]
@@ -51,13 +50,13 @@ class TreePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The location and the interpreter of a tree."""
+    """The location and the interpreter of a restored tree."""
 
-    tree: str  # Absolute path of the tree, as its users will see it.
-    base: str  # Absolute path of the interpreter without an environment.
-    version: str  # Version of the interpreter.
-    # True for an exported tree, where no other component prepares the search path. A `.pth` file then adds the roots
-    # that come before the standard library.
+    tree: str  # Absolute path of the tree, as processes in the environment see it.
+    base: str  # Absolute path of the base interpreter, outside of the environment.
+    version: str  # Version number of the Python interpreter.
+    # True for an exported tree, whose search path no other component prepares. In an exported tree, a `.pth` file adds
+    # the roots that precede the standard library.
     alone: bool = False
 
     @property
@@ -71,15 +70,14 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, UnitOutline], place: Ass
     parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()
-        notes: dict[str, dict[str, str]] = {}  # directory → path of a generated file → text
+        notes: dict[str, dict[str, str]] = {}  # part directory → path of a generated file → file content
         for path, text in _notes(snapshot, number).items():
             notes.setdefault(posixpath.dirname(path), {})[path] = text
         for member in root.members:
             outline = outlines[member.address]
             if member.kind == "distribution":
                 _add_distribution(outline, place, prefix, site, notes)
-            # Every script in a unit starts the tree's interpreter: scripts from wheels, without a distribution, or
-            # written by hand.
+            # All scripts in units start the tree's interpreter, including scripts without a distribution.
             for path, content in outline.generic.items():
                 prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
         for path, text in _notes(snapshot, number).items():
@@ -96,7 +94,7 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, UnitOutline], place: Ass
 
 
 def site_of(snapshot: Snapshot, number: int) -> str:
-    """Return the path of a root's site area, relative to the tree."""
+    """Return the path of a root's `site` area, relative to the tree."""
     if snapshot.roots[number].kind == "code":
         return f"code/{number}"
     return posixpath.join(_prefix_of(number), "lib", library_name(snapshot.interpreter), "site-packages")
@@ -115,10 +113,10 @@ def library_name(interpreter: Interpreter) -> str:
 
 
 def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
-    """Return the path in a restored tree for a path of the original environment.
+    """Return the restored path of a path in the original environment.
 
-    Return None if the path was not part of the environment. The standard library is never part of the environment, even
-    if its interpreter lies in the project.
+    Return None if the path did not belong to the original environment. The standard library never belongs to the
+    environment, even if its interpreter is inside the project.
     """
     path = posixpath.normpath(path)
     candidates: list[tuple[str, str | None]] = [
@@ -139,7 +137,7 @@ def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
 
 
 class _Files:
-    """Collects the generated files of one part."""
+    """Collects the generated files of one part of a tree."""
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}
@@ -194,7 +192,7 @@ def _parts_of(
 
 
 def _with_interpreter(part: TreePart, snapshot: Snapshot, place: AssemblyTarget) -> TreePart:
-    """Return the outermost part with the interpreter and the empty directories of all other parts."""
+    """Return the outermost part, with the interpreter and the empty directories of all other parts."""
     config = (
         f"home = {posixpath.dirname(place.base)}\n"
         "include-system-site-packages = false\n"
@@ -216,8 +214,8 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
     lines = []
     before = paths_before(snapshot, place.tree)
     if place.alone and before:
-        # Python executes `.pth` lines that start with "import", and executes these lines twice in a virtual
-        # environment. Python adds the script's directory to the front of `sys.path` later.
+        # Python executes each `.pth` line that starts with "import", and does so twice in a virtual environment. Python
+        # later inserts the script's directory at the front of `sys.path`.
         lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
         if number == 0 or root.before or not root.on_path:
@@ -228,7 +226,7 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
 
 
 def _had_pth_files(snapshot: Snapshot, number: int) -> bool:
-    """Return True if Python treated a root as a site directory, and so executed its `.pth` files."""
+    """Return True if Python treated a root as a site directory and therefore processed its `.pth` files."""
     originals = snapshot.facts.originals
     original = originals[number] if number < len(originals) else ""
     return snapshot.roots[number].kind == "library" and posixpath.basename(original) in _SITE_DIRECTORIES
@@ -251,7 +249,7 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     if posixpath.dirname(posixpath.dirname(snapshot.facts.python)) != prefix:
         yield prefix, tree
         return
-    # If an environment has no separate prefix, the standard library also lies below the prefix, and does not move.
+    # Without a virtual environment, the standard library lies below the prefix and keeps its path.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
 

@@ -1,24 +1,24 @@
-"""Stores restored environments as overlay layers or trees of links, and detects changed trees.
+"""Stores restored environments as overlay layers or trees of links, and detects modified trees.
 
     trees/<address>/overlay/parts/<n>/                                       generated files of each mount
     trees/<address>/overlay/ready                                            the document that `read_ready` returns
     trees/<address>/tree/ · tree.ready · tree.watched                        the same for links, and its original state
 
-Overlays are mounted at the view, one path for all environments. Every process has its own mounts, so paths in
-tracebacks are always the same. Restore reuses a result in the same boot of the machine, while its interpreter is
-unchanged and its units exist. Before each start, restore finds parts that ranks have changed, and replaces these parts:
+Each process mounts overlays at the view, a fixed path that all environments share. Paths in tracebacks are therefore
+always the same. Restore reuses a tree until the next boot while its interpreter is unchanged and its units exist.
+Before each start, restore finds and replaces the parts that ranks have changed:
 
     units that were ever linked ─ check every file ─ suspicious? read it; wrong? fetch the unit, make its trees again
     units that are mounted      ─ the same, once per boot and then every ten minutes (`UnitCache.look`)
     a tree of links             ─ check each directory's time, each generated file ─ changed? make the tree again
 
-Restore compares a tree of links with its `TreeStamp`. A file that is replaced, removed or added changes the time of its
-directory. `unit_integrity.py` detects a file of a unit that was modified in place. The `TreeStamp` also covers
-generated and copied files, which belong to the tree itself. Python writes bytecode beside the sources. Restore
-therefore compares the names in a directory whose time has changed, and ignores a new `__pycache__`.
+Restore compares a tree of links with the tree's `TreeStamp`. Replacing, removing or adding a file changes the
+modification time of its directory. `unit_integrity.py` detects unit files that were modified in place. The `TreeStamp`
+also covers generated and copied files, which belong to the tree itself. Python writes bytecode into a `__pycache__`
+directory beside the source files. Restore therefore compares the names in each directory with a changed time, and
+ignores a new `__pycache__`.
 
-Failure cases: If the store lacks a changed unit or is unreachable, restore raises the store's error and does not use
-the unit.
+Failure cases: If restore cannot fetch a changed unit again, it raises the store's error and does not use the unit.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ _BYTECODE = "__pycache__"
 Folders = Callable[[TreePart], Sequence[Path]]
 """Returns the directories of a part's units, in order of precedence."""
 LAYERS_MAX = 480
-"""Maximum number of units in one overlay. The kernel accepts 500 layers, and restore adds a few generated layers."""
+"""Maximum number of units in one overlay mount.
+
+The kernel accepts 500 layers, and restore adds a few layers with generated files.
+"""
 MAKING_S_MAX = 3600.0
-"""Seconds that making a tree and its first bytecode may take."""
-_OURS = 2  # number of extra layers: generated files, and an empty layer if a mount has no other layer
+"""Time limit in seconds for making a tree and its first bytecode."""
+_OURS = 2  # number of extra layers: one for generated files, or an empty layer if the mount has no other layer
 _NAMED_MAX = 3
 Suspects = tuple[list[str], list[str]]
 
 
 class UnitSuspect(EnvironmentCorrupt):
-    """A rank may have changed a unit through links to its files."""
+    """A rank may have modified a unit's files through hard links."""
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,12 +79,12 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished tree, and the conditions for reusing it."""
+    """A finished tree, and the conditions under which restore may reuse it."""
 
     tree: str
-    base: str  # path of the interpreter without an environment
+    base: str  # path of the base interpreter, outside of the environment
     stamp: tuple[int, int]
-    boot: str  # ID of the boot in which the tree was made
+    boot: str  # boot ID of the machine when the tree was made
     mounts: tuple[Mount, ...] = ()
     note: str = ""
 
@@ -92,13 +95,13 @@ def most_layers(snapshot: Snapshot) -> int:
 
 
 def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
-    """Return the tree of an earlier restore, or None if the tree is no longer usable."""
+    """Return the tree of an earlier restore, or None if the tree can no longer be reused."""
     directory, name = _overlay(cache, snapshot) if mode == "overlay" else _links(cache, snapshot)
     ready = read_document(name, ReadyTree)
     if ready is None or not directory.is_dir() or ready.boot != cache.boot:
         return None
     if ready.tree != str(cache.view if mode == "overlay" else directory):
-        return None  # The user moved the whole cache directory.
+        return None  # The user has moved the unit cache to another path.
     try:
         same = ready.stamp == _stamp(ready.base)
         for address in snapshot.addresses():
@@ -113,7 +116,7 @@ def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | N
 
 
 def make_overlay(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
-    """Make the layers of an environment. The caller holds the environment's making lock."""
+    """Create the overlay layers of an environment. The caller must hold the environment's making lock."""
     final, _ = _overlay(cache, snapshot)
     with _fresh(final) as fresh:
         ready = _write_layers(snapshot, cache, base, fresh)
@@ -134,7 +137,7 @@ def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Pat
         own = os.path.relpath(final / "parts" / str(number), cache.layers)
         names = (own, *(sharing.layer(address, part.area) for address in part.units))
         at = f"{cache.view}/{part.at}" if part.at else str(cache.view)
-        more = ("e",) if len(names) == 1 else ()  # The kernel refuses an overlay of one layer.
+        more = ("e",) if len(names) == 1 else ()  # The kernel refuses an overlay with a single layer.
         mounts.append(Mount(at=at, layers=(*names, *more), directory=str(cache.layers)))
     ready = _ready(cache, base, str(cache.view), mounts=tuple(mounts))
     write_document(fresh / "ready", ready)
@@ -142,9 +145,9 @@ def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Pat
 
 
 def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
-    """Make a tree of links for an environment. The caller holds the environment's making lock.
+    """Create a tree of links for an environment. The caller must hold the environment's making lock.
 
-    Raises UnitSuspect: a file may have been modified through an earlier link, and no tree was made.
+    Raises UnitSuspect: a unit file may have been modified through an earlier link, so the function created no tree.
     """
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
@@ -168,11 +171,14 @@ def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
 
 
 def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
-    """Return the first change in a tree of links, or "". The function does not check files of units."""
+    """Return a description of the first change in a tree of links, or "".
+
+    The function does not check the content of unit files.
+    """
     tree, _ = _links(cache, snapshot)
     watched = read_document(_watched(cache, snapshot), TreeStamp)
     if watched is None:
-        return "the original state of the tree is not known"
+        return "the tree's original state is not known"
 
     def parts() -> Sequence[TreePart]:
         place = AssemblyTarget(tree=ready.tree, base=ready.base, version="")
@@ -183,12 +189,12 @@ def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
 
 
 def forget_links(snapshot: Snapshot, cache: UnitCache) -> None:
-    """Invalidate a tree of links, so that the next restore replaces the tree."""
+    """Mark a tree of links as invalid, so that the next restore replaces the tree."""
     _links(cache, snapshot)[1].unlink(missing_ok=True)
 
 
 def link_bytecode(snapshot: Snapshot, cache: UnitCache) -> None:
-    """Link new bytecode of units into a tree of links."""
+    """Link the new bytecode of units into a tree of links."""
     ready = read_ready(cache, snapshot, "links")
     if ready is None:
         return
@@ -225,9 +231,9 @@ def _link_bytecode(snapshot: Snapshot, cache: UnitCache) -> None:
 def assembled(
     snapshot: Snapshot, cache: UnitCache, place: AssemblyTarget, *, add: bool = False
 ) -> tuple[TreePart, ...]:
-    """Return the parts of a tree, without generated files that its units already contain.
+    """Return the parts of a tree, leaving out generated files that the tree's units already contain.
 
-    With `add`, first add missing metadata to the units.
+    If `add` is true, first add missing metadata files to the units.
     """
     outlines = {address: cache.outline(address) for address in snapshot.addresses()}
     sharing = SharedMetadata(cache)
@@ -262,7 +268,7 @@ def _source(part: TreePart, cache: UnitCache, files: Mapping[str, int]) -> Conte
 
 
 def _with_bytecode_room(part: TreePart) -> TreePart:
-    """Return a part with a `__pycache__`, so that importing a module changes no recorded directory time."""
+    """Return a part that includes `__pycache__`, so that imports do not change recorded directory times."""
     if part.area != "site":
         return part
     return msgspec.structs.replace(part, directories=(*part.directories, "__pycache__"))
@@ -307,7 +313,7 @@ def _watched(cache: UnitCache, snapshot: Snapshot) -> Path:
 
 @contextlib.contextmanager
 def _writable(directory: Path) -> Iterator[None]:
-    """Make a directory of a tree writable while the block runs. The block may create the directory."""
+    """Make a directory of a tree writable while the `with` block runs, which may create the directory."""
     with contextlib.suppress(FileNotFoundError):
         os.chmod(directory, 0o755)
     try:
@@ -318,7 +324,7 @@ def _writable(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh(final: Path) -> Iterator[Path]:
-    """Yield a new path beside the final path, and delete leftovers of the block afterwards."""
+    """Yield a temporary path beside the final path, and delete leftovers after the `with` block."""
     fresh = final.with_name(f".new-{final.name}")
     delete(fresh)
     try:
@@ -333,17 +339,18 @@ def _publish(cache: UnitCache, snapshot: Snapshot, fresh: Path, final: Path) -> 
         return
     exchange(fresh, final)
     fresh.chmod(0o755)  # Moving a directory to another parent requires write permission on the directory.
-    # A process may still use the old tree. A sweep deletes the tree when no process holds the environment's lock.
+    # Running processes may still use the old tree. A later sweep deletes the old tree when no process holds the
+    # environment's lock.
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")
 
 
 def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: Report) -> tuple[str, ...]:
-    """Check the linked units of an environment, and fetch units again that were changed through links.
+    """Check the linked units of an environment, and fetch modified units again.
 
-    The caller holds the environment's lock.
+    The caller must hold the environment's lock.
     """
     files = {member.address: member.files for root in snapshot.roots for member in root.members}
-    # Starting with the largest unit balances the work of the processes.
+    # Starting with the largest unit balances the load of the processes.
     addresses = sorted(files, key=lambda address: -files[address])
     if not any(exposed_since(cache.unit(address)) for address in addresses):
         return ()
@@ -356,13 +363,13 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: 
 def changed_units(snapshot: Snapshot, cache: UnitCache) -> tuple[str, ...]:
     """Check the mounted units of an environment, and move modified units aside.
 
-    The caller holds the environment's lock.
+    The caller must hold the environment's lock.
     """
     return tuple(what.partition("/")[2] or what for what in cache.look(snapshot))
 
 
 def repair_sentence(changes: Sequence[str]) -> str:
-    """Return the text about repairs for receipts and logs, or ""."""
+    """Return a message about repaired files for receipts and logs, or ""."""
     if not changes:
         return ""
     more = f" and {len(changes) - _NAMED_MAX} more" if len(changes) > _NAMED_MAX else ""
@@ -371,7 +378,7 @@ def repair_sentence(changes: Sequence[str]) -> str:
 
 
 def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
-    """Return the possibly modified files of units by the unit's number, without unmodified units."""
+    """Return the possibly modified files of each unit, by unit number."""
 
     def work(numbers: Iterator[int]) -> dict[int, Suspects]:
         found = {}
@@ -389,25 +396,25 @@ def _mend(
 ) -> str:
     unit = cache.unit(address)
     for path in bytecode:
-        Path(path).unlink(missing_ok=True)  # The node compiles the bytecode again.
+        Path(path).unlink(missing_ok=True)  # The node compiles missing bytecode again.
     wrong = cache.verify(address, blobs, report) if own else ""
     if bytecode and not wrong:
         wrong = f"{os.path.relpath(bytecode[0], unit)} was modified"
         cache.forget_made_of(address)
     expose(unit)
-    return wrong.partition("/")[2]  # the first name of a path in a unit is its area
+    return wrong.partition("/")[2]  # first component of a row path: the unit's area
 
 
 class TreeStamp(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a tree at the time of its creation, by paths below the tree."""
 
-    directories: dict[str, int] = {}  # path → modification time, without `__pycache__`
+    directories: dict[str, int] = {}  # Path → modification time, without `__pycache__`.
     # Path → inode, size, modification time and change time, for files that are not links to units.
     files: dict[str, tuple[int, int, int, int]] = {}
 
 
 def take_stamp(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> TreeStamp:
-    """Return the current state of a tree."""
+    """Return the current `TreeStamp` of a tree."""
     return TreeStamp(
         directories={path: time for path, time in directories.items() if not path.endswith(_BYTECODE)},
         files={path: signature(tree / path) for path in own_files},
@@ -415,15 +422,15 @@ def take_stamp(tree: Path, directories: Mapping[str, int], own_files: Iterable[s
 
 
 def signature(path: Path) -> tuple[int, int, int, int]:
-    """Return file metadata that changes when a file is modified or replaced."""
+    """Return file metadata that changes whenever the file is modified or replaced."""
     status = os.lstat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[TreePart]], folders: Folders) -> str:
-    """Return the first change in a tree as a short text, or "".
+    """Return a short description of the first change in a tree, or "".
 
-    The function calls `parts` only when a directory has changed.
+    The function calls the `parts` callback only if a directory has changed.
     """
     for path, known in watched.files.items():
         try:
@@ -446,7 +453,7 @@ def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[Tr
 
 
 def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folders) -> str:
-    """Return the first difference between a directory and its original content, or ""."""
+    """Return a description of the first difference between a directory and its original content, or ""."""
     expected = _expected(path, parts, folders)
     present = set(os.listdir(tree / path)) - {_BYTECODE}
     if surplus := sorted(present - expected.keys()):
@@ -460,7 +467,7 @@ def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folde
 
 
 def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[str, Path | None]:
-    """Return the names that a directory should have, each with the linked file of a unit or None."""
+    """Return the expected names in a directory, each with the linked unit file or None."""
     found: dict[str, Path | None] = {}
     for part in parts:
         below = _below(part.at, path)
@@ -480,7 +487,7 @@ def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[st
 
 
 def _below(above: str, path: str) -> str | None:
-    """Return `path` relative to `above`: "" for the same path, None for a path outside of `above`."""
+    """Return `path` relative to `above`, or "" for the same path, or None for a path outside of `above`."""
     if not above or path == above:
         return path if not above else ""
     return path[len(above) + 1 :] if path.startswith(f"{above}/") else None

@@ -6,8 +6,8 @@
     compare_rows   files that differ between two versions of a unit
     with_files     changes of a unit's files: added, removed, edited, or back to their installed content
 
-A file of a distribution that matches RECORD again counts as restored, not as edited. All functions except `differences`
-are pure.
+If a distribution's file matches RECORD again, the comparison reports the file as restored, not as edited. All functions
+in this module except `differences` are pure.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A difference between two snapshots."""
 
     kind: ChangeKind
-    name: str  # name of a distribution, code directory or file; "" for files of no distribution
+    name: str  # name of the distribution, code directory or file; "" for files without a distribution
     what: What
-    detail: str = ""  # detail of the change, for example ``2.12.0 → 2.13.0``, a version, or ""
+    detail: str = ""  # detail of the change, for example a version or ``2.12.0 → 2.13.0``; may be ""
     files: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Return the change as text, for example ``torch 2.13.0: torch/nn/init.py edited by hand``."""
+        """Describe the change in one line, for example ``torch 2.13.0: torch/nn/init.py edited by hand``."""
         if self.kind == "distribution":
             return self._distribution()
         if self.kind in ("code", "unowned"):
@@ -67,14 +67,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that differs between two versions of a unit: the path of the file's row, and the change."""
+    """A file that differs between two versions of a unit: its row path and the kind of change."""
 
     path: str
     what: What
 
 
 def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
-    """Return the differences of two snapshots: interpreter, distributions, files, code, and all else."""
+    """Return the differences between two snapshots: interpreters, distributions, files and project code."""
     if a.address == b.address:
         return ()
     changes = _compare_interpreters(a, b)
@@ -85,7 +85,7 @@ def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
 
 
 def _compare_rest(a: Snapshot, b: Snapshot) -> Change:
-    """Return the difference between two snapshots with the same units and the same generated files."""
+    """Return the difference between two snapshots that have the same units and generated files."""
     name = "environment"
     if [root.members for root in a.roots] != [root.members for root in b.roots]:
         name, detail = "sys.path", "the same units in another order"
@@ -112,9 +112,10 @@ def compare_rows(a: Iterable[FileRow], b: Iterable[FileRow]) -> tuple[FileChange
 def with_files(
     change: Change, before: Iterable[FileRow], after: Iterable[FileRow], installed: Mapping[str, bytes]
 ) -> tuple[Change, ...]:
-    """Return the file changes of a changed unit, grouped by kind of change.
+    """Return a changed unit's file changes, grouped by kind of change.
 
-    `installed` maps row paths to the SHA-256 in the unit's RECORD. `installed` is empty when RECORD is not known.
+    `installed` maps row paths to the SHA-256 in the unit's RECORD. `installed` is empty if the unit has no known
+    RECORD.
     """
     after = tuple(after)
     now = {row.path: row.sha256 for row in after}
@@ -188,7 +189,7 @@ def _distributions(snapshot: Snapshot) -> dict[str, list[SnapshotMember]]:
 
 
 def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], SnapshotMember]:
-    """Return the units that are not distributions, and number units of the same name."""
+    """Return the units that are not distributions, and number units with the same name."""
     found: dict[tuple[ChangeKind, str], SnapshotMember] = {}
     for root in snapshot.roots:
         for member in root.members:
@@ -213,10 +214,10 @@ def _generated(snapshot: Snapshot) -> dict[str, Generated]:
 def differences(
     old: Snapshot, new: Snapshot, sources: Mapping[str, LocalUnit], blobs: StoreBlobs
 ) -> tuple[Change, ...]:
-    """Return the differences of two snapshots.
+    """Return the differences between two snapshots.
 
-    `sources` maps addresses to units of the new snapshot that were scanned on this machine. If the store lacks a unit,
-    the change of this unit names no files.
+    `sources` maps addresses to the new snapshot's units that were scanned on this machine. If the store lacks a unit,
+    the unit's change names no files.
     """
     found: list[Change] = []
     for change in compare(old, new):
@@ -247,19 +248,19 @@ def _rows(address: str, sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> 
         return sources[address].rows
     try:
         return blobs.read_unit(address).rows
-    except EnvironmentProblem:  # Garbage collection removed the unit, or only another store has the unit.
+    except EnvironmentProblem:  # Garbage collection has removed the unit, or only another store contains the unit.
         return None
 
 
 def _installed(source: LocalUnit) -> dict[str, bytes]:
-    """Return the SHA-256 values in a distribution's RECORD by row path, or nothing without a RECORD."""
+    """Return the SHA-256 values in a distribution's RECORD by row path, or {} without a RECORD."""
     files = iter(source.files)
     for row in source.rows:
         file = next(files) if row.has_content else ""
         if row.path.endswith(".dist-info/METADATA") and row.path.count("/") == 2:
             try:
                 record = read_text(os.path.join(os.path.dirname(file), "RECORD"))
-            except EnvironmentProblem:  # The file disappeared after the scan.
+            except EnvironmentProblem:  # A user or program deleted the file after the scan.
                 return {}
             return {f"site/{claim.path}": claim.sha256 for claim in parse_record(record)}
     return {}

@@ -1,4 +1,4 @@
-"""The validated self-description of an interpreter (`interpreter.py`)."""
+"""The validated description that an interpreter gives of itself (`interpreter.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from serverless_gpu.json_codec import from_builtins
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a Python process that decide which modules it can import."""
+    """Properties of a Python process that determine the modules that it can import."""
 
     implementation: str  # ``cpython``
     version: str
     abi: str
-    platform: str  # platform tag, for example ``linux-x86_64``
+    platform: str  # platform tag of the interpreter, for example ``linux-x86_64``
     executable: str
     base_executable: str
     prefix: str
@@ -26,19 +26,19 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     platlib: str
     stdlib: str
     platstdlib: str
-    sys_path: tuple[str, ...]  # `sys.path` at the time of the description.
-    glibc: str = ""  # Version of glibc, or "".
-    site_directories: tuple[str, ...] = ()  # Directories whose ``.pth`` files Python reads when the interpreter starts.
-    cwd: str = ""  # Current directory, which "" on `sys.path` means; "" if the directory was removed.
+    sys_path: tuple[str, ...]  # Entries of `sys.path` when the interpreter described itself.
+    glibc: str = ""  # Version of glibc, or "" for another C library.
+    site_directories: tuple[str, ...] = ()  # Directories whose ``.pth`` files the interpreter reads at start-up.
+    cwd: str = ""  # Current directory, for which `sys.path` contains ""; "" if the directory no longer exists.
     flags: dict[str, int] = {}
     loaded: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     home: str = ""
-    own_home: str = ""  # home directory of serverless-gpu, which is never captured
+    own_home: str = ""  # home directory of serverless-gpu, which a capture always leaves out
 
     @property
     def interpreter(self) -> Interpreter:
-        """Return the interpreter that a snapshot of this environment needs."""
+        """Return the interpreter that a snapshot of this environment requires."""
         return Interpreter(
             implementation=self.implementation,
             version=self.version,
@@ -48,23 +48,23 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def search_path(self) -> tuple[str, ...]:
-        """Return `sys.path` as unique absolute paths, with the current directory in place of ""."""
+        """Return `sys.path` as unique absolute paths, replacing "" with the current directory."""
         entries = (os.path.join(self.cwd, entry) for entry in self.sys_path if entry or self.cwd)
         return tuple(dict.fromkeys(os.path.normpath(entry) for entry in entries if os.path.isabs(entry)))
 
     def key(self) -> bytes:
-        """Return a key that is equal for all descriptions of one environment."""
+        """Return a key that identifies the environment, independent of the time of the description."""
         return msgspec.msgpack.encode(
             (self.interpreter, self.executable, self.prefix, self.purelib, self.search_path())
         )
 
 
 def read_description(described: dict[str, object]) -> Description:
-    """Validate the result of `describe` and return it as a `Description`."""
+    """Validate the data from `describe`, and return them as a `Description`."""
     try:
         return from_builtins(described, Description)
     except msgspec.ValidationError as error:
         raise EnvironmentUnsupported(
-            f"the description that the interpreter printed of itself is not valid: {error}",
-            hint="check that the environment has the same version of serverless-gpu",
+            f"the interpreter's description of itself is not valid: {error}",
+            hint="install the same version of serverless-gpu in the environment",
         ) from None

@@ -1,4 +1,4 @@
-"""Computes the SHA-256 of code, and of files whose RECORD is not trusted."""
+"""Computes the SHA-256 digests of project code, and of files whose RECORD is not trusted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 from serverless_gpu.environment.scan.distributions import SCRIPT_BYTES_MAX, normalise_script, unreadable
 
 _THREADS_FROM_BYTES = 4 * 1024 * 1024
-"""Below this number of bytes, the calling thread hashes alone, because starting threads takes longer."""
+"""Number of bytes below which a single thread hashes all files, because starting threads takes longer."""
 _THREADS_MAX = 4
 
 
 class Digest(NamedTuple):
-    """The SHA-256 and size of a file's content, and the text of a script whose first line was replaced."""
+    """Digest and size of a file's content, and the text of a script with a replaced first line."""
 
     sha256: bytes
     size: int
@@ -24,12 +24,18 @@ class Digest(NamedTuple):
 
 
 def may_be_script(path: str, size: int) -> bool:
-    """Return True if the file of a row may be a Python script. Only reading the file gives certainty."""
+    """Return True if a row's file may be a Python script.
+
+    Only the file's content shows for certain if the file is a script.
+    """
     return path.startswith("prefix/bin/") and size <= SCRIPT_BYTES_MAX
 
 
 def digest_file(file: str, path: str) -> Digest:
-    """Return the digest of a file. A Python script in `bin` is hashed with `#!python` as its first line."""
+    """Return the SHA-256 digest of a file.
+
+    For a Python script in `bin`, the digest covers the script with `#!python` as its first line.
+    """
     try:
         with open(file, "rb", buffering=0) as opened:
             if may_be_script(path, os.fstat(opened.fileno()).st_size):
@@ -41,7 +47,10 @@ def digest_file(file: str, path: str) -> Digest:
 
 
 def digest_script(content: bytes) -> Digest:
-    """Return the digest of a file in `bin`. A Python script is hashed with `#!python` as its first line."""
+    """Return the SHA-256 digest of a file in `bin`.
+
+    For a Python script, the digest covers the script with `#!python` as its first line.
+    """
     text = normalise_script(content)
     stands = content if text is None else text
     return Digest(hashlib.sha256(stands).digest(), len(stands), text)
@@ -50,10 +59,10 @@ def digest_script(content: bytes) -> Digest:
 def digest_files(
     files: Sequence[tuple[str, str, int]], done: Callable[[int, int], None] = lambda number, size: None
 ) -> list[Digest]:
-    """Return the digests of files in order. Several threads read large files.
+    """Return the SHA-256 digests of files in order. Several threads read and hash large files.
 
-    `files` has the path, row path and size of each file. The function calls `done` several times with the number of
-    files and bytes read so far.
+    `files` lists the path, row path and size of each file. During hashing, the function calls `done` repeatedly with
+    the numbers of files and bytes read so far.
     """
     threads = min(_THREADS_MAX, os.cpu_count() or 1)
     if threads == 1 or sum(size for _, _, size in files) < _THREADS_FROM_BYTES:

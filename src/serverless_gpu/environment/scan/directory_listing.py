@@ -1,17 +1,17 @@
-"""Lists directories: the entries of one directory, or all entries below it.
+"""Lists the entries of one directory, or all entries below a directory.
 
     look   one directory: its mtime (read first, so that a later change shows), files with their stat, odd entries
     walk   all directories below one, as a `Listing`
 
 A directory's *mark* is a digest of its relevant entries: their names, and the size, mtime and inode of files.
-The mark ignores bytecode. A first import makes `__pycache__` directories, which changes mtimes of directories but no
-mark.
+Bytecode files do not affect a directory's mark. The first import creates `__pycache__` directories, which changes the
+mtime of directories but not their marks.
 
 The module does not follow links into directories. A link to a file outside of the listed directory (uv with
-`--link-mode symlink`) counts as a regular file. The listing reports other links that lead outside as odd entries, like
-devices, sockets and FIFOs. The module opens no file.
+`--link-mode symlink`) counts as a regular file. The listing reports all other links to outside paths as odd entries,
+like devices, sockets and FIFOs. The listing functions never open files.
 
-Failure case: `EnvironmentUnsupported` names a directory that cannot be read.
+Failure case: If a directory cannot be read, the listing raises `EnvironmentUnsupported`, which names the directory.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ _UNUSUAL = frozenset(map(chr, (*range(32), *range(127, 160))))
 
 
 class ListedFile(NamedTuple):
-    """A file or link in a listed directory, with its stat."""
+    """A file or link in a listed directory, with its `stat` values."""
 
     file: str  # absolute path
     kind: str
-    size: int  # Number of content bytes. For a link to a file outside, the bytes of that file.
+    size: int  # Number of bytes in the file. For a link to an outside file, the number of bytes in that file.
     mtime_ns: int
     inode: int
-    # An edit changes the ctime even if a program restores the mtime. A new hard link changes the ctime too.
+    # Editing a file changes its ctime even if a program restores the mtime. Creating a hard link to a file also changes
+    # the file's ctime.
     ctime_ns: int
-    target: str = ""  # Target of a symbolic link that is captured as a link, else "".
+    target: str = ""  # Target of a symbolic link that the capture stores as a link, else "".
 
 
 class Directory(NamedTuple):
-    """A listed directory: absolute path, mtime from before the listing, and mark (8 bytes)."""
+    """Identity of a listed directory: absolute path, mtime before the listing, and mark (8 bytes)."""
 
     path: str
     mtime_ns: int
@@ -52,7 +53,7 @@ class Directory(NamedTuple):
 
 
 class DirectoryListing(NamedTuple):
-    """A listed directory: files and subdirectories by name, and skipped names with the reason."""
+    """Content of a listed directory: files and subdirectories by name, and skipped names with reasons."""
 
     directory: Directory
     files: dict[str, ListedFile]
@@ -61,27 +62,30 @@ class DirectoryListing(NamedTuple):
 
 
 class Listing(msgspec.Struct):
-    """Everything below a directory, by relative paths with ``/`` between names."""
+    """All entries below a directory, by relative paths with ``/`` between names."""
 
     top: str
     files: dict[str, ListedFile] = {}
-    directories: dict[str, Directory] = {}  # all listed directories; the path of the top directory is ""
+    directories: dict[str, Directory] = {}  # all listed directories by path, which is "" for the top directory
     odd: dict[str, str] = {}
 
 
 Keep = Callable[[str, str, bool], bool]
-"""Decides if a listing includes an entry: relative directory ("" or ending in "/"), name, and True for a directory."""
+"""Callback that decides if a listing includes an entry.
+
+Its arguments are the relative directory ("" or ending in "/"), the entry's name, and True for a directory.
+"""
 
 
 def keep_all(above: str, name: str, is_directory: bool) -> bool:
-    """Accept all entries except bytecode and the lock file that uv leaves in a `--target` directory."""
+    """Return True for all entries except bytecode and the lock file of uv in a `--target` directory."""
     return name != "__pycache__" and not name.endswith(BYTECODE) and (name != ".lock" or bool(above))
 
 
 def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
-    """Return the listing of one directory.
+    """Return the listing of a single directory.
 
-    Links must not lead out of `top`, which is the listed directory or a directory above.
+    Links to paths inside of `top` (the listed directory or one of its parents) stay links.
     """
     above = directory[len(top) :].lstrip("/")
     above += "/" if above else ""
@@ -111,7 +115,7 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
     except OSError as error:
         raise EnvironmentUnsupported(
             f"cannot read the directory {directory}: {error.strerror}",
-            hint="make it readable, or remove it from sys.path (in a project: name it in .sgpuignore)",
+            hint="make this directory readable, or remove it from sys.path (in a project: name it in .sgpuignore)",
         ) from error
     marks.sort()
     mark = hashlib.blake2b("\0\0".join(marks).encode(errors="surrogateescape"), digest_size=8).digest()
@@ -119,9 +123,9 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
 
 
 def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listing:
-    """Return everything below a directory.
+    """Return a listing of all files and directories below a directory.
 
-    The walk begins with the directories `start`, given as relative paths.
+    The walk starts at the directories in `start`, which are relative paths.
     """
     listing = Listing(top=top, files={}, directories={}, odd={})
     waiting = list(start)
@@ -139,19 +143,19 @@ def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listi
 
 
 def is_plain(name: str) -> bool:
-    """Return True if a name is UTF-8 without control characters."""
+    """Return True if a name is valid UTF-8 without control characters."""
     if name.isascii() and name.isprintable():
         return True
     return _UNUSUAL.isdisjoint(name) and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def show(path: str) -> str:
-    """Return a path for a message, with invalid bytes and control characters escaped."""
+    """Return a path as text for messages, with invalid bytes and control characters escaped."""
     return path if is_plain(path) else ascii(path)
 
 
 def read_file(path: str) -> ListedFile | None:
-    """Return the `ListedFile` of a path, or None where no regular file exists."""
+    """Return the `ListedFile` of a path, or None if the path is not a regular file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -160,16 +164,16 @@ def read_file(path: str) -> ListedFile | None:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return True if a path is the directory itself or lies below it."""
+    """Return True if a path is the given directory or lies below it."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
-    """Return the file of a directory entry, or the reason why the entry cannot be captured."""
+    """Return the file of a directory entry, or the reason why the capture must leave out the entry."""
     if entry.is_file(follow_symlinks=False):
         return _file(entry.path, entry.stat(follow_symlinks=False))
     if not entry.is_symlink():
-        return "it is a device, a socket or a FIFO"
+        return "the path is a device, a socket or a FIFO"
     path, target = entry.path, os.readlink(entry.path)
     resolved = os.path.realpath(path)
     if is_inside(resolved, os.path.realpath(top)):
@@ -178,7 +182,7 @@ def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
     found = read_file(resolved)
     if found is not None:
         return found._replace(file=path)
-    return f"it is a link to {show(target)}, which lies outside of {show(top)} and is not a regular file"
+    return f"the path is a link to {show(target)}, which lies outside of {show(top)} and is not a regular file"
 
 
 def _file(path: str, found: os.stat_result) -> ListedFile:

@@ -1,11 +1,11 @@
-"""Reads the distributions of a directory from `.dist-info`, and decides how far to trust RECORD.
+"""Reads a directory's distributions from `.dist-info`, and decides how far to trust RECORD.
 
-The module opens only small files: RECORD, INSTALLER, entry_points.txt and installer metadata. An `.egg-info`, or a
-`.dist-info` without RECORD (Debian has both), does not list its files. Files that no RECORD lists belong to the unowned
-unit.
+The module opens only small metadata files: RECORD, INSTALLER, entry_points.txt and installers' metadata files. An
+`.egg-info` directory, or a `.dist-info` directory without RECORD (both occur on Debian), does not list its files. All
+files that no RECORD lists belong to the root's unowned unit.
 
-Rows are canonical: they omit all parts of RECORD that differ between installers. The same wheel gives the same rows for
-pip and uv, in any prefix, in `--target` directories, and on any machine:
+A unit's rows are canonical, because they omit all parts of RECORD that differ between installers. A wheel therefore has
+the same rows with pip and uv, in any prefix or `--target` directory, on any machine:
 
     RECORD's path                        row
     numpy/__init__.py                    site/numpy/__init__.py
@@ -31,18 +31,21 @@ from serverless_gpu.environment.snapshot_validation import NOTE_BYTES_MAX, NOTE_
 from serverless_gpu.errors import EnvironmentUnsupported
 
 DROPPED_NAMES = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s"})
-# With `pip install --target`, pip and uv put these directories of a prefix beside the packages.
+# With `--target`, pip and uv put these prefix directories beside the packages.
 _FLAT_AREAS = frozenset({"bin", "etc", "include", "man", "share"})
 _INSTALLERS = frozenset(
     {"conda-pypi", "distlib", "flit", "hatch", "installer", "pdm", "pip", "pipenv", "poetry", "pixi", "rye", "uv"}
 )
-"""Installers that write RECORD from the files that they install, and do not change the files afterwards."""
+"""Installers that write RECORD from the installed files and do not modify the files afterwards."""
 TRUSTED_AFTER_NS = 2 * 10**9
-"""Seconds by which a trusted file may be newer than RECORD. File systems store coarse times."""
+"""Number of seconds by which a trusted file may be newer than RECORD.
+
+Some file systems store modification times with low resolution.
+"""
 SCRIPT_BYTES_MAX = 1024 * 1024
 _SHEBANG = re.compile(rb"#![^\n]*\bpython[0-9.]*[^\n]*\n", re.IGNORECASE)
-# pip, uv and distlib write this shebang if the interpreter's path has a blank or is too long for the kernel. The shell
-# then starts the interpreter.
+# pip, uv and distlib write this shebang if the interpreter's path contains a space or is too long for the kernel. A
+# shebang with `/bin/sh` makes the shell start the interpreter.
 _SHELL_SHEBANG = re.compile(rb"#!/bin/sh\r?\n'''exec' [^\n]*\n' '''\r?\n")
 _DIST_INFO = re.compile(r"(?P<name>[^/]+?)-(?P<version>[^/-]+)\.dist-info")
 RECORD_BYTES_MAX = 256 * 1024 * 1024
@@ -53,7 +56,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     version: str
-    info: str  # name of its ``.dist-info`` directory
+    info: str  # name of the distribution's ``.dist-info`` directory
     claims: list[RecordLine]
     trusted: bool
     record: ListedFile
@@ -94,14 +97,14 @@ def _read_distribution(site: Listing, info: str) -> Distribution | None:
 
 
 def read_text(path: str) -> str:
-    """Return a small file as text, with replacements for invalid UTF-8."""
+    """Read a small file as text, and replace invalid UTF-8."""
     try:
         with open(path, "rb") as file:
             content = file.read(RECORD_BYTES_MAX + 1)
     except OSError as error:
         raise unreadable(path, error) from error
     if len(content) > RECORD_BYTES_MAX:
-        raise EnvironmentUnsupported(f"{path} is too large for a file of this kind", hint="remove it")
+        raise EnvironmentUnsupported(f"{path} is too large for a metadata file", hint="remove it")
     return content.decode(errors="replace")
 
 
@@ -109,12 +112,12 @@ def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
     """Return the error for a file that cannot be read."""
     return EnvironmentUnsupported(
         f"cannot read {path}: {error.strerror or error}",
-        hint="make it readable, or remove it (in a project: name it in .sgpuignore)",
+        hint="make this file readable, or remove it (in a project: name it in .sgpuignore)",
     )
 
 
 class RecordLine(NamedTuple):
-    """A line of RECORD: the path as written, the SHA-256 (or b""), and the size (or -1)."""
+    """A line of RECORD: the unmodified path, the SHA-256 (or b""), and the size (or -1)."""
 
     path: str
     sha256: bytes
@@ -127,13 +130,16 @@ def normal_name(name: str) -> str:
 
 
 def parse_info_name(directory: str) -> tuple[str, str] | None:
-    """Return the name and version from a ``.dist-info`` directory's name, or None for another directory."""
+    """Return the name and version from a ``.dist-info`` directory's name, or None for other names."""
     match = _DIST_INFO.fullmatch(directory)
     return (normal_name(match["name"]), match["version"]) if match else None
 
 
 def parse_record(text: str) -> list[RecordLine]:
-    """Return the lines of a RECORD. An invalid digest becomes b"". Lines without a path are left out."""
+    """Return the parsed lines of a RECORD file.
+
+    The parser replaces an invalid digest with b"". The parser skips lines without a path.
+    """
     claims = []
     for fields in csv.reader(text.splitlines()):
         if not fields or not fields[0]:
@@ -144,7 +150,7 @@ def parse_record(text: str) -> list[RecordLine]:
 
 
 def parse_scripts(entry_points: str) -> frozenset[str]:
-    """Return the names of the scripts that installers generate from an ``entry_points.txt``."""
+    """Return the names of the scripts that installers generate from ``entry_points.txt``."""
     names, wanted = set(), False
     for line in entry_points.splitlines():
         line = line.strip()
@@ -156,10 +162,10 @@ def parse_scripts(entry_points: str) -> frozenset[str]:
 
 
 def row_path(recorded: str, site: str, prefix: str) -> str | None:
-    """Return the row path for a path in RECORD, or None for a path outside of the prefix.
+    """Return the row path of a path from RECORD, or None for a path outside of the prefix.
 
-    `site` is the library's path below the prefix, for example ``lib/python3.11/site-packages``. `site` is "" for a flat
-    directory (`pip install --target`), which is both site and prefix.
+    `site` is the path of the library below its prefix, for example ``lib/python3.11/site-packages``. `site` is "" for a
+    flat directory (`pip install --target`), which is both library and prefix.
     """
     if recorded.startswith("/"):
         if not recorded.startswith(prefix + "/"):
@@ -170,7 +176,7 @@ def row_path(recorded: str, site: str, prefix: str) -> str | None:
     else:
         path = posixpath.normpath(posixpath.join(site, recorded))
     if not site:
-        # pip writes RECORD for its build directory, so a `..` in a path has no meaning here.
+        # pip writes RECORD for a build directory, so the function drops each leading `..` from the path.
         while path.startswith("../"):
             path = path[3:]
         return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS else f"site/{path}"
@@ -185,7 +191,7 @@ def flat_path(path: str) -> str:
 
 
 def is_dropped(path: str) -> bool:
-    """Return True if a row never belongs to a unit, such as bytecode, RECORD and installer metadata."""
+    """Return True if a row never belongs to a unit, for example bytecode, RECORD or installer metadata."""
     if path.endswith(".pyc"):
         return True
     directory, _, name = path.rpartition("/")
@@ -197,22 +203,22 @@ def is_entry_script(path: str, scripts: frozenset[str], distribution: str = "") 
     if not path.startswith("prefix/bin/"):
         return False
     name = path[len("prefix/bin/") :]
-    # pip also installs its own script as `pip3.11`, with the version of the running Python.
+    # pip also installs its own script under the name `pip3.11`, with the running Python's version.
     return name in scripts or (distribution in ("pip", "setuptools") and re.sub(r"-?[\d.]+$", "", name) in scripts)
 
 
 def is_known_installer(installer: str) -> bool:
-    """Return True if RECORD files of an installer are trusted, such as ``uv`` or ``Poetry 1.8.2``."""
+    """Return True if the RECORD files of an installer are trusted, for example ``uv`` or ``Poetry 1.8.2``."""
     return installer.strip().partition(" ")[0].lower() in _INSTALLERS
 
 
 def is_trusted(claim: RecordLine, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
-    """Return True if a file can be assumed to match the RECORD of a known installer."""
+    """Return True if a file very probably matches the RECORD of a known installer."""
     return bool(claim.sha256) and claim.size == size and mtime_ns <= record_mtime_ns + TRUSTED_AFTER_NS
 
 
 def normalise_script(content: bytes) -> bytes | None:
-    """Return a script with `#!python` as its first line, or None if the file is no Python script."""
+    """Return a script with `#!python` as its first line, or None if the file is not a Python script."""
     for pattern in (_SHEBANG, _SHELL_SHEBANG):
         match = pattern.match(content)
         if match:

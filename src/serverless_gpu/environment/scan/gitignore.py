@@ -1,19 +1,19 @@
-"""Reads which files of a directory git ignores and tracks, without running git.
+"""Determines the files of a directory that git ignores and tracks, without running git.
 
-Git evaluates its patterns for each entry separately, from the top directory down. The last pattern that matches an
-entry's own path applies, and a deeper `.gitignore` takes precedence. Git never reads an ignored directory. `pathspec`
-instead matches a path together with all directories above the path. The results differ if one pattern ignores a
-directory and a later pattern includes the directory again. The module therefore trims the expressions of `pathspec` to
-match only the path itself. `.sgpuignore` has the same syntax and overrides every `.gitignore`: `!name` includes files
-that git ignores.
+Git evaluates its patterns separately for each entry, from the top directory down. The last pattern that matches an
+entry's path applies, and patterns in deeper `.gitignore` files take precedence. Git never reads the content of an
+ignored directory. Unlike git, `pathspec` matches a path together with all of its parent directories. The results of git
+and `pathspec` differ if one pattern ignores a directory and a later pattern includes it again. The module therefore
+trims the regular expressions of `pathspec` to match only the path itself. A `.sgpuignore` file has the syntax of
+`.gitignore` and overrides every `.gitignore`: The pattern `!name` includes files that git ignores.
 
-A user's patterns for all repositories are in `core.excludesFile`, or else at git's default path. The module reads git's
-system settings and user settings. The module does not read a repository's own settings, included files or
-`GIT_CONFIG_*` variables.
+The user's global patterns are in the file named by `core.excludesFile`, or at git's default path. The module reads
+git's system and user settings to find the global patterns. The module does not read a repository's own settings,
+included files or `GIT_CONFIG_*` variables.
 
-The patterns never ignore tracked files (`git add -f`). The module reads the tracked files from `.git/index`, versions 2
-to 4. If the module cannot read the index (another version, SHA-256 names, a split index), it reports the problem and
-uses only the patterns.
+Ignore patterns never apply to tracked files (`git add -f`). The module reads the tracked files from `.git/index`,
+versions 2 to 4. If git's index is not readable (another version, SHA-256 names, a split index), the module reports the
+problem and uses only patterns.
 """
 
 from __future__ import annotations
@@ -39,31 +39,33 @@ OURS = ".sgpuignore"
 _PATTERNS_BYTES_MAX = 1024 * 1024
 _HEADER = struct.Struct(">4sII")
 _INDEX_BYTES_MAX = 256 * 1024 * 1024
-_FIXED = 62  # Length of the fixed part of an index entry: times, ids, mode, size, SHA-1 and flags. The path follows.
+# Length in bytes of an index entry's fixed part: times, ids, mode, size, SHA-1 and flags. The path follows.
+_FIXED = 62
 _MODE = 24
 _EXTENDED = 0x40
 
 
 class IgnorePatterns(msgspec.Struct, frozen=True):
-    """The ignore patterns of one file."""
+    """The ignore patterns of one pattern file."""
 
-    # Directory that the paths start from, relative to the top: "" or ending in ``/``. If this directory lies above the
-    # top, `above` is the start of each path.
+    # Directory of the pattern file relative to the top, "" or ending in ``/``. If the pattern file is above the top,
+    # matching adds `above` in front of each path.
     base: str
-    above: str  # For example ``src/``, if the pattern file lies in the directory above the top ``src``.
-    # Expressions, each with True if git ignores the matching paths. The last rule is the first entry.
+    above: str  # Path of the top below the pattern file's directory, for example ``src/``.
+    # Pattern expressions, each with True if git ignores the matching paths. The list starts with the file's last
+    # pattern.
     rules: tuple[tuple[re.Pattern[str], bool], ...]
-    any: re.Pattern[str]  # Combined expression, which matches if any rule may match.
+    any: re.Pattern[str]  # Combined expression that matches if any of the patterns may match.
 
     def decide(self, path: str) -> bool | None:
-        """Return True if the patterns ignore a path, False if they include the path, and None without a match.
+        """Return True if the patterns ignore a path, False if they include it, and None if no pattern matches.
 
-        The path of a directory ends in ``/``.
+        A directory's path must end in ``/``.
         """
         return self.match(self.above + path[len(self.base) :])
 
     def match(self, own: str) -> bool | None:
-        """Return the result of `decide` for a path relative to the directory of the patterns."""
+        """Return the result of `decide` for a path relative to the pattern file's directory."""
         if self.any.match(own) is None:
             return None
         for expression, ignores in self.rules:
@@ -77,10 +79,10 @@ class IgnoreRules(msgspec.Struct, frozen=True):
 
     git: tuple[IgnorePatterns, ...] = ()
     ours: tuple[IgnorePatterns, ...] = ()
-    all: bool = False  # True if git ignores the directory itself, and so every untracked entry in the directory
+    all: bool = False  # True if git ignores the directory itself, and therefore all of its untracked entries
 
     def by_ours(self, path: str) -> bool | None:
-        """Return the decision of `.sgpuignore` for an entry. Paths of directories end in ``/``."""
+        """Return the decision of `.sgpuignore` for an entry. A directory's path must end in ``/``."""
         return _decide(self.ours, path)
 
     def by_git(self, path: str) -> bool:
@@ -88,10 +90,10 @@ class IgnoreRules(msgspec.Struct, frozen=True):
         return self.all or bool(_decide(self.git, path))
 
     def below(self, directory: str, base: str, *, begins: bool = False) -> IgnoreRules:
-        """Return the rules for a subdirectory, with its own pattern files.
+        """Return the ignore rules for a subdirectory, including its own pattern files.
 
-        Where another repository begins, git's outer rules no longer apply. `base` is the path relative to the top,
-        ending in ``/``, or "".
+        If the subdirectory is another repository, git's outer rules do not apply. `base` is the subdirectory's path
+        relative to the top, ending in ``/``, or "".
         """
         own, ours = read_patterns(f"{directory}/{GIT}", base), read_patterns(f"{directory}/{OURS}", base)
         if own is None and ours is None and not begins:
@@ -110,17 +112,17 @@ def _decide(chain: Sequence[IgnorePatterns], path: str) -> bool | None:
 
 
 def read_patterns(file: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return the patterns of a file, or None if the file has no patterns."""
+    """Return the patterns in a file, or None if the file contains no patterns."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(_PATTERNS_BYTES_MAX).decode("utf-8-sig", errors="surrogateescape")
-    except OSError:  # Most directories have no pattern file. Git also ignores an unreadable pattern file.
+    except OSError:  # Most directories do not contain a pattern file. Git also skips pattern files that it cannot read.
         return None
     return parse_patterns(text, base, above)
 
 
 def parse_patterns(text: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return the parsed patterns of a text in git's syntax, or None without any patterns."""
+    """Parse a text in git's pattern syntax, and return its patterns or None if there are no patterns."""
     rules = []
     for line in text.split("\n"):
         line = line.removesuffix("\r")
@@ -148,9 +150,9 @@ def git_index(top: str) -> tuple[str, str] | None:
 
 
 def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
-    """Return the ignore rules from above a directory in its repository, and the files that define them.
+    """Return the ignore rules of a directory's parents in its repository, and the rules' files.
 
-    If the repository ignores the directory itself, no outer rule applies, because the user runs code in the directory.
+    If the repository ignores the whole directory, no outer rule applies, because the user runs code in the directory.
     """
     repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
     places = list(_outer_files(top, repository))
@@ -167,7 +169,7 @@ def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
 
 
 def _own(expression: str, line: str) -> str:
-    """Return a `pathspec` expression that matches only the path itself, not the paths below it."""
+    """Return a `pathspec` expression that matches a path but not the paths below it."""
     expression = expression.replace("(?P<ps_d>/)", "/")
     if expression == ".":
         return ""
@@ -181,7 +183,7 @@ def _own(expression: str, line: str) -> str:
 
 
 def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
-    """Yield git's pattern files above a directory, weakest first, each with the prefix for its paths."""
+    """Yield git's pattern files above a directory, lowest precedence first, with path prefixes."""
     if repository is None:
         return
     inside = _relative(top, repository)
@@ -194,7 +196,7 @@ def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
-    """Return the parents of a directory in its repository, outermost first, with the path between."""
+    """Return a directory's parents in its repository, outermost first, with the relative paths."""
     if repository is None:
         return []
     between = [str(path) for path in Path(top).parents if str(path) == repository or _relative(str(path), repository)]
@@ -202,7 +204,7 @@ def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
 
 
 def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
-    """Return True if a repository ignores a directory or one above. Directory paths end in ``/``."""
+    """Return True if a repository ignores a directory (a path ending in ``/``) or one of its parents."""
     for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
         for patterns in reversed(git):
             start = len(inside) - len(patterns.above)
@@ -215,7 +217,7 @@ def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
 
 
 def _relative(path: str, above: str) -> str:
-    """Return a path relative to the directory `above`, ending in ``/``, or "" for a path outside."""
+    """Return a path relative to `above`, ending in ``/``, or "" for a path outside of `above`."""
     start = above.rstrip("/") + "/"
     return path[len(start) :].rstrip("/") + "/" if path.startswith(start) and path != above else ""
 
@@ -232,7 +234,7 @@ def _git_directory(repository: str) -> str:
 
 
 def _own_git_directory(repository: str) -> str:
-    """Return the git directory of a repository, or of a worktree, whose `.git` file names the directory."""
+    """Return the git directory of a repository, or of a worktree whose `.git` file names the directory."""
     git = f"{repository}/.git"
     try:
         with open(git, encoding="utf-8", errors="surrogateescape") as file:
@@ -242,7 +244,7 @@ def _own_git_directory(repository: str) -> str:
 
 
 def user_patterns() -> tuple[str, tuple[str, ...]]:
-    """Return the path of the user's pattern file ("" for none), and the settings files that may name it."""
+    """Return the path of the user's pattern file or "", and the settings files that may set this path."""
     configured = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     settings = (SYSTEM, os.path.join(configured, "git", "config"), os.path.join(os.path.expanduser("~"), ".gitconfig"))
     found = os.path.join(configured, "git", "ignore")
@@ -250,14 +252,14 @@ def user_patterns() -> tuple[str, tuple[str, ...]]:
         try:
             with open(file, "rb") as opened:
                 said = excludes_file(opened.read(_SETTINGS_BYTES_MAX).decode(errors="surrogateescape"))
-        except OSError:  # Most of these settings files do not exist.
+        except OSError:  # Most of git's possible settings files do not exist.
             continue
         found = found if said is None else said
     return found, settings
 
 
 def excludes_file(text: str) -> str | None:
-    """Return the last `core.excludesFile` in the text of a settings file, or None."""
+    """Return the last `core.excludesFile` value in a settings file's text, or None."""
     found, in_core = None, False
     for line in text.replace("\r\n", "\n").replace("\\\n", "").split("\n"):
         section = _SECTION.match(line)
@@ -271,7 +273,7 @@ def excludes_file(text: str) -> str | None:
 
 
 def _value(text: str) -> str:
-    """Return a setting's value without quotes, escapes and trailing comment."""
+    """Return the value of a git setting without quotes, escapes and trailing comment."""
     value, quoted = "", False
     for escaped, quote, comment, plain in _PIECE.findall(text.strip()):
         if quote:
@@ -286,8 +288,8 @@ def _value(text: str) -> str:
 def tracked_files(index: str, inside: str) -> list[str] | None:
     """Return the tracked files and submodules below a directory, or None if git's index is unreadable.
 
-    `inside` is the directory relative to the repository, ending in ``/``, or "". The returned paths are relative to the
-    directory.
+    `inside` is the directory's path relative to the repository, ending in ``/``, or "". All returned paths are relative
+    to the directory.
     """
     start = os.fsencode(inside)
     try:
@@ -301,7 +303,7 @@ def tracked_files(index: str, inside: str) -> list[str] | None:
 
 
 def index_mtime(index: str) -> int:
-    """Return the time of the last write to git's index in nanoseconds, or 0 if the index is missing."""
+    """Return the modification time of git's index in nanoseconds, or 0 if the index is missing."""
     try:
         return os.stat(index).st_mtime_ns
     except OSError:
@@ -311,7 +313,7 @@ def index_mtime(index: str) -> int:
 def _paths(data: bytes) -> Iterator[bytes]:
     """Yield the paths of all files, links and submodules in a git index.
 
-    Raises ValueError, IndexError: the data is not an index of a known version.
+    Raises ValueError, IndexError: the data are not a git index of a known version.
     """
     magic, version, count = _HEADER.unpack_from(data)
     if magic != b"DIRC" or version not in (2, 3, 4):
@@ -327,14 +329,15 @@ def _paths(data: bytes) -> Iterator[bytes]:
         path = path[:kept] + data[name:end]
         kind = data[at + _MODE + 2] >> 4
         at = end + 1 if version == 4 else end + 8 - (end - at) % 8
-        if kind in (0b1000, 0b1010, 0b1110):  # A sparse index also lists directories, which this function skips.
+        # A sparse index also lists directories, but this function skips directories.
+        if kind in (0b1000, 0b1010, 0b1110):
             yield path
     if data[at : at + 4] == b"link":
-        raise ValueError("git's index is split, and another file has the other entries")
+        raise ValueError("git's index is split, so this file does not have all entries")
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a number of variable length, and return it with the position after it."""
+    """Decode a variable-length number, and return it with the position of the next byte."""
     byte = data[at]
     value = byte & 127
     while byte & 128:

@@ -1,17 +1,18 @@
-"""Stores the state of a captured environment, so that the next check is fast.
+"""Stores the state of a captured environment to make the next check fast.
 
     <key>.index   header │ gate part: snapshot, directories, small files, code │ files part: all stats and digests
                          │ kept part: other facts that a rescan of the interpreter's own library needs
 
-Each environment has one index file. A writer replaces the whole file with a rename. Readers read the parts one by one,
-and a writer may replace the file between two reads. The parts of one capture therefore share a *generation*, a random
-number. Reading the gate part takes 1-2 ms. The background check reads the files part, and a scan reads all three parts.
-Paths are stored as one string with NUL between them, and numbers as arrays in bytes. Making 100,000 small objects would
-take longer than checking the directories. The index is only a cache: an unreadable part (another version, truncated by
-a power cut, altered) counts as missing. The module calls no fsync.
+Each environment has one index file. A writer replaces the whole index file with a rename. Readers read the index parts
+one by one, so a writer may replace the file between two reads. All index parts of one capture therefore share a
+*generation*, a random number. Reading the gate part of an index takes 1-2 ms. The background check also reads the files
+part, and a scan reads all three parts. An index part stores paths as one string with NUL separators, and numbers as
+arrays in bytes. Creating 100,000 small objects would take longer than checking the directories. The index is only a
+cache, so readers treat an unreadable part as missing. The module does not call fsync on index files.
 
-An mtime or ctime from the last moments before the scan is stored as `UNKNOWN`. A file that changed again in the same
-tick of the file system's clock would look unchanged. A comparison with `UNKNOWN` reads the file's content.
+The index stores a file time from the last moments before the scan as `UNKNOWN`. A file that changed again within the
+same clock tick of the file system would look unchanged. If a stored time is `UNKNOWN`, the check compares the file's
+content.
 """
 
 from __future__ import annotations
@@ -39,23 +40,27 @@ _PartT = TypeVar("_PartT")
 
 UNKNOWN = -1
 NO_OWNER = 2**32 - 1
-"""The owner number of a file that belongs to no unit."""
+"""Owner number of a file that does not belong to a unit."""
 _MAGIC = b"sgpu-index-4" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32sQ32s")
-_TICK_NS = 20_000_000  # The clock that kernels use for file times has ticks of 1 to 10 ms.
-_COARSE_TICK_NS = 2_000_000_000  # Some file systems store times in seconds; FAT stores times in steps of two seconds.
+_TICK_NS = 20_000_000  # Kernels take file times from a clock with ticks of 1 to 10 ms.
+# Some file systems store times in seconds, and FAT stores times in steps of two seconds.
+_COARSE_TICK_NS = 2_000_000_000
 _PART_BYTES_MAX = 1024**3
 ENTRIES_MAX = 64
-"""Maximum number of index files, one per environment. A writer deletes the oldest files."""
+"""Maximum number of index files, with one file per environment.
+
+A writer deletes the oldest index files beyond this number.
+"""
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Files with their stat and the digests of their content."""
+    """Files with their `stat` values and content digests."""
 
-    paths: str = ""  # Absolute paths with NUL between them.
-    numbers: bytes = b""  # Size, mtime, inode and ctime of each file, as int64; all 0 for a missing file.
-    kinds: str = ""  # A letter for the kind of each file, as in rows, or "-" for a missing file.
-    digests: bytes = b""  # SHA-256 of each file, 32 bytes (zeros for links); empty if no content was read.
+    paths: str = ""  # Absolute paths of the files, separated by NUL.
+    numbers: bytes = b""  # Size, mtime, inode and ctime of each file, as int64; all zero for a missing file.
+    kinds: str = ""  # One letter per file for its kind, as in rows, or "-" for a missing file.
+    digests: bytes = b""  # SHA-256 of each file, 32 bytes (zeros for links); empty if the scan read no content.
 
     def names(self) -> list[str]:
         """Return the paths of the files."""
@@ -67,7 +72,7 @@ class Stats(msgspec.Struct, array_like=True):
         return numbers[::4], numbers[1::4], numbers[2::4], numbers[3::4]
 
     def pick(self, chosen: Iterable[int]) -> Stats:
-        """Return the files with the given numbers, without digests."""
+        """Return the files with the given indices, without digests."""
         chosen, names = tuple(chosen), self.names()
         return Stats(
             paths="\0".join(names[number] for number in chosen),
@@ -77,19 +82,19 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 class GatePart(msgspec.Struct, array_like=True):
-    """The data that decides at once if an environment is unchanged."""
+    """The data with which the gate decides if an environment is unchanged."""
 
-    generation: bytes  # random number of 16 bytes, equal to the number in the matching files part
+    generation: bytes  # random number of 16 bytes, which the matching files part also contains
     key: bytes
     snapshot: Snapshot
     areas: tuple[Area, ...]
-    directories: str  # absolute paths with NUL between them
+    directories: str  # absolute paths of the directories, separated by NUL
     areas_of: bytes
     mtimes: bytes
-    marks: bytes  # digests of directory contents, 8 bytes for each directory
+    marks: bytes  # marks of the directories, 8 bytes per directory
     small: Stats
     code: Stats
-    absent: str  # missing directories and files of `sys.path`, with NUL between them
+    absent: str  # directories and files of `sys.path` that do not exist, separated by NUL
 
     def directory_names(self) -> list[str]:
         """Return the paths of the directories."""
@@ -97,7 +102,7 @@ class GatePart(msgspec.Struct, array_like=True):
 
 
 class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
-    """A unit that owns files: the directory and prefix of its root, and its identity at the capture."""
+    """A unit that owns files: the directory and prefix of its root, and the unit's captured identity."""
 
     site: str
     prefix: str
@@ -107,7 +112,7 @@ class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
     def row_path(self, file: str) -> str:
-        """Return the row path of a file."""
+        """Return the row path of a library file."""
         if file.startswith(self.site + "/"):
             path = file[len(self.site) + 1 :]
             return flat_path(path) if self.site == self.prefix else f"site/{path}"
@@ -115,45 +120,48 @@ class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FilesPart(msgspec.Struct, array_like=True):
-    """The stats and digests of all library files."""
+    """The `stat` values and digests of all library files."""
 
     generation: bytes
     files: Stats
-    owners_of: bytes  # number of each file's owner, as uint32
+    owners_of: bytes  # owner number of each file, as uint32
     owners: tuple[UnitOwner, ...]
 
     def owner(self, number: int) -> UnitOwner:
-        """Return the unit that owns a file."""
+        """Return the unit that owns a library file."""
         return self.owners[memoryview(self.owners_of).cast("I")[number]]
 
 
 class KeptPart(msgspec.Struct, array_like=True):
-    """Other facts for the rescan. Empty if the standard library has no separate virtual environment."""
+    """Other data that a rescan of the standard library's root needs.
+
+    The data are empty if the interpreter is not in a virtual environment.
+    """
 
     generation: bytes
-    spot: ImportRoot | None = None  # root of the library; None if nothing is known about the library
+    spot: ImportRoot | None = None  # root of the library, or None if the index has no data about the library
     inodes: bytes = b""
-    others: Stats = msgspec.field(default_factory=Stats)  # Files of the library that are in no unit, without digests.
-    others_of: bytes = b""  # Number of the owner that claims each file, or `NO_OWNER`, as uint32.
+    others: Stats = msgspec.field(default_factory=Stats)  # Library files that do not belong to a unit, without digests.
+    others_of: bytes = b""  # Owner number of each file in `others`, or `NO_OWNER`, as uint32.
     distributions: tuple[KeptDistribution, ...] = ()
 
 
 class IndexFile:
-    """An index file, whose parts can be read separately."""
+    """An index file whose parts a reader can load separately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read_gate(self) -> GatePart | None:
-        """Return the gate part of the index, or None if it is missing."""
+        """Return the gate part of the index, or None if the part is missing."""
         return self._read(0, GatePart)
 
     def read_files(self) -> FilesPart | None:
-        """Return the files part of the index, or None if it is missing."""
+        """Return the files part of the index, or None if the part is missing."""
         return self._read(1, FilesPart)
 
     def read_kept(self) -> KeptPart | None:
-        """Return the kept part of the index, or None if it is missing."""
+        """Return the kept part of the index, or None if the part is missing."""
         return self._read(2, KeptPart)
 
     def write(self, gate: GatePart, files: FilesPart, kept: KeptPart) -> None:
@@ -170,17 +178,17 @@ class IndexFile:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-        with contextlib.suppress(OSError):  # Another process may delete the same files at the same time.
+        with contextlib.suppress(OSError):  # Another process may delete the same index files at the same time.
             found = sorted(self.path.parent.glob("*.index"), key=lambda path: path.stat().st_mtime_ns)
             for path in found[:-ENTRIES_MAX]:
                 path.unlink(missing_ok=True)
 
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
-        """Replace one part of the index with newer facts of the same capture, and ignore write errors.
+        """Replace one part of the index with newer data of the same capture, and ignore write errors.
 
-        If another process has written a newer capture, the function drops the facts. A newer capture that another
-        process writes just before the rename is lost. The old parts still match their own capture, so the next check
-        finds the change again.
+        If another process has stored a newer capture, the function discards the data. The function may overwrite a
+        capture that another process stores just before the rename. The remaining parts still match their own capture,
+        so the next check finds the change again.
         """
         old_gate, old_files, kept = self.read_gate(), self.read_files(), self.read_kept()
         if old_gate is None or old_files is None or kept is None:
@@ -188,7 +196,7 @@ class IndexFile:
         gate, files = gate or old_gate, files or old_files
         if len({part.generation for part in (gate, files, kept, old_gate, old_files)}) > 1:
             return
-        with contextlib.suppress(OSError):  # On a full disk, the next check only takes some milliseconds longer.
+        with contextlib.suppress(OSError):  # If the disk is full, the next check only takes a few milliseconds longer.
             self.write(gate, files, kept)
 
     def _read(self, number: int, kind: type[_PartT]) -> _PartT | None:
@@ -206,7 +214,7 @@ class IndexFile:
 
 
 def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: int) -> Stats:
-    """Return files in stored form, from path, stat (None: missing) and SHA-256 (b"" if unknown)."""
+    """Convert files to stored form, from path, stat (None if missing) and SHA-256 (b"" if unknown)."""
     paths: list[str] = []
     kinds: list[str] = []
     numbers = array("q")
@@ -224,7 +232,7 @@ def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: i
 
 
 def known_mtime(mtime_ns: int, seen_ns: int) -> int:
-    """Return an mtime or ctime, or `UNKNOWN` if a later change might leave the time the same.
+    """Return an mtime or ctime, or `UNKNOWN` if a later change might leave the value the same.
 
     `seen_ns` is the start time of the scan that read the mtime or ctime.
     """
@@ -233,7 +241,7 @@ def known_mtime(mtime_ns: int, seen_ns: int) -> int:
 
 
 def pack_directories(directories: Sequence[tuple[int, Directory]], seen_ns: int) -> tuple[str, bytes, bytes, bytes]:
-    """Return directories in stored form: names, areas, mtimes and marks."""
+    """Convert directories to stored form: names, areas, mtimes and marks."""
     names = "\0".join(directory.path for _, directory in directories)
     areas = array("H", (area for area, _ in directories)).tobytes()
     mtimes = array("q", (known_mtime(directory.mtime_ns, seen_ns) for _, directory in directories)).tobytes()

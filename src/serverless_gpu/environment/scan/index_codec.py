@@ -1,6 +1,6 @@
-"""Converts the units and directories of a scan to the parts of the index, and back.
+"""Converts the units and directories of a scan to index parts, and back.
 
-The digests of files come from the captured scan, which the capture corrected where a RECORD was wrong.
+File digests come from the captured scan, in which the capture has corrected the digests of wrong RECORD files.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class IndexedUnit(msgspec.Struct, frozen=True):
 
 
 class KnownFiles(msgspec.Struct, frozen=True):
-    """Digests, stats and addresses from an earlier scan."""
+    """File digests, `stat` values and unit addresses from an earlier scan."""
 
     # Path of a file → size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and SHA-256.
     digests: dict[str, tuple[int, int, int, int, bytes]] = {}
     # Path of a RECORD or another small file → size, mtime (or `UNKNOWN`), inode.
     records: dict[str, tuple[int, int, int]] = {}
-    addresses: dict[Place, str] = {}  # Place → address of the unit.
+    addresses: dict[Place, str] = {}  # Place of a unit → address of the unit.
 
     def find(self, file: ListedFile) -> Digest | None:
-        """Return the stored digest of a file if its stat is unchanged, else None."""
+        """Return a file's stored digest if its `stat` values are unchanged, else None."""
         kept = self.digests.get(file.file)
         if kept is None or kept[:4] != (file.size, file.mtime_ns, file.inode, file.ctime_ns):
             return None
         return Digest(kept[4], file.size)
 
     def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
-        """Return True if a file was touched after the last scan, without a new RECORD from an installer.
+        """Return True if a file has changed since the last scan but its RECORD has not.
 
-        The scan then does not trust RECORD, even if the file's size and mtime match RECORD.
+        The scan does not trust RECORD for a changed file, even if the size and mtime match.
         """
         size, mtime_ns, inode = self.records.get(record.file, (-1, 0, 0))
         is_old = (size, inode) == (record.size, record.inode) and mtime_ns in (UNKNOWN, record.mtime_ns)
@@ -81,7 +81,7 @@ def read_memory(index: IndexFile) -> IndexParts | None:
 
 
 def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
-    """Return the facts of an earlier scan about files that still exist, or no facts without an index."""
+    """Return an earlier scan's data about files that still exist, or empty data without an index."""
     if memory is None:
         return KnownFiles()
     gate, files = memory.gate, memory.files
@@ -106,9 +106,9 @@ def make_parts(
     digests: Mapping[str, bytes],
     seen_ns: int,
 ) -> IndexParts:
-    """Return the parts of an index.
+    """Return the index parts for a captured scan.
 
-    `digests` maps the path of each file to its captured SHA-256. `seen_ns` is the start time of the survey.
+    `digests` maps the path of each file to its captured SHA-256. `seen_ns` is the time at which the survey started.
     """
     made = [*made, *_made_before(found)]
     areas = [(area, listing) for part in found.parts for area, listing in part.areas]
@@ -137,7 +137,7 @@ def make_parts(
 
 
 def _made_before(found: Survey) -> list[IndexedUnit]:
-    """Return the reused units as composed units."""
+    """Convert the reused units of a rescan to composed units."""
     made = []
     for part in found.parts:
         for member in part.reused.members if part.reused is not None else ():
@@ -182,7 +182,7 @@ def _kept_part(found: Survey, gate: GatePart, made: Sequence[IndexedUnit], seen_
 def _owned_files(
     snapshot: Snapshot, made: Sequence[IndexedUnit], digests: Mapping[str, bytes]
 ) -> tuple[list[tuple[str, ListedFile | None, bytes]], bytes, tuple[UnitOwner, ...]]:
-    """Return the library files with digests, the number of each file's owner, and the owners."""
+    """Return the library files with digests, the owner number of each file, and the owners."""
     originals = snapshot.facts.originals
     captured = {
         (originals[number], member.kind, member.name, member.version): member.address
@@ -216,9 +216,12 @@ def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str,
 
 
 def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
-    """Return the small files that determine the captured files. The value of an unlisted file is None.
+    """Return the small files whose content determines the selection of captured files.
 
-    The result includes files that were taken out of units because they name directories. No unit covers these files.
+    A file that no directory listing contains has the value None.
+
+    The result includes files with local directory paths, which the capture has taken out of their units. The units do
+    not contain these files.
     """
     generated = {
         original: [one.path for one in root.generated]
@@ -234,10 +237,10 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
 
 
 def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
-    """Return small files with their digests, and with zeros as the stat of a missing file.
+    """Return small files with their `stat` values and digests, with zeros for a missing file.
 
-    A file that has changed since the survey keeps its old stat and gets an impossible digest, because the capture has
-    the file's old content.
+    A file that has changed since the survey keeps its old `stat` values and gets an impossible digest, so the next
+    check reads it.
     """
     found: list[tuple[str, ListedFile | None, bytes]] = []
     for path, then in files.items():
@@ -247,7 +250,8 @@ def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
         elif file is not None:
             try:
                 digest = digest_files([(path, "site/", file.size)])[0].sha256
-            except EnvironmentUnsupported:  # The file disappeared after the survey, so the next check reports a change.
+            # A user or program deleted the file after the survey, so the next check reports a change.
+            except EnvironmentUnsupported:
                 file = None
         found.append((path, file, digest))
     return pack_stats(found, seen_ns)

@@ -1,8 +1,8 @@
 """Describes an interpreter: its module search path, its loaded modules, and its build.
 
-The module uses only the standard library and syntax that old Pythons accept. `describe_other` runs the module's source
-in interpreters that do not have this package. The description contains the names of start-up variables, never their
-values.
+This module uses only the standard library and syntax that old Python versions accept. `describe_other` runs this
+module's source code in interpreters that do not have serverless-gpu installed. The description contains the names of
+start-up variables, never their values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STARTUP_PREFIXES = (
     "TORCH",
     "PYTORCH",
 )
-"""Environment variables that interpreters and libraries read only at their start."""
+"""Environment variables that interpreters and libraries read only at start-up."""
 
 LOADED_MAX = 50_000
 _ANSWER = "serverless-gpu interpreter: "  # A .pth file may print text at start-up before this marker.
@@ -40,7 +40,7 @@ _turn = threading.Lock()
 
 
 def _renew_turn() -> None:
-    """Replace the lock in a forked child, which does not have the thread that held the lock."""
+    """Replace the lock in a forked child process, which does not have the thread that held the lock."""
     global _turn
     _turn = threading.Lock()
 
@@ -49,8 +49,11 @@ os.register_at_fork(after_in_child=_renew_turn)
 
 
 def describe() -> dict[str, object]:
-    """Return the description of this process as JSON-compatible values. A lock serializes the callers."""
-    with _turn:  # Until Python 3.12, a second thread may read incomplete sysconfig variables.
+    """Return the description of this process as JSON-compatible values.
+
+    A lock serializes concurrent callers of `describe`.
+    """
+    with _turn:  # In older Python versions, a second thread may read incomplete sysconfig variables.
         return _describe()
 
 
@@ -84,7 +87,7 @@ def _describe() -> dict[str, object]:
 
 
 def describe_other(python: str) -> dict[str, object]:
-    """Run another interpreter as `python -c` in the current directory, and return its description.
+    """Run another interpreter with `python -c` in the current directory, and return its description.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -111,7 +114,7 @@ def describe_other(python: str) -> dict[str, object]:
 
 
 def _abi() -> str:
-    """Return the ABI tag of extension modules, for CPython from the file suffixes of modules."""
+    """Return the interpreter's ABI tag for extension modules, for CPython from module file suffixes."""
     if sys.implementation.name == "cpython":
         tagged = [ending for ending in EXTENSION_SUFFIXES if ending.startswith(".cpython-")]
         return tagged[0].split(".")[1] if tagged else ""
@@ -134,7 +137,7 @@ def _loaded() -> list[str]:
     for module in list(sys.modules.values()):
         try:
             file = object.__getattribute__(module, "__dict__").get("__file__")
-        except AttributeError:  # A library replaced a module in `sys.modules` with another object.
+        except AttributeError:  # A library has replaced a module in `sys.modules` with another object.
             continue
         if isinstance(file, str) and os.path.isabs(file):
             files.append(file)
@@ -144,7 +147,7 @@ def _loaded() -> list[str]:
 def _cwd() -> str:
     try:
         return os.getcwd()
-    except OSError:  # The current directory was removed.
+    except OSError:  # The process's current directory no longer exists.
         return ""
 
 

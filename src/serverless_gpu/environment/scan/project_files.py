@@ -1,9 +1,9 @@
-"""Decides which files of the user's project are captured, by the rules of git.
+"""Selects the files of the user's project that a capture includes, by the rules of git.
 
-The capture leaves out files that git ignores (`.gitignore`, `.git/info/exclude`, the user's own pattern file) and files
-that `.sgpuignore` names. The capture always leaves out `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual
-environments, and the home directory of serverless-gpu. Directories of distributions are separate roots. The capture
-includes some ignored files, unless `.sgpuignore` names them:
+The capture leaves out files that `.sgpuignore` or git's ignore files (`.gitignore`, `.git/info/exclude`, the user's
+own) name. The capture always leaves out `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, and
+the home directory of serverless-gpu. Directories with installed distributions are separate roots, and not project code.
+The capture includes these ignored files, unless `.sgpuignore` names them:
 
     tracked    files that git tracks (`git add -f`), also in an ignored directory
     imported   files of modules that were imported
@@ -11,21 +11,21 @@ includes some ignored files, unless `.sgpuignore` names them:
                an extension module built in place. Not in an ignored directory
     egg-info   an old editable install has no metadata without this directory
 
-The capture does not walk directories that are not projects, such as the home directory, `/` and `/tmp`. A directory
-that is not a project may contain a script. The capture then includes only the Python files and packages of the
-directory.
+The capture does not walk directories that are not projects, such as the home directory, `/` and `/tmp`. A user may also
+start a script from a directory that is not a project. For a script outside of a project, the capture includes only the
+Python files and packages in the script's directory.
 
-The capture also leaves out files that no restore would accept, and reports these files. A project may contain a data
-set with `a.png` and `A.png`, and the project's code must still run. Of two names that differ only in case or Unicode
-form, the capture includes the imported file, or else the file that sorts first. In a library the capture refuses
-invalid names, because no installer creates a file with an invalid name.
+The capture also leaves out and reports files that a restore would reject. For example, a project with the data files
+`a.png` and `A.png` must still run. If two names differ only in case or Unicode form, the capture prefers the imported
+file, then the first in sort order. The capture refuses invalid names in a library, because no installer creates a file
+with an invalid name.
 
-The walk counts the entries that git ignores and reports the count in one message. The walk does not enter ignored
-directories, so their size is unknown. The message names directories first, because they contain the most data, and
-hidden directories (caches of tools) last.
+The walk counts the entries that git ignores, and reports the counts in one message. The walk does not enter ignored
+directories, so it does not know their size. The message names ignored directories first and hidden directories last,
+because hidden directories are mostly caches.
 
-Failure case: The walk raises `EnvironmentTooLarge` for a project of more than 1 GiB or 100,000 files. The error names
-the ten largest entries.
+Failure case: The walk raises `EnvironmentTooLarge` for a project of more than 1 GiB or 100,000 files. This error names
+the ten largest entries of the project.
 """
 
 from __future__ import annotations
@@ -67,41 +67,46 @@ _AREA = "site/"
 CODE_BYTES_MAX = 1024**3
 CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
-"""Number of files after which the walk of a too large directory stops. The walk knows the largest entries by then."""
+"""Number of files after which the walk of an oversized directory stops.
+
+After this many files, the walk has usually found the largest entries.
+"""
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
 _IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
 
 
 class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory of code, and the rules that select its files."""
+    """A project directory, and the rules that select its files for the capture."""
 
     directory: str  # Absolute path of the directory.
-    shallow: bool = False  # True if only the directory's own Python files and packages are captured.
-    out: tuple[str, ...] = ()  # Absolute paths of subdirectories that never belong to this code.
-    wanted: tuple[str, ...] = ()  # Relative paths of files that are captured although git ignores them.
+    shallow: bool = False  # True if the capture includes only the directory's own Python files and packages.
+    out: tuple[str, ...] = ()  # Absolute paths of subdirectories that are never part of the project code.
+    wanted: tuple[str, ...] = ()  # Relative paths of ignored files that the capture includes.
     unwanted: tuple[str, ...] = ()
     tracked: tuple[str, ...] = ()  # Relative paths of files that git both ignores and tracks.
-    index: str = ""  # Path of git's index, or "".
-    index_ns: int = 0  # Time of the last write to git's index, in nanoseconds.
+    index: str = ""  # Path of git's index file, or "" outside of a repository.
+    index_ns: int = 0  # Modification time of git's index, in nanoseconds.
 
     def is_stale(self) -> bool:
-        """Return True if git's index has changed since the walk read the index."""
+        """Return True if git's index has changed since the walk."""
         return bool(self.index) and index_mtime(self.index) != self.index_ns
 
 
 class CodeListing(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a code directory that are captured."""
+    """The captured files of a project directory, and the watched ignore files."""
 
     listing: Listing
-    watched: tuple[str, ...]  # ignore files that the walk used, and missing files that would have an effect
+    # ignore files that the walk read, and missing ignore files that would take effect
+    watched: tuple[str, ...]
     place: CodeDirectory
 
 
 def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
-    """Return the files of a code directory that are captured.
+    """Return the files of a project directory that a capture includes.
 
-    With `ask`, the walk reads git's index. Otherwise the walk uses the tracked files in `place`.
+    If `ask` is true, the walk reads the tracked files from git's index. If `ask` is false, the walk uses the tracked
+    files in `place`.
     """
     outer, watched = outer_ignoring(place.directory)
     walk = _CodeWalk(place, outer, ask=ask)
@@ -120,7 +125,7 @@ def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
 
 
 class _CodeWalk:
-    """A walk of a code directory, with the directories to visit and their ignore rules."""
+    """A walk of a project directory, with the directories to visit and their ignore rules."""
 
     def __init__(self, place: CodeDirectory, outer: IgnoreRules, *, ask: bool) -> None:
         self._ask = ask
@@ -141,7 +146,7 @@ class _CodeWalk:
         if ask:
             found = git_index(place.directory)
             index = found[0] if found else ""
-            # The walk reads the time before the index, so that a later change is detected.
+            # The walk reads the index's modification time before its content, so that a later change is detected.
             index_ns = index_mtime(index)
             self._read_tracked(place.directory, "")
             self.place = msgspec.structs.replace(place, index=index, index_ns=index_ns)
@@ -168,7 +173,7 @@ class _CodeWalk:
             self.place = msgspec.structs.replace(self.place, tracked=tuple(self._ignored_and_tracked))
 
     def add_wanted(self) -> None:
-        """Add imported files that only git's patterns left out."""
+        """Add imported files that git's patterns ignore, unless `.sgpuignore` names them."""
         unwanted = []
         for path in self.place.wanted:
             file = f"{self.place.directory}/{path}"
@@ -190,21 +195,27 @@ class _CodeWalk:
     def _track(self, base: str, paths: Collection[str]) -> None:
         for path in paths:
             self._tracked.add(base + path)
-            # The set includes the path itself, because git tracks a submodule as a directory.
+            # The set includes the path itself, because git lists a submodule as a tracked directory.
             above = base + path + "/"
             while above and above not in self._above_tracked:
                 self._above_tracked.add(above)
                 above = above[: above.rfind("/", 0, -1) + 1]
 
     def _holds_in(self, path: str) -> IgnoreRules:
-        """Return the rules for a captured directory. An ignored directory captures only tracked files."""
+        """Return the ignore rules for a captured directory.
+
+        In an ignored directory, the capture includes only tracked files.
+        """
         ignoring = self._ignoring
         if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):
             return msgspec.structs.replace(ignoring, all=True)
         return ignoring
 
     def _is_ignored(self, above: str, path: str) -> bool:
-        """Return True to leave out an entry, and count ignored entries. Directory paths end in ``/``."""
+        """Return True if the capture leaves out an entry, and count the entry if git ignores it.
+
+        All directory paths end in ``/``.
+        """
         ours = self._ignoring.by_ours(path)
         if ours:
             return True
@@ -212,7 +223,7 @@ class _CodeWalk:
             if self._ask and self._ignoring.by_git(path):
                 self._ignored_and_tracked.append(path.rstrip("/"))
             return False
-        # As in git, no pattern can include an entry of an ignored directory.
+        # As in git, no pattern can include an entry of a directory that git ignores.
         ignored = self._ignoring.by_git(path) if ours is None or self._ignoring.all else False
         if not ignored or (path.endswith(_IMPORTABLE) and not self._ignoring.all and self._is_imported_from(above)):
             return False
@@ -220,7 +231,7 @@ class _CodeWalk:
         return True
 
     def _is_imported_from(self, above: str) -> bool:
-        """Return True if a directory holds an imported file or is a captured package."""
+        """Return True if a directory contains an imported file or is a captured package."""
         known = self._packages.get(above)
         if known is None:
             own = above + "__init__.py"
@@ -232,7 +243,7 @@ class _CodeWalk:
         return known
 
     def _is_ours(self, path: str) -> bool:
-        """Return True if `.sgpuignore` leaves out a file or a directory above it."""
+        """Return True if `.sgpuignore` names a file or one of its parent directories."""
         names = path.split("/")
         ignoring = self._chains[""]
         for depth in range(1, len(names) + 1):
@@ -251,7 +262,7 @@ class _CodeWalk:
         if not above:
             if self._is_venv and name in _VENV_NAMES:
                 return False
-            if self.place.shallow:  # In a shallow directory, only importable files and packages are captured.
+            if self.place.shallow:  # In a shallow directory, the capture includes only importable files and packages.
                 is_package = is_directory and os.path.lexists(f"{top}/{name}/__init__.py")
                 if not is_package and (is_directory or not name.endswith(_IMPORTABLE)):
                     return False
@@ -276,7 +287,7 @@ class _CodeWalk:
 
 
 def wanted_files(directory: str, loaded: Collection[str], deeper: Collection[str]) -> tuple[str, ...]:
-    """Return the loaded files below a directory and not below a deeper root, as relative paths."""
+    """Return the relative paths of loaded files that belong to a directory and not to a deeper root."""
     start = directory.rstrip("/") + "/"
     others = tuple(other.rstrip("/") + "/" for other in deeper if other.startswith(start))
     return tuple(
@@ -292,7 +303,7 @@ def _check_size(listing: Listing) -> None:
     many = len(files) > CODE_FILES_MAX
     count = f"{len(files):,}{' or more' if len(files) > _COUNTED_FILES_MAX else ''} files"
     raise EnvironmentTooLarge(
-        f"the project directory {show(listing.top)} has {count} and {_gigabytes(size)}; at most "
+        f"the project directory {show(listing.top)} has {count} and {_gigabytes(size)}, but at most "
         f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} can be captured as code. Largest: "
         f"{_name_largest(files, by_count=many)}",
         hint="list files that the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt",
@@ -303,7 +314,7 @@ def _name_largest(files: dict[str, ListedFile], *, by_count: bool) -> str:
     weights: Counter[str] = Counter()
     for path, file in files.items():
         first, separator, _ = path.partition("/")
-        # The message names a large file by its own path, and many small files by their directory.
+        # The message names large files by their own path, and small files by their top-level directory.
         name = path if not by_count and file.size > CODE_BYTES_MAX // 20 else first + separator
         weights[name] += 1 if by_count else file.size
     largest = weights.most_common(10)
@@ -317,9 +328,9 @@ def _gigabytes(size: int) -> str:
 
 
 def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
-    """Remove files from a code listing that no restore would accept, and store the reason in `odd`.
+    """Remove files that no restore would accept from a code listing, and store the reasons in `odd`.
 
-    Imported files take precedence over other files.
+    When two paths collide, an imported file takes precedence.
     """
     misfits = _Misfits()
     for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
@@ -334,16 +345,16 @@ class _Misfits:
     """Finds invalid paths, and paths that collide on machines that ignore case."""
 
     def __init__(self) -> None:
-        self._folded: dict[str, str] = {"": ""}  # Directory → its case-folded path, which must be unique.
-        self._taken: dict[str, str] = {}  # Case-folded path → path, also for files.
-        self._odd: dict[str, tuple[str, str]] = {}  # Directory → the invalid part of its path, and the reason.
+        self._folded: dict[str, str] = {"": ""}  # Directory → case-folded path, which must be unique.
+        self._taken: dict[str, str] = {}  # Case-folded path → original path, for files and directories.
+        self._odd: dict[str, tuple[str, str]] = {}  # Directory → the invalid part of its path, with the reason.
 
     def find(self, path: str) -> tuple[str, str] | None:
-        """Return the invalid part of a path and the reason, or None for a valid path."""
+        """Return the invalid part of a path with the reason, or None for a valid path."""
         if not is_plain(path):
-            return path, "its name has control characters, or bytes that are not UTF-8"
+            return path, "the name has control characters, or bytes that are not UTF-8"
         if path.count("/") + 2 > DEPTH_MAX or len(os.fsencode(_AREA + path)) > PATH_BYTES_MAX:
-            return path, f"its path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names are allowed"
+            return path, f"the path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names are allowed"
         directory, separator, name = path.rpartition("/")
         if separator and (found := self._enter(directory)) is not None:
             return found
@@ -370,12 +381,12 @@ class _Misfits:
         if other == path:
             return None
         return path, (
-            f"on a system that ignores case or Unicode forms, its name equals {show(os.path.basename(other))}"
+            f"on a system that ignores case or Unicode forms, the name equals {show(os.path.basename(other))}"
         )
 
 
 class IgnoredFiles:
-    """Ignored entries below a directory. The walk does not enter ignored directories."""
+    """Counts of the ignored entries below a directory, without the content of ignored directories."""
 
     def __init__(self) -> None:
         self._files = 0
@@ -383,7 +394,7 @@ class IgnoredFiles:
         self._candidates: list[str] = []
 
     def add(self, path: str) -> None:
-        """Count an ignored entry. A directory's path ends in ``/``."""
+        """Count an entry that git ignores. The path of a directory must end in ``/``."""
         if path.endswith("/"):
             self._directories += 1
         else:
@@ -392,9 +403,9 @@ class IgnoredFiles:
             self._candidates.append(path)
 
     def sentence(self, top: str, problem: str = "") -> str:
-        """Return the message about ignored entries, or "" without any.
+        """Return the message about ignored entries, or "" without ignored entries.
 
-        `problem` is the reason why the files that git tracks are not known.
+        `problem` is the reason why git's tracked files are unknown.
         """
         if not self._candidates:
             return ""
@@ -410,7 +421,7 @@ class IgnoredFiles:
 
 
 def same_matter(sentence: str) -> str:
-    """Return the part of a message about left-out files that does not change with the counts."""
+    """Return the part of an ignored-files message that stays the same when the counts change."""
     head, mark, rest = sentence.partition(MARK)
     return f"{head.partition(': ')[0]}{mark}{rest.partition(UNASKED)[2]}" if mark else sentence
 
@@ -420,6 +431,6 @@ def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
     name = path.rstrip("/").rpartition("/")[2]
     size = 0
     if not is_directory:
-        with contextlib.suppress(OSError):  # The file disappeared after the walk.
+        with contextlib.suppress(OSError):  # A user or program deleted the file after the walk.
             size = os.lstat(f"{top}/{path}").st_size
     return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path

@@ -3,11 +3,11 @@
     level A, `recognise`   directories' mtimes, RECORD and other small files, every file of the project
     level B, `find_edits`  the stat of every file
 
-A different stat alone is not a change. If a directory's mtime differs, the check lists the directory again and compares
-only its mark, which ignores bytecode. If a file's stat differs or its times are too recent to compare, the check reads
-the file and compares only its content. Therefore `touch`, a checkout to another branch and back, a new hard link, or a
-chmod that preserves the execute bit is not a change. The stat includes the ctime, which no system call can set. The
-check therefore detects an edit of the same size even if a program restored the mtime. The caller stores the new stats
+A file's `stat` values may differ although the file is unchanged. If a directory's mtime differs, the check lists the
+directory again and compares its mark, which ignores bytecode. If a file's `stat` differs or its times are too recent,
+the check compares the file's content. Therefore `touch`, a checkout of another branch and back, a new hard link, or
+most chmods do not count as changes. The compared `stat` values include the ctime, which no system call can set. The
+check therefore detects a same-size edit even if a program restores the mtime. The caller stores the new `stat` values
 for the next check.
 """
 
@@ -32,24 +32,24 @@ from serverless_gpu.environment.scan.roots import keep_for
 from serverless_gpu.errors import EnvironmentProblem
 
 _FORK_FROM_FILES = 4000
-"""For fewer files, one process checks them all, because a fork takes longer."""
+"""Number of files below which a single process checks all files, because a fork takes longer."""
 _WORKERS = 2
 
 RowPath = Callable[[int], str]
 
 
 class Recognised(msgspec.Struct, frozen=True):
-    """An unchanged environment: its current stats, and whether they are newer than the stored stats."""
+    """Current `stat` values of an unchanged environment, and a flag for values newer than the stored ones."""
 
     gate: GatePart
     fresher: bool
 
 
 def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched: bool = False) -> Recognised | None:
-    """Return the current stats of an unchanged environment, or None if it may have changed.
+    """Return the current `stat` values of an unchanged environment, or None if it may have changed.
 
-    `seen_ns` is the time before the check. `watched` is True if inotify watches have just proved the library
-    directories unchanged.
+    `seen_ns` is a time just before the check starts. `watched` is True if inotify watches have just proved that the
+    library directories are unchanged.
     """
     if gate.absent and any(os.path.lexists(path) for path in gate.absent.split("\0")):
         return None
@@ -59,7 +59,8 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
         return None
     try:
         mtimes = _compare_directories(gate, description, seen_ns, watched)
-    # A directory is missing or unreadable. The next scan reports an error if the directory is needed.
+    # A directory of the environment is missing or unreadable. If the environment needs the directory, the next scan
+    # reports an error.
     except EnvironmentProblem:
         return None
     if mtimes is None:
@@ -69,9 +70,9 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
 
 
 def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int], Stats]:
-    """Return the numbers of missing or changed files, and the current stats of all other files.
+    """Return the numbers of missing or changed files, and the current `stat` values of all other files.
 
-    `row_path` returns the row path for the number of a file. `seen_ns` is the time before the check.
+    `row_path` returns the row path of a file from its number. `seen_ns` is a time just before the check starts.
     """
     names = stats.names()
     suspects = _find_differences(names, stats)
@@ -80,21 +81,21 @@ def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int]
 
 
 def differing(stats: Stats) -> list[int]:
-    """Return the numbers of the files whose stat has changed, without reading them."""
+    """Return the numbers of files with changed `stat` values, without reading the files."""
     names = stats.names()
     return _differences(names, stats, 0, len(names))
 
 
 def is_single_threaded() -> bool:
-    """Return True if this process may fork: neither Python nor a library has started a thread."""
+    """Return True if this process may fork, because no Python or library thread is running."""
     try:
         return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
-    except OSError:  # Without /proc the number of threads is unknown.
+    except OSError:  # Without /proc, the process cannot count its threads.
         return False
 
 
 def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
-    """Return the current stats of files if all files have their old content, else None."""
+    """Return the current `stat` values of files if all files have their old content, else None."""
     names = stats.names()
     suspects = differing(stats)
     if not suspects:
@@ -104,7 +105,7 @@ def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
 
 
 def _differences(names: Sequence[str], stats: Stats, start: int, end: int) -> list[int]:
-    """Return the numbers of the files in a range whose stat has changed."""
+    """Return the numbers of the files in a range whose `stat` values have changed."""
     sizes, mtimes, inodes, ctimes = stats.columns()
     kinds, look_at, look_at_link = stats.kinds, os.stat, os.lstat
     found = []
@@ -140,7 +141,10 @@ def _find_differences(names: Sequence[str], stats: Stats) -> list[int]:
 
 
 class _Worker:
-    """A forked process that checks a share of the files. Python threads would wait for each other."""
+    """A forked process that checks some of the files.
+
+    The check uses a process, because Python threads would wait for the interpreter lock.
+    """
 
     def __init__(self, names: Sequence[str], stats: Stats, share: tuple[int, int]) -> None:
         self._work = (names, stats, *share)
@@ -151,7 +155,10 @@ class _Worker:
         os.close(writing)
 
     def finish(self) -> list[int]:
-        """Return the changed files. If the forked process failed, check its share in this process."""
+        """Return the changed files of the forked process's share.
+
+        If the forked process failed, this process checks the files instead.
+        """
         with open(self._reading, "rb") as pipe:
             answer = pipe.read()
         _, status = os.waitpid(self._pid, 0)
@@ -166,13 +173,13 @@ class _Worker:
                 pipe.write(array("q", _differences(*self._work)).tobytes())
             status = 0
         finally:
-            os._exit(status)  # The forked copy must never return into its caller.
+            os._exit(status)  # The forked process must never return into the caller's code.
 
 
 def _read_suspects(
     names: Sequence[str], stats: Stats, suspects: Sequence[int], row_path: RowPath
 ) -> tuple[list[int], dict[int, os.stat_result]]:
-    """Return the files with changed content, and the earlier stat of each unchanged file."""
+    """Return the files with changed content, and the earlier `stat` values of the unchanged files."""
 
     def read(number: int) -> os.stat_result | None:
         return _read_suspect(names[number], stats, number, row_path(number))
@@ -196,12 +203,12 @@ def _read_suspect(name: str, stats: Stats, number: int, row_path: str) -> os.sta
         if not stat.S_ISREG(found.st_mode) or (kind == "x") != bool(found.st_mode & stat.S_IXUSR):
             return None
         return found if digest_file(name, row_path).sha256 == digest else None
-    except (OSError, EnvironmentProblem):  # The file is missing or no longer readable.
+    except (OSError, EnvironmentProblem):  # The checked file is missing or no longer readable.
         return None
 
 
 def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> Stats:
-    """Return stats updated with the files that the check read and found unchanged."""
+    """Return `stat` values updated with the files that the check read and found unchanged."""
     if not seen:
         return stats
     numbers = array("q", stats.numbers)
@@ -213,7 +220,7 @@ def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> St
 
 
 def _compare_directories(gate: GatePart, description: Description, seen_ns: int, watched: bool) -> bytes | None:
-    """Return the mtimes of the directories if their relevant entries are unchanged, else None."""
+    """Return the current mtimes of the directories if their marks are unchanged, else None."""
     names = gate.directory_names()
     mtimes = array("q", gate.mtimes)
     areas_of = memoryview(gate.areas_of).cast("H").tolist()
@@ -243,7 +250,7 @@ def _compare_directories(gate: GatePart, description: Description, seen_ns: int,
 
 
 def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDirectory]:
-    """Return the code areas from which Python loaded files that the areas do not list."""
+    """Return the code areas that do not list all files that Python loaded from them."""
     known = set(gate.code.names())
     again = {}
     for number, area in enumerate(gate.areas):
@@ -258,8 +265,8 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDir
 
 
 def _compare_code(gate: GatePart, number: int, place: CodeDirectory, mtimes: array[int], seen_ns: int) -> bool:
-    """Return True if a walk of a code area finds the same directories and files as before."""
-    if place.is_stale():  # Git may track other files by this time, and only a full scan reads git's index.
+    """Return True if a new walk of a code area finds the same directories and files."""
+    if place.is_stale():  # Git may track different files by now, and only a full scan reads git's index.
         return False
     listing = list_code(place).listing
     names, areas_of = gate.directory_names(), memoryview(gate.areas_of).cast("H")

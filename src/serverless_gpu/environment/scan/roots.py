@@ -13,13 +13,13 @@
 
     find_import_roots ─ libraries first, the outermost first ─ then code ─▶ survey: parts, in the order of `sys.path`
 
-To find the roots, the module checks which paths are directories, and reads small `.pth` files and editable finders. A
-root inside of another scanned root is not a separate part. For example, `pywin32.pth` adds directories of
-site-packages, and a project's `src` may lie in the directory of its scripts. A library below a code directory is a
-separate part, and does not belong to the code (`project_files.py`).
+The module finds roots by checking which paths are directories and reading small `.pth` files and editable finders. A
+root inside of another scanned root does not become a separate part. For example, `pywin32.pth` adds subdirectories of
+site-packages to `sys.path`. A library below a code directory becomes a separate part instead of project code
+(`project_files.py`).
 
-Failure case: The search raises `EnvironmentUnsupported` for conda. Conda rewrites installed files, so their original
-content is unknown.
+Failure case: The root search raises `EnvironmentUnsupported` for conda environments. Conda rewrites installed files, so
+their original content is unknown.
 """
 
 from __future__ import annotations
@@ -72,31 +72,32 @@ class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     """A directory from which an interpreter imports modules."""
 
     kind: ImportRootKind
-    directory: str  # Absolute path, as in `sys.path`; for an archive, the path of its directory.
-    real: str  # Path with all symbolic links resolved.
-    # For a library, the directory above it with ``bin`` and ``share``; equals `directory` for a flat library.
+    directory: str  # Absolute path of the root, as in `sys.path`; for an archive, the path of its directory.
+    real: str  # Path of the root with all symbolic links resolved.
+    # For a library, the parent directory with ``bin`` and ``share``; equals `directory` for a flat library.
     prefix: str = ""
     site: str = ""  # Path of the library below its prefix; "" for a flat library.
-    # True if the prefix belongs to the library alone. Unowned files in the prefix are then part of the library.
+    # True if no other root uses the library's prefix. If no other root uses the prefix, unowned files in the prefix
+    # belong to the library.
     is_venv: bool = False
     before: bool = False  # True if the root comes before the standard library on `sys.path`.
-    on_path: bool = True  # True if the root is on `sys.path`; False if only a generated file names the root.
+    on_path: bool = True  # True if the root is on `sys.path`, or False if only a generated file names the root.
     shallow: bool = False  # True if the root is not a project, for example the home directory or ``/``.
-    archive: str = ""  # File name of an archive; "" for a directory.
+    archive: str = ""  # File name of an archive root; "" for a directory root.
 
 
 class ImportRoots(msgspec.Struct, frozen=True, kw_only=True):
     """All directories from which an interpreter imports modules."""
 
-    # The interpreter's own root first, then in order of `sys.path`. Each root is listed once; one root may lie in
-    # another.
+    # Import roots: the interpreter's own root, then the other roots in the order of `sys.path`. The list names each
+    # root once, but a root may lie inside of another root.
     spots: tuple[ImportRoot, ...]
     absent: tuple[str, ...]  # Entries of `sys.path` that do not exist.
-    left_out: tuple[str, ...]  # Paths that are not scanned, each with the reason.
+    left_out: tuple[str, ...]  # Paths that the scan skips, each with the reason.
 
 
 def find_import_roots(description: Description) -> ImportRoots:
-    """Return the directories that an interpreter imports from."""
+    """Return the directories from which an interpreter imports modules."""
     search = _Search(description)
     search.add_own()
     for entry in description.search_path():
@@ -110,8 +111,8 @@ def find_import_roots(description: Description) -> ImportRoots:
                 search.add_source(source)
     if len(search.spots) > ROOTS_MAX:
         raise EnvironmentUnsupported(
-            f"sys.path has {len(search.spots)} separate directories; at most {ROOTS_MAX} can be captured",
-            hint="install packages into one environment instead of one directory each",
+            f"sys.path has {len(search.spots)} separate directories, but at most {ROOTS_MAX} can be captured",
+            hint="install all packages into one environment, instead of one directory per package",
         )
     return ImportRoots(spots=tuple(search.spots.values()), absent=tuple(search.absent), left_out=tuple(search.left_out))
 
@@ -122,7 +123,7 @@ class _Search:
     def __init__(self, description: Description) -> None:
         self._description = description
         self._stdlib = _standard_library(description)
-        # The directory of a program is on `sys.path`, but contains no modules of the user.
+        # `sys.path` contains the directory of the running program, but this directory has no modules of the user.
         prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
         programs = (description.executable, description.base_executable)
         places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(path) for path in programs]
@@ -137,7 +138,7 @@ class _Search:
         self._add(_library("own", directory))
 
     def add_entry(self, entry: str) -> None:
-        """Add the root of a `sys.path` entry."""
+        """Add the import root for a `sys.path` entry."""
         real = os.path.realpath(entry)
         if real in self._stdlib:
             self._before = False
@@ -158,7 +159,7 @@ class _Search:
             self._add(self._code(entry, before=self._before))
 
     def add_source(self, source: str) -> None:
-        """Add a directory that the finder of an editable install names."""
+        """Add a source directory that the finder of an editable install names."""
         if os.path.realpath(source) not in self.spots:
             self._add(msgspec.structs.replace(self._code(source, before=False), on_path=False))
 
@@ -189,15 +190,15 @@ class _Search:
             return True
         try:
             names = os.listdir(directory)
-        except OSError:  # The scan of the directory reports this error.
+        except OSError:  # The later scan of an unreadable directory reports the error.
             return False
         return any(name.endswith(".dist-info") for name in names) and not any(name in names for name in _PROJECT_FILES)
 
 
 def temporary_directories() -> frozenset[str]:
-    """Return the directories that every user can write to, which are neither projects nor packages."""
+    """Return the world-writable directories, which are neither projects nor packages."""
     found = ["/tmp", "/var/tmp", "/dev/shm"]
-    # `gettempdir` raises this error if no directory is writable, for example in a container with a read-only root.
+    # `gettempdir` raises this error if it finds no writable directory, for example with a read-only file system.
     with contextlib.suppress(FileNotFoundError):
         found.append(tempfile.gettempdir())
     return frozenset(os.path.realpath(path) for path in found)
@@ -231,7 +232,7 @@ def _standard_library(description: Description) -> frozenset[str]:
 
 
 def _pth_directories(directory: str) -> Iterator[str]:
-    """Yield the directories that `.pth` files of a site directory add to `sys.path`."""
+    """Yield the directories that a site directory's `.pth` files add to `sys.path`."""
     for file in _names(directory, ".pth"):
         for line in read_text(file).splitlines():
             line = line.strip()
@@ -243,7 +244,7 @@ def _pth_directories(directory: str) -> Iterator[str]:
 
 
 def _finder_sources(directory: str) -> Iterator[str]:
-    """Yield the source directories that finders of editable installs name."""
+    """Yield the source directories that the finders of editable installs name."""
     for file in _names(directory, ".py"):
         if not FINDER.fullmatch(os.path.basename(file)):
             continue
@@ -257,38 +258,38 @@ def _finder_sources(directory: str) -> Iterator[str]:
 def _names(directory: str, ending: str) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(ending))
-    except OSError:  # A missing directory has no installed packages; the scan reports an unreadable directory.
+    except OSError:  # A missing directory has no installed packages, and the scan reports an unreadable directory.
         return []
     return [os.path.join(directory, name) for name in names]
 
 
 class Area(msgspec.Struct, frozen=True, array_like=True):
-    """A walked directory and the rules of the walk, which allow listing a part of the directory again."""
+    """A walked directory and its walk rules, with which a later check lists parts of the directory again."""
 
     kind: Literal["site", "prefix", "code"]
-    top: str  # absolute path of the directory
+    top: str  # absolute path of the walked directory
     place: CodeDirectory | None = None
 
 
 class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
-    """A distribution whose unit can be reused while its files are unchanged."""
+    """A distribution whose unit a rescan can reuse while its files are unchanged."""
 
     owner: int
     info: str  # name of the distribution's ``.dist-info`` directory
     scripts: tuple[str, ...]
     notes: dict[str, str]
-    missing: tuple[str, ...]  # rows of files that RECORD claims and that did not exist
+    missing: tuple[str, ...]  # rows of missing files that RECORD claims
 
 
 class ReusedUnits(msgspec.Struct, frozen=True, kw_only=True):
-    """The unchanged part of a root, which a rescan does not read in detail."""
+    """The unchanged part of a root, whose files a rescan does not read again."""
 
     members: tuple[SnapshotMember, ...]
     scripts: frozenset[str]
     notes: dict[str, str]
     files: frozenset[str]
     distributions: dict[str, KeptDistribution]
-    # files that RECORD claims and that are not in the unit, by the unit's address
+    # files that RECORD claims but that do not belong to the unit, by unit address
     others: dict[str, tuple[ListedFile, ...]]
     unit: Callable[[str], list[tuple[FileRow, ListedFile]]]
 
@@ -301,10 +302,10 @@ class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
     areas: tuple[tuple[Area, Listing], ...] = ()
     distributions: tuple[Distribution, ...] = ()
     watched: tuple[str, ...] = ()
-    reused: ReusedUnits | None = None  # unchanged units, which `files` and `distributions` do not contain
+    reused: ReusedUnits | None = None  # unchanged units, which are missing from `files` and `distributions`
 
     def holds(self, path: str) -> bool:
-        """Return True if a real path is a directory or file of this root."""
+        """Return True if a resolved path is a directory or file of this root."""
         if self.spot.archive or not is_inside(path, self.spot.real):
             return False
         _, listing = self.areas[0]
@@ -315,7 +316,7 @@ class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """All roots (the interpreter's own first), missing `sys.path` entries, left-out paths with reasons."""
+    """Survey of all roots (the interpreter's own first), missing `sys.path` entries, and skipped paths."""
 
     parts: tuple[SurveyedRoot, ...]
     absent: tuple[str, ...]
@@ -323,7 +324,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
-    """Return True to list an entry of a prefix, but not its Python or unknown top-level names."""
+    """Return True for prefix entries to list, except Python directories and unknown top-level names."""
     if not above:
         return is_directory and name in _PREFIX_DIRECTORIES
     if above == "lib/" and name.startswith(("python", "pypy")):
@@ -332,7 +333,7 @@ def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
 
 
 def keep_for(area: Area) -> Keep:
-    """Return the rule that selects the entries to list in an area of a library."""
+    """Return the rule that selects which entries of a library area the scan lists."""
     return keep_prefix if area.kind == "prefix" else keep_all
 
 
@@ -341,15 +342,15 @@ def survey(
     look_at: Callable[[str, int], None] = lambda name, files: None,
     again: Callable[[ImportRoot], SurveyedRoot | None] = lambda spot: None,
 ) -> Survey:
-    """Scan everything that an interpreter imports from.
+    """Scan all directories that an interpreter imports modules from.
 
-    The function calls `look_at` with each directory and the number of its files. `again` returns the survey of the
-    interpreter's own library, or None if the library needs a full scan.
+    The survey calls `look_at` with each directory and the number of its files. `again` returns the survey of the
+    interpreter's own library, or None to request a full scan.
     """
     spots = find_import_roots(description)
     parts: dict[int, SurveyedRoot] = {}
-    # Roots are sorted by depth, because the survey finds an inner root only after the walk of the outer root. Code
-    # roots are last.
+    # The survey sorts roots by depth, because it finds an inner root only after walking the outer root. Code roots come
+    # after all library roots.
     order = sorted(
         enumerate(spots.spots), key=lambda one: (one[1].kind != "own", one[1].kind == "code", len(one[1].real))
     )
@@ -396,17 +397,17 @@ def _look_at_library(spot: ImportRoot) -> SurveyedRoot:
 
 
 def check_names(spot: ImportRoot, files: Iterable[str]) -> None:
-    """Raise an error for names that no restore would accept."""
+    """Raise an error for file names that a restore would reject."""
     for path in files:
         if not is_plain(path):
             raise EnvironmentUnsupported(
-                f"{show(spot.directory)} holds {show(path)}: this name has control characters, or is not UTF-8",
-                hint="rename or remove it",
+                f"{show(spot.directory)} contains {show(path)}: this name has control characters, or is not UTF-8",
+                hint="rename or remove this file",
             )
 
 
 def _add_claimed(spot: ImportRoot, distributions: tuple[Distribution, ...], files: dict[str, ListedFile]) -> None:
-    """Add files that distributions own in a shared prefix, which is not walked."""
+    """Add the files of distributions in a shared prefix, which the scan does not walk."""
     for distribution in distributions:
         for claim in distribution.claims:
             path = row_path(claim.path, spot.site, spot.prefix)
@@ -423,7 +424,7 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
     others += [directory for one in libraries for directory in (one.directory, one.real)]
     if spot.shallow:
         others += [one.directory for one in spots.spots if one.kind == "code"]
-        # Temporary directories are excluded, because a leftover `__init__.py` must not make `/tmp` a package of `/`.
+        # The scan excludes temporary directories, because a leftover `__init__.py` must not make `/tmp` a package.
         others += temporary_directories()
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
@@ -431,7 +432,7 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
     code = list_code(place, ask=True)
     files = {f"site/{path}": file for path, file in code.listing.files.items() if is_plain(path)}
     for path in code.listing.files.keys() - {path[5:] for path in files}:
-        code.listing.odd[path] = "its name has control characters, or bytes that are not UTF-8"
+        code.listing.odd[path] = "the name has control characters, or bytes that are not UTF-8"
     place = msgspec.structs.replace(code.place, wanted=tuple(path for path in wanted if path in code.listing.files))
     area = Area("code", spot.directory, place)
     return SurveyedRoot(spot=spot, files=files, areas=((area, code.listing),), watched=code.watched)
@@ -442,8 +443,8 @@ def _say_odd(part: SurveyedRoot) -> list[str]:
     for area, listing in part.areas:
         for path, reason in listing.odd.items():
             file = os.path.join(listing.top, path)
-            # No installer makes a device in a library, so the scan raises an error. A link that leads outside is only
-            # reported.
+            # No installer makes a device in a library, so the scan raises an error. The scan only reports a link to an
+            # outside path.
             if area.kind != "code" and not os.path.islink(file):
                 raise EnvironmentUnsupported(f"{show(file)} cannot be captured: {reason}", hint="remove it")
             sentences.append(f"{show(file)}: {reason}")

@@ -1,4 +1,4 @@
-"""Scans an environment, and remembers the result to make the next scan fast.
+"""Scans an environment, and stores the result to make the next scan fast.
 
     gate(d)      ~10 ms   unchanged since it was remembered? returns its snapshot, else None    recognition.py
     check()      ~50 ms   after such a gate, during the launch: files edited in place
@@ -6,10 +6,10 @@
     scan(d)      < 1 s    everything: roots, units, addresses                                   roots.py, units.py
     remember(s)           after a capture: stores the state for later gates                     index.py
 
-A scan reads files that RECORD does not cover: code, unowned files, files of unknown installers, and edited files. The
-scan skips files whose digests the index has from an earlier scan. A wrong RECORD may give a unit a wrong address in the
-scan. The capture that sends the unit's bytes finds the error and corrects the scan. In the next scan, the index
-overrides RECORD.
+A scan reads files that RECORD does not cover: code, unowned files, files of unknown installers, and edited files. A
+scan does not read files whose current digests are in the index. If a RECORD is wrong, the scan may compute a wrong
+address for the unit. The capture that sends the unit's content detects the wrong digest and corrects the scan. In later
+scans, the digests in the index override RECORD.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNKNOWN = Change(kind="root", name="the environment", what="changed")
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The last scan, with all data that `remember` needs."""
+    """Result of the last scan, with all data that `remember` needs."""
 
     key: bytes
     seen_ns: int
@@ -56,14 +56,14 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class _Gated(msgspec.Struct, frozen=True):
-    """An environment that the gate found unchanged, and the index data that the gate used."""
+    """An environment that the gate found unchanged, with the index data of this decision."""
 
     description: Description
     gate: GatePart
 
 
 class Recogniser:
-    """Recognizes environments that this machine has captured. Not safe for concurrent callers."""
+    """Recognizes environments that this machine has captured. The class is not thread-safe."""
 
     def __init__(self, directory: Path, clock: Clock | None = None) -> None:
         self._directory = directory
@@ -74,7 +74,7 @@ class Recogniser:
     def gate(self, description: Description, watched: bytes = b"") -> Snapshot | None:
         """Return the snapshot of the last capture if a quick check finds no change.
 
-        Return None when the environment has changed or was never captured.
+        If the environment has changed or was never captured, return None.
         """
         self._gated = None
         key = _key(description)
@@ -91,23 +91,23 @@ class Recogniser:
         return recognised.gate.snapshot
 
     def known(self) -> Snapshot | None:
-        """Return the last result of `gate`."""
+        """Return the snapshot that the last `gate` call returned."""
         return None if self._gated is None else self._gated.gate.snapshot
 
     def generation(self) -> bytes:
-        """Return the index generation that the last `gate` used, or b"" if `gate` found a change."""
+        """Return the index generation that the last `gate` call used, or b"" if it found a change."""
         return b"" if self._gated is None else self._gated.gate.generation
 
     def last(self, description: Description) -> Snapshot | None:
-        """Return the last captured snapshot of an environment, which may have changed since, or None."""
+        """Return the last captured snapshot of an environment, which may have changed since then, or None."""
         key = _key(description)
         gate = self._index(key).read_gate()
         return gate.snapshot if gate is not None and gate.key == key else None
 
     def check(self) -> tuple[Change, ...]:
-        """Check every file after a gate without changes, and return the files that were edited in place.
+        """After a successful gate, check every file and return the files that were edited in place.
 
-        The result has a single change for each changed unit.
+        The result contains one `Change` for each modified unit.
         """
         gated = self._gated
         if gated is None:
@@ -125,9 +125,9 @@ class Recogniser:
         return _tell(files, names, edited)
 
     def _check_again(self, gated: _Gated) -> tuple[Change, ...]:
-        """Return the changes if another process has stored a newer index of the environment since the gate.
+        """Return the changes found if another process has stored a newer index since the gate.
 
-        The new index confirms the old result of the gate only if the gate returns the same result again.
+        The new index confirms the earlier gate result only if repeating the gate gives the same result.
         """
         was = gated.gate
         now = self.gate(gated.description)
@@ -136,22 +136,23 @@ class Recogniser:
         return compare(was.snapshot, now) or self.check()
 
     def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
-        """Place watches on the libraries, check all files, and return the watches and the index generation.
+        """Place watches on the libraries and check all files, and return the watches and the index generation.
 
-        Raises Unwatchable: watches are not available or not sufficient, or the environment changed during the check.
+        Raises Unwatchable: watches are unavailable or insufficient, or the environment changed during the check.
         """
         index = self._index(_key(description))
         gate, files = index.read_gate(), index.read_files()
         if gate is None or files is None:
-            raise Unwatchable("the index of the environment cannot be read")
+            raise Unwatchable("the environment's index file cannot be read")
         watcher = LibraryWatcher(gate, files.files)
         try:
-            # From now on, inotify events report changes. The check finds earlier changes.
+            # From this point, inotify events report library changes. The full check finds changes from before the
+            # watches.
             if self.gate(description) is None or self.check():
                 raise Unwatchable("the environment changed while the watches were placed")
             seen = index.read_files()
             if seen is None or {files.generation, seen.generation, self.generation()} != {gate.generation}:
-                raise Unwatchable("the environment was captured while the watches were placed")
+                raise Unwatchable("another process captured the environment while the watches were placed")
             watcher.begin(seen.files)
             if reason := watcher.ask():
                 raise Unwatchable(f"the environment changed while the watches were placed: {reason}")
@@ -161,7 +162,7 @@ class Recogniser:
         return watcher, gate.generation
 
     def scan(self, description: Description, report: Report) -> Scan:
-        """Return everything that an interpreter imports from, as units with addresses."""
+        """Scan all code that an interpreter imports, and return units with addresses."""
         seen_ns, key = self._clock.wall_ns(), _key(description)
         counted = 0
 
@@ -178,13 +179,14 @@ class Recogniser:
         return Scan(snapshot=composed.snapshot, sources=composed.sources)
 
     def remember(self, scan: Scan) -> None:
-        """Store the captured state for `gate` and `check`.
+        """Store the captured state in the index, for later `gate` and `check` calls.
 
-        Raises OSError: the index cannot be written. The next call is then as slow as the first.
+        Raises OSError: the index cannot be written. If the index cannot be written, the next scan is as slow as the
+        first.
         """
         seen = self._seen
         if seen is None:
-            raise ValueError("no scan has run, so there is no state to store")
+            raise ValueError("there is no state to store, because no scan has run")
         digests = {
             file: row.sha256
             for source in scan.sources.values()
@@ -198,16 +200,16 @@ class Recogniser:
 
 
 def _key(description: Description) -> bytes:
-    """Return the index key of an environment: its own key, and the paths of the user's git settings."""
+    """Return the index key of an environment, derived from its own key and the user's git settings files."""
     return description.key() + "\0".join(user_patterns()[1]).encode(errors="surrogateescape")
 
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Disable the garbage collector while the block runs.
+    """Disable Python's garbage collector while the `with` block runs.
 
-    A scan or capture creates 100,000 small objects that stay referenced. Repeated garbage collections would take a
-    third of the scan's time.
+    A scan or capture creates about 100,000 small objects that stay referenced. Repeated garbage collections would take
+    a third of the scan's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,8 @@
-"""Composes a snapshot from scanned parts: rows and addresses of units, members of roots.
+"""Composes a snapshot from scanned roots: rows and addresses of units, and members of roots.
 
     parts ─ drafts ─ generated files taken out ─ links settled ─ digests ─ rows ─ units ─ members ─ roots ─ snapshot
 
-The digest of a file comes from the first source that applies: an earlier scan (same stat), a trusted RECORD, or the
-file itself.
+A file's digest comes from an earlier scan (same stat), a trusted RECORD, or the file itself.
 """
 
 from __future__ import annotations
@@ -47,18 +46,19 @@ _LEFT_OUT_MAX = 1000
 
 
 class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit whose files are on this machine."""
+    """A unit whose files exist on this machine."""
 
-    rows: tuple[FileRow, ...]  # Rows of the unit, sorted by path.
-    # Absolute paths of the files with content, in the order of their rows. The reader must follow links.
+    rows: tuple[FileRow, ...]  # File rows of the unit, sorted by path.
+    # Absolute paths of the files with content, in the order of their rows. A reader of these paths must follow symbolic
+    # links.
     files: tuple[str, ...]
     # Row number → text that replaces the file's content (a script whose first line is `#!python`).
     texts: dict[int, bytes] = {}
-    previous: str = ""  # Address of this unit's last captured version, or "".
+    previous: str = ""  # Address of the unit's last captured version, or "".
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, its local units, and the facts about their files that the index stores."""
+    """A snapshot with its local units and the file data that the index stores."""
 
     snapshot: Snapshot
     sources: Mapping[str, LocalUnit]
@@ -68,8 +68,8 @@ class Composition(msgspec.Struct, frozen=True, kw_only=True):
 def compose(
     found: Survey, description: Description, known: KnownFiles, captured_ns: int, report: Report
 ) -> Composition:
-    """Return the snapshot of a survey."""
-    # A directory without files adds no part. The interpreter's own root is always listed.
+    """Compose and return the snapshot of a survey."""
+    # A root without files does not become a part. The parts always include the interpreter's own root.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
     drafts = [draft_units(part) for part in parts]
     directories = DirectoryPlaceholders([part.spot for part in parts])
@@ -85,7 +85,7 @@ def compose(
         settle_contested(drafted.contested, {path: digest.sha256 for path, digest in digested.items()})
         members = [composer.make_member(part, unit, digested) for unit in drafted.units if unit.files]
         members += composer.reuse(part)
-        # The units are in canonical order, and identical units are listed once.
+        # The snapshot lists units in canonical order, and identical units once.
         listed = in_order({member.address: member for member in members}.values())
         spot = part.spot
         kind = "library" if spot.kind == "archive" else spot.kind
@@ -96,18 +96,18 @@ def compose(
 
 
 class UnitSources(Mapping[str, LocalUnit]):
-    """Local units by address. Makes the rows of reused units on demand."""
+    """Local units by unit address. The mapping computes the rows of reused units on demand."""
 
     def __init__(self) -> None:
         self._known: dict[str, LocalUnit] = {}
         self._reused: dict[str, ReusedUnits] = {}
 
     def add(self, address: str, source: LocalUnit) -> None:
-        """Add the source of a unit."""
+        """Add the source files of a unit."""
         self._known[address] = source
 
     def add_reused(self, reused: ReusedUnits) -> None:
-        """Add the reused units of a root."""
+        """Add a root's reused units to the sources."""
         for member in reused.members:
             self._reused.setdefault(member.address, reused)
 
@@ -126,7 +126,7 @@ class UnitSources(Mapping[str, LocalUnit]):
 
 
 class _Composer:
-    """Composes units, and collects their sources and the facts for the index."""
+    """Composes units, and collects the units' sources and the data for the index."""
 
     def __init__(self, known: KnownFiles) -> None:
         self._known = known
@@ -134,7 +134,7 @@ class _Composer:
         self.made: list[IndexedUnit] = []
 
     def make_member(self, part: SurveyedRoot, draft: UnitDraft, digests: Mapping[str, Digest]) -> SnapshotMember:
-        """Return a unit's entry in its root, and store the unit's source."""
+        """Return the snapshot member for a unit, and store the unit's source."""
         rows: list[FileRow] = []
         files: list[str] = []
         texts: dict[int, bytes] = {}
@@ -147,7 +147,7 @@ class _Composer:
             digest = digests[path]
             if digest.text is not None:
                 texts[len(rows)] = digest.text
-            # pip preserves the execute bit of a wheel's script; uv sets the bit for all scripts.
+            # pip preserves the execute bits of a wheel's scripts, but uv sets the bit for all scripts.
             is_script = draft.kind == "distribution" and path.startswith("prefix/bin/")
             kind: RowKind = "x" if file.kind == "x" or is_script else "f"
             rows.append(FileRow(path, kind, digest.size, digest.sha256))
@@ -181,7 +181,7 @@ class _Composer:
 
 
 def _digest_all(drafts: Sequence[RootDrafts], known: KnownFiles, report: Report) -> list[dict[str, Digest]]:
-    """Return the digests of each part's files, by row path."""
+    """Return the file digests of each part, by row path."""
     digests: list[dict[str, Digest]] = []
     unread: list[tuple[int, str, ListedFile]] = []
     for number, one in enumerate(drafts):

@@ -1,13 +1,12 @@
-"""Rescans the interpreter's own library, and reuses units that are unchanged since the capture.
+"""Rescans the interpreter's own library, and reuses units that have not changed since the capture.
 
     every directory's and file's stat ─ the same ────────────────▶ nothing to do
                                       └ another ─ listed again ─▶ paths that are new, missing or changed
     distributions ─ without these paths, and no file claimed by another one ─▶ `ReusedUnits`: the unchanged unit
                   └ all others, and unowned files ─▶ the part: files and distributions as in a full scan
 
-The result equals the result of a full scan. The rescan therefore reuses only simple distributions, which `reusable`
-selects. Any other irregularity (another directory, broken links, a directory that vanishes during the rescan) leads to
-a full scan.
+A rescan gives the same result as a full scan. The rescan therefore reuses only simple distributions, which `reusable`
+selects. If anything else is irregular, such as broken links or a vanished directory, a full scan replaces the rescan.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _INFO = ".dist-info"
 
 
 class IndexParts(msgspec.Struct, frozen=True):
-    """The three parts of an index."""
+    """The three parts of an environment's index file."""
 
     gate: GatePart
     files: FilesPart
@@ -49,7 +48,7 @@ class IndexParts(msgspec.Struct, frozen=True):
 
 
 def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
-    """Return the current state of the interpreter's own library, or None if a full scan is needed."""
+    """Return the current survey of the interpreter's own library, or None if a full scan is needed."""
     areas = memory.gate.areas[:2]
     same = [(area.kind, area.top) for area in areas] == [("site", spot.directory), ("prefix", spot.prefix)]
     if memory.kept.spot != spot or not same:
@@ -57,7 +56,7 @@ def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
     try:
         seen = _Directories(spot, memory)
         return _Choice(spot, memory, seen).part() if seen.compare() else None
-    # An entry disappeared or became unreadable during the rescan; the full scan reports the reason.
+    # An entry disappeared or became unreadable during the rescan, and the full scan reports the reason.
     except (OSError, EnvironmentUnsupported):
         return None
 
@@ -65,14 +64,14 @@ def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
 def reusable(
     part: SurveyedRoot, units: Sequence[tuple[int, Distribution, Sequence[FileRow]]]
 ) -> list[KeptDistribution]:
-    """Return the distributions whose units may be reused while their files are unchanged.
+    """Return the distributions whose units a rescan may reuse while their files are unchanged.
 
-    The function excludes a distribution with a link, with a file that another distribution claims, or with a file that
-    the capture rewrites.
+    The function excludes distributions with links, with files that other distributions claim, or with files that the
+    capture rewrites.
     """
     site, prefix = part.spot.site, part.spot.prefix
     claims = {number: _claimed(distribution, site, prefix) for number, distribution, _ in units}
-    for distribution in part.distributions:  # Distributions without a unit also claim files.
+    for distribution in part.distributions:  # Distributions that have no unit also claim files.
         if not any(distribution is other for _, other, _ in units):
             claims[-1 - len(claims)] = _claimed(distribution, site, prefix)
     often = {path for path, count in Counter(path for paths in claims.values() for path in paths).items() if count > 1}
@@ -106,7 +105,7 @@ def _claimed(distribution: Distribution, site: str, prefix: str) -> set[str]:
 
 
 class _Directories:
-    """Compares directories with the index, and collects changed directories and missing directories."""
+    """Compares directories with the index, and collects changed and missing directories."""
 
     def __init__(self, spot: ImportRoot, memory: IndexParts) -> None:
         self._spot = spot
@@ -124,7 +123,7 @@ class _Directories:
                 self._area_of[name] = areas_of[number]
 
     def compare(self) -> bool:
-        """List changed directories again, and return True if the rescan can continue without a full scan."""
+        """List changed directories again, and return False if a full scan is needed."""
         again = self._moved()
         mine = [owner.site == self._spot.directory for owner in self._files.owners]
         owners_of = memoryview(self._files.owners_of).cast("I").tolist()
@@ -158,7 +157,7 @@ class _Directories:
         return tuple(zip(areas, listings, strict=True))
 
     def _moved(self) -> set[str]:
-        """Return the directories whose names may have changed."""
+        """Return the directories whose entries may have changed."""
         mtimes = memoryview(self._gate.mtimes).cast("q").tolist()
         inodes = memoryview(self._kept.inodes).cast("q").tolist()
         again = set()
@@ -198,7 +197,7 @@ class _Directories:
 
 
 class _Choice:
-    """Decides which units are reused, and which need a full scan."""
+    """Decides which units the rescan reuses and which units need a full scan."""
 
     def __init__(self, spot: ImportRoot, memory: IndexParts, seen: _Directories) -> None:
         self._spot = spot
@@ -206,7 +205,7 @@ class _Choice:
         self._seen = seen
 
     def part(self) -> SurveyedRoot:
-        """Return the current state of the root."""
+        """Return the current survey of the root."""
         spot, memory = self._spot, self._memory
         mine = [owner.site == spot.directory for owner in memory.files.owners]
         kept = [
@@ -230,7 +229,7 @@ class _Choice:
             hit = {owner_of.get(path, NO_OWNER) for path in files_claimed} & reused.keys()
             if not hit:
                 break
-            for owner in hit:  # Another distribution claims files of these units.
+            for owner in hit:  # A distribution that needs a full scan claims files of these units.
                 del reused[owner]
         check_names(spot, by_row)
         records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]
@@ -304,7 +303,7 @@ class _Choice:
 
 
 class _Units:
-    """Makes the rows of reused units on demand."""
+    """Computes the rows of reused units on demand."""
 
     def __init__(self, spot: ImportRoot, files: FilesPart, owners: dict[str, int]) -> None:
         self._spot = spot
@@ -336,7 +335,7 @@ def _kept_files(stats: Stats, owners_of: bytes) -> Iterator[tuple[ListedFile, in
 
 
 def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
-    """Return the directories of files with a changed stat, and of all links, whose targets may change."""
+    """Return the directories of files with changed `stat` values, and the directories of all links."""
     found = set()
     look_at, executable, is_link = os.lstat, stat.S_IXUSR, stat.S_ISLNK
     for number, (name, kind, size, mtime_ns, inode, ctime_ns) in enumerate(
@@ -362,7 +361,7 @@ def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
 
 
 def directory_inodes(names: Iterable[str]) -> bytes:
-    """Return the inodes of directories in stored form, or 0 for a missing directory."""
+    """Return the inodes of directories in the index's form, with 0 for a missing directory."""
     inodes = array("q")
     for name in names:
         try:

@@ -1,13 +1,14 @@
 """Divides the files of a root into units, and extracts files that name local directories.
 
-A file that several distributions claim belongs to each of them while their claims agree. If the claims differ, the file
-belongs to the distributions whose claimed digest matches the file. Files without a claim form the root's unowned unit,
-except files that a virtual environment makes for itself.
+If several distributions claim a file with the same digest, the file belongs to each of them. If the claimed digests
+differ, the file belongs to the distributions whose digest matches its content. Files that no distribution claims form
+the root's unowned unit, except files that virtual environments create.
 
-`.pth`, `.egg-link` and finders of editable installs name directories. The capture stores the file's text with
-`{{sgpu:2}}` in place of the directory of root 2. Restore replaces this placeholder with the restored directory. A
-`.pth` line that adds a directory outside of all roots is left out, because the line would have no effect after a
-restore. Files that name no local directory stay ordinary files of their units.
+`.pth` files, `.egg-link` files and finders of editable installs contain paths of local directories. The capture
+replaces each local directory with a placeholder, for example `{{sgpu:2}}` for the directory of root 2. Restore replaces
+each placeholder with the restored directory of the root. The capture drops `.pth` lines that add directories outside of
+all roots, because these lines would have no effect after a restore. Files without paths of local directories stay
+ordinary files of their units.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRo
 from serverless_gpu.environment.snapshot_validation import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
-# venv, virtualenv and uv make these files for the environment itself. Python 3.14 also makes `𝜋thon`.
+# venv, virtualenv and uv create these files in every virtual environment. Python 3.14 also makes `𝜋thon`.
 _VENV_FILE = re.compile(
     r"prefix/bin/(activate(\.\w+|_this\.py)?|Activate\.ps1|deactivate(\.\w+)?|pydoc(\.bat)?"
     r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"
     r"|site/_virtualenv\.(py|pth)"
 )
-_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # matches the end of a directory's name in a text
+_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # regular expression for the end of a directory name in a text
 
 
 class UnitDraft(msgspec.Struct, kw_only=True):
-    """A unit with some digests that are not known yet."""
+    """A unit for which some file digests are still unknown."""
 
     kind: UnitKind
     name: str = ""
     version: str = ""
     files: dict[str, ListedFile] = {}
-    believed: dict[str, RecordLine] = {}  # digests and sizes that a trusted RECORD claims for these files
+    believed: dict[str, RecordLine] = {}  # file digests and sizes from a trusted RECORD
     record: ListedFile | None = None
     distribution: Distribution | None = None
 
     def modules(self) -> tuple[str, ...]:
-        """Return the import names of the unit's modules and packages."""
+        """Return the import names of the modules and packages in the unit."""
         return tuple(sorted({name for path in self.files if (name := module_name(path))}))
 
 
 class RootDrafts(msgspec.Struct, kw_only=True):
-    """The units of a root, and the claims for files that distributions disagree about."""
+    """The units of a root, and the conflicting claims of distributions for the same files."""
 
     units: list[UnitDraft]
     contested: dict[str, list[tuple[UnitDraft, RecordLine]]]
@@ -105,7 +106,7 @@ def draft_units(part: SurveyedRoot) -> RootDrafts:
 
 
 def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
-    """Assign disputed files to the distributions with the right digest, or else to the first claimant."""
+    """Assign each disputed file to the distributions that claim its digest, or else to the first claimant."""
     for path, owners in contested.items():
         right = [draft for draft, claim in owners if claim.sha256 == sha256[path]] or [owners[0][0]]
         for draft, _ in owners:
@@ -114,9 +115,10 @@ def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]]
 
 
 def settle_links(draft: UnitDraft) -> list[str]:
-    """Keep links that lead into their unit, and replace or leave out all other links.
+    """Keep links to entries of the same unit, and replace or leave out all other links.
 
-    Files replace links that lead to files. Return a message for each link that is left out.
+    The function replaces links to files with the files themselves. Return a message for each link that the capture
+    leaves out.
     """
     links = [path for path, file in draft.files.items() if file.kind == "l"]
     if not links:
@@ -131,7 +133,7 @@ def settle_links(draft: UnitDraft) -> list[str]:
             draft.files[path] = found
         else:
             file = draft.files.pop(path)
-            left_out.append(f"{show(file.file)}: it is a link to {show(file.target)}, which is not captured")
+            left_out.append(f"{show(file.file)}: the path is a link to {show(file.target)}, which is not captured")
     return left_out
 
 
@@ -154,7 +156,7 @@ def _claim_files(
             continue
         draft.files[path] = file
         owners.append((draft, claim))
-        # RECORD has the digest of a script whose shebang names one machine's interpreter.
+        # RECORD contains the digest of a script with a shebang for one machine's interpreter.
         if distribution.trusted and file.kind != "l" and not may_be_script(path, file.size):
             times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
             if is_trusted(claim, size=file.size, **times):
@@ -172,7 +174,7 @@ def _directories(paths: Iterable[str]) -> set[str]:
 
 
 def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> bool:
-    """Return True if a link leads to an entry of its unit, through real directories only."""
+    """Return True if a link leads to an entry of its unit without passing through other links."""
     for _ in range(LINK_HOPS_MAX):
         target = files[path].target
         if target.startswith("/"):
@@ -196,7 +198,7 @@ def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: se
 
 
 def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> ListedFile | None:
-    """Return the replacement of a link: a direct link, the file that the link leads to, or None."""
+    """Return a link's replacement: a direct link, the target file, or None."""
     file = files[path]
     depth = path.count("/")
     top = file.file
@@ -212,7 +214,7 @@ def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) 
 
 
 class DirectoryPlaceholders:
-    """Replaces the directories of roots with placeholders."""
+    """Replaces the paths of root directories with placeholders."""
 
     def __init__(self, spots: Sequence[ImportRoot]) -> None:
         self._tokens: dict[str, str] = {}
@@ -220,12 +222,12 @@ class DirectoryPlaceholders:
             if not spot.archive:
                 for directory in (spot.directory, spot.real):
                     self._tokens.setdefault(directory, f"{{{{sgpu:{number}}}}}")
-        # Longest path first, because a root may lie in another root.
+        # The longest path comes first, because a root may lie inside of another root.
         names = sorted(self._tokens, key=len, reverse=True)
         self._pattern = re.compile(r"(?<![\w.~/-])(" + "|".join(map(re.escape, names)) + ")" + _ENDS)
 
     def replace(self, text: str) -> str:
-        """Return a text with placeholders for directories of roots."""
+        """Return a text with placeholders in place of root directories."""
         return self._pattern.sub(lambda found: self._tokens[found[1]], text)
 
     def replace_lines(self, text: str) -> str:
@@ -240,7 +242,7 @@ class DirectoryPlaceholders:
 
 
 def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholders) -> tuple[Generated, ...]:
-    """Remove files that name directories from the units, and return the generated files that replace them."""
+    """Remove files with directory paths from the units, and return the generated files that replace them."""
     texts: dict[str, Generated] = {}
     for draft in drafts:
         for path in [path for path in draft.files if may_name_directories(path)]:
@@ -252,7 +254,7 @@ def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholde
                 raise EnvironmentUnsupported(
                     f"{show(draft.files[path].file)} names directories of this machine, and is not a text file of "
                     f"at most {TEXT_BYTES_MAX // 1024} KB",
-                    hint="remove it, or install its package without -e",
+                    hint="remove this file, or install its package without -e",
                 )
             del draft.files[path]
             texts[path] = Generated(path=path, text=replaced)
@@ -265,7 +267,7 @@ def archive_line(number: int, spot: ImportRoot) -> Generated:
 
 
 def may_name_directories(path: str) -> bool:
-    """Return True if the file of a row may contain paths of local directories."""
+    """Return True if a row's file may contain paths of local directories."""
     area, _, name = path.partition("/")
     if area != "site" or "/" in name:
         return False

@@ -1,17 +1,17 @@
-"""Proves with inotify watches that an environment's libraries are unchanged.
+"""Uses inotify watches to prove that an environment's libraries are unchanged.
 
     place   a watch on every directory and on every file, then a full check: the baseline
     ask     mount table ─ tops of the libraries ─ queue of events ─ stat of files that the queue cannot cover
             └ no change ──▶ "": a full check would find no change either
             └ a change ───▶ the reason; the watches are then invalid: check everything, and place new watches
 
-The watch on a directory reports names that appear, disappear or are renamed. The watch on a directory does not report
-writes through another hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports writes
-and new links under any name.
+A directory watch reports names that appear, disappear or are renamed. A directory watch does not report writes through
+another hard link, or new hard links to a file. A file watch (on the inode) reports writes and new hard links under any
+name.
 
-Every write begins with an open of the file, which the file's watch reports. After an open, `ask` compares the file's
-stat with the baseline. The comparison covers writes that raise no event: writes through a memory mapping, and on old
-kernels writes through io_uring.
+Every write starts with opening the file, which the file watch reports. After a file was opened, `ask` compares the
+file's `stat` values with the baseline. The comparison detects writes without events, through a memory mapping or, on
+old kernels, io_uring.
 
     change                                                                      detected by
     write, truncate, chmod, a new hard link, a write by another name            watch on the file
@@ -23,14 +23,14 @@ kernels writes through io_uring.
     more events than the queue can hold                                         overflow event: the watches are invalid
     network, FUSE and overlay file systems, no watches left, too many links     `Unwatchable`: always a full check
 
-The watches do not detect writes through a memory mapping that is older than the watches. A full check detects a write
+File watches do not detect writes through a memory mapping that is older than the watches. A full check detects a write
 through an older mapping only if the kernel has flushed the page since the previous write.
 
-The watcher ignores bytecode, as every scan does. Project code is not watched, because the gate compares every file of
-the project anyway.
+Like every scan, the watcher ignores bytecode. The watcher does not cover project code, because the gate compares every
+project file anyway.
 
-The watches use inotify (Linux only). The kernel appends an event before the system call that caused the event returns.
-An empty queue therefore proves that no system call has changed a library since the last read.
+The watcher requires inotify, which only Linux provides. The kernel queues an event before the system call that caused
+the event returns. An empty event queue therefore proves that no system call has changed a library since the last read.
 """
 
 from __future__ import annotations
@@ -66,26 +66,26 @@ _FILE = MODIFY | ATTRIB | CLOSE_WRITE | OPEN | DELETE_SELF | MOVE_SELF
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 COMPARED_MAX = 2_000
-"""Maximum number of files whose stat one `ask` compares. Above this number, a full check is almost as fast."""
+"""Maximum number of files that one `ask` call compares. For more files, a full check is almost as fast."""
 WATCHES_SHARE = 0.5
-"""Share of the user's inotify watches that one environment may use, because editors need watches too."""
+"""Maximum share of the user's inotify watches per environment, because editors need watches too."""
 LOCAL_FILE_SYSTEMS = {0xEF53: "ext", 0x58465342: "XFS", 0x9123683E: "btrfs", 0x01021994: "tmpfs", 0xF2F52010: "F2FS"}
 WATCHES_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
 _MOUNTS = "/proc/self/mountinfo"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _STATFS_BYTES = 256
 _SHORTAGES: dict[int | None, str] = {
-    errno.ENOSPC: "the user's watches are used up (fs.inotify.max_user_watches)",
-    errno.EMFILE: "the user's queues are used up (fs.inotify.max_user_instances)",
+    errno.ENOSPC: "the user's inotify watches are used up (fs.inotify.max_user_watches)",
+    errno.EMFILE: "the user's inotify queues are used up (fs.inotify.max_user_instances)",
 }
 
 
 class Unwatchable(Exception):
-    """Watches are not available or not sufficient for an environment. The message is the reason."""
+    """Inotify watches are unavailable or insufficient for an environment, for the stated reason."""
 
 
 class WatchPlan(NamedTuple):
-    """A plan of watches: library tops, directories, and the numbers of watched and of compared files."""
+    """A watch plan: top directories of libraries, and the directories and files to watch."""
 
     tops: tuple[str, ...]
     directories: tuple[str, ...]
@@ -94,9 +94,9 @@ class WatchPlan(NamedTuple):
 
 
 class LibraryWatcher:
-    """Watches on the libraries of one environment.
+    """Inotify watches on the libraries of one environment.
 
-    Raises Unwatchable: inotify watches are not available.
+    Raises Unwatchable: inotify watches are unavailable.
     """
 
     def __init__(self, gate: GatePart, files: Stats) -> None:
@@ -120,7 +120,7 @@ class LibraryWatcher:
     def _place(self, names: Sequence[str]) -> None:
         plan = self._plan
         _check_limit(len(plan.directories) + len(plan.watched))
-        # The descriptor reports mount changes from this point.
+        # From this point, the descriptor reports mount changes.
         self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)
         self._mounts = self._read_mounts()
         _check_file_systems(plan.tops, self._mounts)
@@ -139,7 +139,7 @@ class LibraryWatcher:
             os.close(self._mounts_fd)
 
     def fileno(self) -> int:
-        """Return the descriptor, which becomes readable when an event is queued."""
+        """Return the inotify descriptor, which becomes readable when an event is queued."""
         return self._queue.fileno()
 
     @property
@@ -148,12 +148,12 @@ class LibraryWatcher:
         return self._inotify
 
     def begin(self, files: Stats) -> None:
-        """Set the baseline to files that a full check has confirmed after the watches were placed."""
+        """Set the baseline to the files of a full check that ran after the watches were placed."""
         self._baseline = files
         self._stats = files.pick(self._compared)
 
     def take_events(self) -> str:
-        """Read the event queue, and return the reason why the libraries may have changed, or ""."""
+        """Read the event queue, and return why the libraries may have changed, or "" if unchanged."""
         opened = []
         for event in self._queue.read():
             if event.mask == OPEN:
@@ -163,25 +163,25 @@ class LibraryWatcher:
         return self._compare_from_now_on(opened)
 
     def ask(self) -> str:
-        """Return the reason why libraries may differ from the baseline, or "" if proven unchanged."""
+        """Return why the libraries may differ from the baseline, or "" if they are proven unchanged."""
         try:
             if _is_changed(self._mounts_fd) and self._read_mounts() != self._mounts:
                 return "a file system was mounted or unmounted"
             if _identities(self._plan.tops) != self._tops:
-                return "the directory of a library was replaced"
+                return "a library directory was replaced"
         except OSError as error:
             return str(error)
         if reason := self.take_events():
             return reason
         if differing(self._stats):
-            return "the size, time or mode of a file has changed"
+            return "the size, time or mode of a library file has changed"
         return ""
 
     def _compare_from_now_on(self, opened: Iterable[int]) -> str:
         before = len(self._compared)
         self._compared.update((self._number_of[watch], None) for watch in opened if watch in self._number_of)
         if len(self._compared) > COMPARED_MAX:
-            return f"more than {COMPARED_MAX:,} files were opened"
+            return f"more than {COMPARED_MAX:,} library files were opened"
         if len(self._compared) != before:
             self._stats = self._baseline.pick(self._compared)
         return ""
@@ -192,7 +192,7 @@ class LibraryWatcher:
 
 
 def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
-    """Return the plan of watches for an environment's libraries.
+    """Return the watch plan for an environment's libraries.
 
     Raises Unwatchable: too many files are links to other places, or lie outside of the watched directories.
     """
@@ -206,20 +206,20 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     for number, name in enumerate(names):
         if name.rpartition("/")[0] not in known:
             compared.append(number)
-        # A write cannot change a link; the directory's watch reports a new link in its place.
+        # A directory watch reports a replaced link, and no write can change a link.
         elif kinds[number] == "l":
             continue
-        elif os.path.islink(name):  # If the file is missing, adding its watch fails later.
+        elif os.path.islink(name):  # If the file is missing, placing its watch fails later.
             compared.append(number)
         else:
             watched.append(number)
     if len(compared) > COMPARED_MAX:
-        raise Unwatchable(f"{len(compared):,} files are links to other places, or lie outside of the libraries")
+        raise Unwatchable(f"{len(compared):,} library files are links to other places, or lie outside of the libraries")
     return WatchPlan(tops, directories, tuple(watched), tuple(compared))
 
 
 def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
-    """Return the lines of a mount table for mounts above, on or below the given directories."""
+    """Return the mount table lines for mounts above, on or below the given directories."""
     tops = tuple(dict.fromkeys(path for top in tops for path in (top, os.path.realpath(top))))
     found = []
     for line in table.splitlines():
@@ -233,9 +233,9 @@ def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
 def _disturbance(event: Event) -> str:
     """Return the change that an event reports, or "" if the event is irrelevant."""
     if event.mask & OVERFLOW:
-        return "the kernel's queue of events overflowed"
+        return "the kernel's inotify event queue overflowed"
     if event.mask & UNMOUNT:
-        return "the file system was unmounted"
+        return "a watched file system was unmounted"
     name = os.fsdecode(event.name)
     if name == "__pycache__" or name.endswith(BYTECODE):
         return ""
@@ -243,7 +243,7 @@ def _disturbance(event: Event) -> str:
 
 
 def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
-    """Refuse libraries on several file systems, or on a file system whose changes the kernel may miss."""
+    """Refuse libraries on several file systems, or on a file system that may miss inotify events."""
     points = {_unescape(line.split(" ")[4]) for line in mounts}
     for top in tops:
         real = os.path.realpath(top)
@@ -256,7 +256,7 @@ def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
 
 
 def file_system(path: str) -> int:
-    """Return the kernel's type number of the file system that holds a path."""
+    """Return the kernel's type number for the file system of a path."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = ctypes.create_string_buffer(_STATFS_BYTES)
     if libc.statfs(os.fsencode(path), found) != 0:
@@ -269,13 +269,11 @@ def _check_limit(wanted: int) -> None:
     with open(WATCHES_LIMIT, encoding="ascii") as file:
         limit = int(file.read())
     if wanted > WATCHES_SHARE * limit:
-        raise Unwatchable(
-            f"{wanted:,} watches are needed, more than {WATCHES_SHARE:.0%} of fs.inotify.max_user_watches ({limit:,})"
-        )
+        raise Unwatchable(f"{wanted:,} watches exceed {WATCHES_SHARE:.0%} of fs.inotify.max_user_watches ({limit:,})")
 
 
 def _is_changed(mounts_fd: int) -> bool:
-    """Return True if the mount table has changed since the last call."""
+    """Return True if the mount table has changed since the previous call."""
     poller = select.poll()
     poller.register(mounts_fd, select.POLLPRI)
     return bool(poller.poll(0))
@@ -290,7 +288,7 @@ def _unescape(point: str) -> str:
 
 
 class Event(NamedTuple):
-    """An inotify event: the number of its watch, its mask, and a name in the directory, or b""."""
+    """An inotify event: the watch number, the event mask, and a name in the directory or b""."""
 
     watch: int
     mask: int
@@ -298,9 +296,9 @@ class Event(NamedTuple):
 
 
 class Inotify:
-    """An inotify queue with its watches.
+    """An inotify event queue with its watches.
 
-    Raises OSError: this system has no inotify, or the user has no queue left.
+    Raises OSError: the system has no inotify, or the user's limit on queues is reached.
     """
 
     def __init__(self) -> None:
@@ -313,22 +311,22 @@ class Inotify:
             raise _error("inotify_init1")
 
     def fileno(self) -> int:
-        """Return the descriptor, which is readable when events are queued."""
+        """Return the inotify descriptor, which is readable when events are queued."""
         return self._fd
 
     def watch_directory(self, path: str) -> int:
-        """Watch the names in a directory and return the number of the watch.
+        """Watch the entries of a directory, and return the number of the watch.
 
-        Raises OSError: the directory cannot be watched. The errno is ENOSPC if the user has no watch left.
+        Raises OSError: the directory cannot be watched. The errno is ENOSPC if the user's limit on watches is reached.
         """
         return self._watch(path, _DIRECTORY)
 
     def watch_file(self, path: str) -> int:
-        """Watch a file under any of its names, and return the number of the watch."""
+        """Watch a file under all of its names, and return the number of the watch."""
         return self._watch(path, _FILE)
 
     def read(self) -> list[Event]:
-        """Return all queued events, without waiting."""
+        """Return all queued events without waiting for new events."""
         events: list[Event] = []
         while True:
             try:

@@ -1,9 +1,9 @@
 """Defines the interface of a store: six operations on keys and bytes.
 
-`blobs.py` encodes units, packs and snapshots as bytes. Keys are `packs/<digest>`, `units/<address>`,
-`snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. A store refuses any other key before it does anything
-else, so no key leads outside of the store. A key becomes visible only when all of its bytes are stored. Putting the
-same bytes twice, even from two clients at once, is normal.
+`blobs.py` encodes units, packs and snapshots as bytes for a store. Keys are `packs/<digest>`, `units/<address>`,
+`snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. A store rejects any other key immediately, so no key
+leads outside of the store. An object becomes visible only after the store has stored all of its bytes. Putting the same
+object twice is normal, even from two clients at once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import NamedTuple
 from serverless_gpu.errors import EnvironmentRejected
 
 OBJECT_BYTES_MAX = 256 * 1024 * 1024
-"""Maximum bytes of an object that a store accepts."""
+"""Maximum size in bytes of an object in a store."""
 PREFIXES = ("packs", "units", "snapshots", "gc")
-"""The first parts of keys: the kinds of objects, which can be listed."""
+"""First parts of the keys, one for each kind of object that a store can list."""
 
 _KEY = re.compile(r"(?:packs|units|snapshots)/[0-9a-f]{64}|gc/(?:condemned|collector-[0-9a-f]{32})")
 
 
 class Stored(NamedTuple):
-    """An object in a store: its key, its size in bytes, and the time of the last put (ns since 1970)."""
+    """An object in a store: its key, its size in bytes, and the time of the last put (Unix time in ns)."""
 
     key: str
     size: int
@@ -32,10 +32,10 @@ class Stored(NamedTuple):
 
 
 class Store(abc.ABC):
-    """Stores objects. Several threads and processes may use a store at once.
+    """Stores objects. Several threads and processes may use a store concurrently.
 
-    Every method raises `StoreUnavailable` when the store refuses or does not answer in time. Every method raises
-    `StorageError` when the store is full.
+    Every method raises `StoreUnavailable` if the store rejects the request or does not answer in time. Every method
+    raises `StorageError` if the store is full.
 
     Attributes:
         url: the name of the store as a user would type it, without secrets.
@@ -45,7 +45,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it.
+        """Return the bytes of an object, or a range of the bytes.
 
         Args:
             key: the key of the object.
@@ -59,11 +59,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing objects.
+        """Put objects durably and atomically, replacing existing objects.
 
-        Several objects in one call cost far less than several calls. Each object becomes visible separately, in any
-        order. A caller must put an object that refers to other objects in a later call. When the call fails, some of
-        the objects may exist.
+        Putting several objects in one call is much faster than several calls. The objects of one call become visible
+        separately, in any order. An object that refers to other objects must be in a later call than those objects.
+        If the call fails, some of the objects may already exist.
 
         Args:
             objects: bytes by key.
@@ -75,24 +75,24 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that exist, without listing the store."""
+        """Return the keys of the given objects that exist, without listing the store."""
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return all objects below `prefix/`, one of `PREFIXES`, in any order, for garbage collection only."""
+        """Return all objects below `prefix/` (one of `PREFIXES`) in any order, for garbage collection only."""
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and ignore missing objects."""
+        """Remove objects, ignoring objects that do not exist."""
 
     @abc.abstractmethod
     def free_bytes(self) -> int | None:
-        """Return the number of bytes that still fit into the store, or None if unknown."""
+        """Return the free space of the store in bytes, or None if unknown."""
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
         """Check snapshots and units with their content, and remove objects that no restore can use.
 
-        Only a server supports this, because its clients may not remove objects.
+        Only a server store supports repairs, because the server's clients may not remove objects.
 
         Returns:
             The removed keys, or None if the caller must check the objects.
@@ -101,23 +101,23 @@ class Store(abc.ABC):
 
 
 class CollectionGuard(abc.ABC):
-    """A store that reports the state of garbage collection for keys that the caller names.
+    """A store that reports the garbage collection state of individual keys.
 
-    A guarded store does not return the list of condemned objects. The list has keys of other users' objects, and a key
-    is enough to read an object.
+    A guarded store does not return the list of condemned objects. The list contains the keys of other users' objects,
+    and a key is sufficient to read an object.
     """
 
     @abc.abstractmethod
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that garbage collection has condemned."""
+        """Return the keys of the given objects that garbage collection has condemned."""
 
     @abc.abstractmethod
     def is_collecting(self) -> bool:
-        """Return True if a collection may be deleting objects now."""
+        """Return True if a garbage collection may be deleting objects now."""
 
 
 def check_key(key: str) -> str:
-    """Return a valid key of a store.
+    """Return the key if it is a valid key of a store.
 
     Raises:
         EnvironmentRejected: the key is not valid.
@@ -128,18 +128,18 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return a prefix that a store can list.
+    """Return the prefix if a store can list it.
 
     Raises:
         EnvironmentRejected: the prefix is not valid.
     """
     if prefix not in PREFIXES:
-        raise EnvironmentRejected(f"{prefix[:100]!r} is not a prefix of a store; valid prefixes: {', '.join(PREFIXES)}")
+        raise EnvironmentRejected(f"{prefix[:100]!r} is not a prefix of a store. Valid prefixes: {', '.join(PREFIXES)}")
     return prefix
 
 
 def check_range(key: str, start: int, length: int) -> None:
-    """Refuse a range that cannot exist in an object.
+    """Reject a byte range that no object can have.
 
     Raises:
         EnvironmentRejected: the range starts before the object, or is larger than any object.
@@ -149,12 +149,12 @@ def check_range(key: str, start: int, length: int) -> None:
 
 
 def check_size(key: str, data: bytes | memoryview) -> memoryview:
-    """Return the content of an object as bytes.
+    """Return the content as a view of bytes if the object is not too large.
 
     Raises:
         EnvironmentRejected: the content is larger than a store accepts.
     """
     view = memoryview(data).cast("B")
     if len(view) > OBJECT_BYTES_MAX:
-        raise EnvironmentRejected(f"{key} has {len(view)} bytes; at most {OBJECT_BYTES_MAX} are allowed")
+        raise EnvironmentRejected(f"{key} has {len(view)} bytes, but at most {OBJECT_BYTES_MAX} are allowed")
     return view

@@ -1,20 +1,21 @@
-"""Reads and writes the snapshots, units and packs of a store, and checks every object.
+"""Reads and writes a store's snapshots, units and packs, and checks every object.
 
-The `read_*` methods limit the size of an object, decode the object strictly, and check its rules and address. A method
-reads a wrong object once more before it raises an error, because the bytes may have been altered in transit.
+The `read_*` methods limit the size of an object, decode the object strictly, and check its rules and address. If an
+object is wrong, a method reads it once more, because the bytes may have been altered in transit.
 
-The `write_*` methods check the same rules. A writer puts packs before the units that refer to them, and units before
-the snapshot that lists them. Every object is therefore complete at any time, even if a process is killed.
+The `write_*` methods check objects against the same rules. A writer puts packs before the units that refer to them, and
+units before the snapshot that lists them. A stored object therefore never refers to missing objects, even if a process
+is killed.
 
-The `missing_*` methods find objects that a capture must send. The store lacks these objects, or garbage collection has
-condemned them.
+The `missing_*` methods find objects that a capture must send. Objects to send are missing in the store, or garbage
+collection has condemned them.
 
-An instance serves only one capture or restore, because it queries only once if a key is condemned. Several threads may
-use one instance.
+Use an instance for only one capture or restore, because it caches the condemned keys. Several threads may use one
+`StoreBlobs` instance.
 
-Failure cases: The methods raise EnvironmentMissing for a missing object, and EnvironmentCorrupt for an object that was
-altered in the store. The methods raise EnvironmentRejected for an object that breaks the rules or has a newer version.
-The methods raise StoreUnavailable if the store does not answer, and StorageError if the store is full.
+Failure cases: The methods raise EnvironmentMissing for a missing object, and EnvironmentCorrupt for an altered object.
+The methods raise EnvironmentRejected for an object that breaks the rules or has a newer version. The methods raise
+StoreUnavailable if the store does not answer, and StorageError if the store is full.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ from serverless_gpu.errors import (
 )
 
 CAPTURE_S_MAX = 6 * 3600
-"""Seconds from a capture's first query within which the capture may write the snapshot. Garbage collection waits four
-times as long.
+"""Time limit in seconds between a capture's first query and writing its snapshot.
+
+Garbage collection waits four times this limit before it deletes an object.
 """
 PREFIX_DIGITS_MIN = 4
 _PAUSE_S = 1.0
@@ -59,7 +61,7 @@ _Value = TypeVar("_Value")
 
 
 class StoreBlobs:
-    """Reads and writes the objects of a store as values."""
+    """Reads and writes a store's objects as Python values."""
 
     def __init__(
         self, store: Store, *, clock: Clock | None = None, sleep: Callable[[float], None] = time.sleep
@@ -69,31 +71,31 @@ class StoreBlobs:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._condemned: frozenset[str] | None = None
-        """All condemned keys, from a store that returns the whole list."""
+        """All condemned keys, if the store returns the whole list."""
         self._answers: dict[str, bool] = {}
-        """Key → True if condemned, from a store that reports only on single keys."""
+        """Key → True if condemned, if the store reports only on single keys."""
         self._began_ns: int | None = None
         self._there: set[str] = set()
-        """Keys that exist and are not condemned, or that this instance has put."""
+        """Keys that exist and are not condemned, including keys that this instance has put."""
         self._written: dict[str, tuple[str, ...]] = {}
-        """Keys of units that this instance has put, with the keys of their packs."""
+        """Keys of units that this instance has put, each with its pack keys."""
         self._rescued: set[str] = set()
-        """Condemned keys that this instance has put again. A collection may still delete these objects."""
+        """Condemned keys that this instance has put again. A running collection may still delete these objects."""
 
     def read_snapshot(self, address: str) -> Snapshot:
-        """Return the checked snapshot of an address."""
+        """Read the snapshot with an address, and check it."""
         key, what = check_key(f"snapshots/{address}"), f"snapshot {address[:12]}"
 
         return self._twice(lambda: snapshot_of(self._get(key, what), address), what)
 
     def read_unit(self, address: str) -> Unit:
-        """Return the checked unit of an address."""
+        """Read the unit with an address, and check it."""
         key, what = check_key(f"units/{address}"), f"unit {address[:12]}"
 
         return self._twice(lambda: unit_of(self._get(key, what), address), what)
 
     def read_pack(self, digest: str) -> bytes:
-        """Return a whole pack after checking its digest."""
+        """Read a whole pack, and check its digest."""
         key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
 
         def read() -> bytes:
@@ -104,7 +106,7 @@ class StoreBlobs:
         return self._twice(read, what)
 
     def read_range(self, digest: str, start: int, length: int) -> bytes:
-        """Return a part of a pack. Only the length is checked, because no digest covers a part."""
+        """Read a part of a pack. The method checks only the length, because no digest covers a part of a pack."""
         key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
 
         def read() -> bytes:
@@ -122,15 +124,18 @@ class StoreBlobs:
         return digest
 
     def write_packs(self, packs: Mapping[str, bytes | memoryview]) -> None:
-        """Put packs under names that the caller has just computed. Several packs cost little more than one."""
+        """Put packs with names (digests) that the caller has just computed.
+
+        Putting several packs is hardly slower than putting one pack.
+        """
         self._put({f"packs/{digest}": data for digest, data in packs.items()})
 
     def write_unit(self, unit: Unit) -> None:
-        """Put a unit as `write_units` does."""
+        """Put a single unit, with the same checks as `write_units`."""
         self.write_units((unit,))
 
     def write_units(self, units: Collection[Unit]) -> None:
-        """Put units whose packs exist.
+        """Put units whose packs exist in the store.
 
         Raises:
             EnvironmentRejected: a unit breaks the rules. No unit was stored.
@@ -147,7 +152,7 @@ class StoreBlobs:
             self._written[f"units/{unit.address}"] = tuple(f"packs/{digest}" for digest in unit.packs)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Put a snapshot whose units exist. Restores can then use the snapshot.
+        """Put a snapshot whose units exist in the store. After this call, restores can use the snapshot.
 
         Raises:
             EnvironmentRejected: the snapshot breaks the rules.
@@ -166,15 +171,15 @@ class StoreBlobs:
         self._settle([key])
 
     def missing_units(self, addresses: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the given units that a capture must write, in the given order."""
+        """Return the given units that a capture must write, in the given order."""
         return self._missing("units", addresses)
 
     def missing_packs(self, digests: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the given packs that a capture must write, in the given order."""
+        """Return the given packs that a capture must write, in the given order."""
         return self._missing("packs", digests)
 
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return those of the given keys that garbage collection has condemned."""
+        """Return the given keys that garbage collection has condemned."""
         asked = [check_key(key) for key in keys]
         with self._lock:
             self._began()
@@ -188,7 +193,7 @@ class StoreBlobs:
             return self._condemned.intersection(asked)
 
     def is_collecting(self) -> bool:
-        """Return True if a collection may be deleting objects now."""
+        """Return True if a garbage collection may be deleting objects now."""
         if isinstance(self.store, CollectionGuard):
             return self.store.is_collecting()
         return bool(collectors(self.store, self.clock.wall_ns())[0])
@@ -203,12 +208,12 @@ class StoreBlobs:
         self._there -= set(keys)
 
     def find_snapshot(self, prefix: str) -> str:
-        """Return the address of the one snapshot with this prefix.
+        """Return the address of the only snapshot whose address starts with this prefix.
 
-        Only commands call this method, because it lists the store.
+        Only commands may call this method, because listing the store is slow.
 
-        Raises InvalidValue: the prefix is not the start of an address, or is too short.
-        Raises EnvironmentMissing: no snapshot has the prefix, or several have it.
+        Raises InvalidValue: the prefix is not a valid start of an address, or is too short. Raises EnvironmentMissing:
+        no snapshot or more than one snapshot has the prefix.
         """
         if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_DIGITS_MIN},64}}", prefix):
             raise InvalidValue(
@@ -226,7 +231,7 @@ class StoreBlobs:
             raise _missing_error(f"snapshot {prefix[:12]}", self.store.url)
         few = ", ".join(address[:16] for address in found[:5])
         raise EnvironmentMissing(
-            f"{len(found)} snapshots start with {prefix}: {few}", hint="give more digits of the address"
+            f"{len(found)} snapshots start with {prefix}: {few}", hint="give more digits of the snapshot's address"
         )
 
     def _get(self, key: str, what: str, start: int = 0, length: int | None = None) -> bytes:
@@ -245,13 +250,13 @@ class StoreBlobs:
         try:
             return read()
         except (AlteredObject, EnvironmentRejected):
-            pass  # The object was altered in transit or in the store; a second read decides.
+            pass  # The object was altered in transit or in the store, and a second read decides which.
         try:
             return read()
         except AlteredObject as error:
             raise EnvironmentCorrupt(
                 f"{what} in the store {self.store.url} is altered: {error}",
-                hint="check the disk of the store; a restore removes altered objects, and a capture sends them again",
+                hint="check the store's disk; a restore removes altered objects, and a capture sends them again",
             ) from None
 
     def _missing(self, kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -262,7 +267,7 @@ class StoreBlobs:
         return tuple(name for key, name in asked.items() if key not in self._there)
 
     def _need(self, keys: Iterable[str], what: str) -> None:
-        """Refuse to write a document that refers to missing objects."""
+        """Raise an error if a new document refers to missing objects."""
         wanted = dict.fromkeys(keys)
         kind = next(iter(wanted), "").partition("/")[0]
         missing = self._missing(kind, [key.partition("/")[2] for key in wanted]) if wanted else ()
@@ -275,7 +280,7 @@ class StoreBlobs:
             )
 
     def _make_sure(self, units: Iterable[str]) -> None:
-        """Check again that all objects of the capture exist, because a collection may have deleted some."""
+        """Check again that all objects of the capture exist after a possible garbage collection."""
         relied_on = {*units, *(key for key in self._there if key.startswith("packs/"))}
         lost = relied_on - self.store.present(relied_on)
         self._there -= lost
@@ -296,12 +301,12 @@ class StoreBlobs:
             raise (error if error.hint else AlteredObject(error.message)) from None
 
     def _settle(self, keys: Iterable[str]) -> None:
-        """Ensure that no collection is deleting objects that this instance has put again."""
+        """Wait until no garbage collection can delete objects that this instance has put again."""
         fresh = self._rescued.intersection(keys)
         if not fresh:
             return
-        # A collection that began before the second put may not have seen the new object. The method therefore waits for
-        # the end of the collection and then checks the object. A later collection detects that the object is young.
+        # A collection that began before the second put may not have seen the object. The method therefore waits until
+        # the collection has ended and then checks the object. Later collections detect that the object is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
         while self.is_collecting():
             if self.clock.boottime_ns() > deadline_ns:
@@ -320,5 +325,5 @@ class StoreBlobs:
 def _missing_error(what: str, url: str) -> EnvironmentMissing:
     return EnvironmentMissing(
         f"{what} is not in the store {url}",
-        hint="capture it with `sgpu env capture`: it was never captured to this store, or it was removed",
+        hint="capture the environment with `sgpu env capture`: it was never captured to this store, or it was removed",
     )

@@ -1,17 +1,19 @@
-"""Encodes the objects of a store as bytes, and decodes them strictly.
+"""Encodes a store's objects as bytes, and decodes them strictly.
 
     bytes ─▶ decoded strictly, within limits ─▶ its own rules ─▶ its address ─▶ Snapshot, Unit, pack
 
-Documents are msgpack in one zstd frame with a checksum. Packs are bytes with a name.
+A document is stored as msgpack in one zstd frame with a checksum. A pack is a named byte string.
 
-Decoding is strict: a decoded document, encoded again, must give the same bytes. A document therefore has exactly one
-encoded form, without unknown fields. The decoder checks sizes before it creates any value: 100 MB of zeros compress to
-10 kB, and 30 million empty lists need 2 GB of memory. Writing follows the same rules as reading.
+Decoding is strict, because a decoded document must encode to the same bytes again. A document therefore has exactly one
+encoded form, without unknown fields. The decoder checks sizes before it creates any values: For example, 100 MB of
+zeros compress to 10 kB, and 30 million empty lists need 2 GB of memory. The encoder enforces the same limits as the
+decoder.
 
-Readers of a store use this module, and so does a server that stores the objects of clients.
+Store readers use this module, as does a server that stores its clients' objects.
 
-Failure cases: If the bytes do not match their name, the codec raises `AlteredObject`, and another copy may be right. If
-matching bytes break a rule or have an unknown version, the codec raises `EnvironmentRejected`, and every copy is wrong.
+Failure cases: If an object's bytes do not match its name, the codec raises `AlteredObject`, because another copy may be
+right. If matching bytes break a rule or have an unknown version, the codec raises `EnvironmentRejected`, because every
+copy is wrong.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
 SNAPSHOT_BYTES_MAX = 32 * 1024 * 1024
 """Maximum size of a snapshot in bytes before compression: thousands of units, and facts about 100,000s of modules."""
 SNAPSHOT_VALUES_MAX = 1_000_000
-"""Maximum number of values in a snapshot, at any depth. Lists and maps have no separate limits."""
+"""Maximum number of values in a snapshot, at any depth. The decoder has no separate limits for lists and maps."""
 ITEMS_MAX = 1_000_000
-"""Maximum number of rows, packs, blocks, places or other items of one kind."""
+"""Maximum number of items of one kind in a document, for example rows, packs or blocks."""
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 _FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -51,7 +53,7 @@ _ANOTHER = "its content does not match its address"
 
 
 class _Shape(msgspec.Struct):
-    """The fields that the decoder checks first. Each kind of document has some of these fields."""
+    """Document fields that the decoder checks first. Every kind of document has some of these fields."""
 
     version: int = 0
     rows: msgspec.Raw = msgspec.Raw()
@@ -63,18 +65,18 @@ class _Shape(msgspec.Struct):
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """Return the stored form of a document."""
+    """Encode a document in the form in which a store keeps it."""
     content = msgspec.msgpack.encode(document)
     if isinstance(document, Snapshot):
         what = f"snapshot {document.address[:12]}"
         if len(content) > SNAPSHOT_BYTES_MAX:
-            raise EnvironmentRejected(f"{what} has {len(content)} bytes; at most {SNAPSHOT_BYTES_MAX} are allowed")
+            raise EnvironmentRejected(f"{what} has {len(content)} bytes, but at most {SNAPSHOT_BYTES_MAX} are allowed")
         _check_values(content, what)
     return compress(content, LEVEL_REMOTE)
 
 
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document from its stored form, without checking the document's own rules."""
+    """Decode a document from its stored form, without checking the rules of its kind."""
     content = decompress(data, SNAPSHOT_BYTES_MAX if kind is Snapshot else DOCUMENT_BYTES_MAX)
     try:
         if kind is Snapshot:
@@ -91,13 +93,12 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
 def _check_shape(shape: _Shape, what: str, newest: int) -> None:
     if not 1 <= shape.version <= newest:
         raise EnvironmentRejected(
-            f"{what} is in version {shape.version} of the format, and this program reads version {newest}",
-            hint="another version of serverless-gpu wrote it; upgrade your version: `pip install --upgrade "
-            "serverless-gpu`",
+            f"{what} has format version {shape.version}, but this program reads version {newest}",
+            hint="another version wrote this object; upgrade serverless-gpu: `pip install --upgrade serverless-gpu`",
         )
     for name in ("rows", "packs", "blocks", "places", "roots", "entries"):
         if (count := _items(bytes(memoryview(getattr(shape, name))[:5]))) > ITEMS_MAX:
-            raise EnvironmentRejected(f"{what} has {count} {name}; at most {ITEMS_MAX} are allowed")
+            raise EnvironmentRejected(f"{what} has {count} {name}, but at most {ITEMS_MAX} are allowed")
 
 
 def _items(head: bytes) -> int:
@@ -110,9 +111,9 @@ def _items(head: bytes) -> int:
 
 
 def _check_values(content: bytes, what: str) -> None:
-    """Refuse a document with too many values, without creating any of the values."""
+    """Reject a document with too many values, without creating any of the values."""
     if len(content) <= SNAPSHOT_VALUES_MAX:
-        return  # Each value takes at least one byte.
+        return  # Each msgpack value takes at least one byte.
     values, left, at = 0, 1, 0
     while left:
         values, left = values + 1, left - 1
@@ -125,9 +126,9 @@ def _check_values(content: bytes, what: str) -> None:
 
 
 def _value(content: bytes, at: int) -> tuple[int, int]:
-    """Return the size of a msgpack value's own bytes, and the number of values directly inside of it."""
+    """Return the size of a msgpack value's own bytes, and the number of values directly inside."""
     first = content[at]
-    if 0xA0 <= first <= 0xBF:  # short text, the most frequent kind of value
+    if 0xA0 <= first <= 0xBF:  # first byte of a short text, the most frequent kind of value
         return 1 + (first & 0x1F), 0
     if 0x80 <= first <= 0x8F:
         return 1, 2 * (first & 0x0F)
@@ -139,15 +140,15 @@ def _value(content: bytes, at: int) -> tuple[int, int]:
     if first in _LISTS:
         digits, each = _LISTS[first]
         return 1 + digits, each * int.from_bytes(content[at + 1 : at + 1 + digits], "big")
-    return _FIXED.get(first, 1), 0  # The decoder rejects kinds of values that this package never writes.
+    return _FIXED.get(first, 1), 0  # The decoder rejects msgpack types that this package never writes.
 
 
 class AlteredObject(Exception):
-    """The bytes of an object do not match its address."""
+    """An object's bytes do not match its address."""
 
 
 def snapshot_of(data: bytes, address: str) -> Snapshot:
-    """Return the checked snapshot of an address from its bytes."""
+    """Decode and check the snapshot with an address."""
     snapshot = document_of(data, Snapshot, f"snapshot {address[:12]}")
     _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot) == address)
     if snapshot.address != address:
@@ -156,7 +157,7 @@ def snapshot_of(data: bytes, address: str) -> Snapshot:
 
 
 def unit_of(data: bytes, address: str) -> Unit:
-    """Return the checked unit of an address from its bytes."""
+    """Decode and check the unit with an address."""
     unit = document_of(data, Unit, f"unit {address[:12]}")
     _obey(lambda: check_unit(unit), lambda: unit_address(unit.rows) == address)
     if unit.address != address:
@@ -165,17 +166,18 @@ def unit_of(data: bytes, address: str) -> Unit:
 
 
 def pack_of(data: bytes | memoryview, digest: str) -> None:
-    """Raise `AlteredObject` unless the bytes are the pack of this name."""
+    """Raise `AlteredObject` if the bytes are not the pack with this name."""
     if blake3(data).hexdigest() != digest:
         raise AlteredObject(_ANOTHER)
 
 
 def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document whose rules and address are not yet checked."""
+    """Decode a document whose rules and address are not checked yet."""
     try:
         return decode(data, kind, what)
     except EnvironmentRejected as error:
-        # An error with a hint means that another version wrote the document. Any other unreadable document was altered.
+        # If the error has a hint, another version wrote the document. Any other unreadable document is an altered
+        # document.
         raise (error if error.hint else AlteredObject(error.message)) from None
 
 
@@ -184,5 +186,5 @@ def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
         check()
     except EnvironmentRejected:
         if is_itself():
-            raise  # The writer of the document already broke the rule, so the document was not altered.
+            raise  # The writer already wrote a document that breaks the rule, so the stored document is unaltered.
         raise AlteredObject(_ANOTHER) from None

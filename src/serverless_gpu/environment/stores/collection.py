@@ -1,4 +1,4 @@
-"""Collects garbage: condemns objects that no snapshot needs, and deletes them in a later collection.
+"""Garbage collection: condemns objects that no snapshot needs, and deletes them in a later collection.
 
     announce ─▶ a second one? ─▶ list, read what stays ─▶ plan ─▶ delete ─▶ the list: undated, then dated ─▶ withdraw
                     │ yes                               (pure)
@@ -11,20 +11,20 @@
                                 an existing object points at it             waits
                                 neither, and not put again since            deleted
 
-A unit that stays because it is young keeps its packs, because a capture that uses the unit does not check the packs
-again. Independently of the list, the collection deletes no object before the objects that refer to it. A new snapshot
-may need a unit that is already on the list, and the snapshot may be old before the next collection.
+A young unit keeps its packs, because a capture that reuses the unit does not check the packs again. Regardless of the
+list, a collection never deletes an object before the objects that refer to it. A new snapshot may need a condemned
+unit, and may be old itself before the next collection.
 
-The collection deletes snapshots before units, and units before packs. Every existing object is therefore complete at
-every moment, and a later collection finds all leftovers of a killed collection. A new entry of the list gets its date
-only after the collection has stored the list. Every capture that starts after the date therefore reads the entry.
-`condemned_objects.py` explains why captures may run during a collection. The scheme requires that a capture takes less
-than the grace period.
+A collection deletes snapshots before units, and units before packs. Existing objects therefore never refer to missing
+objects, and a later collection finds the leftovers of a killed collection. A new entry of the condemned list gets its
+date after the list has been stored. Every capture that starts after this date therefore reads the entry.
+`condemned_objects.py` explains why captures may run during a collection. These rules require that a capture takes less
+time than the grace period.
 
-Failure cases: If a needed document cannot be read, the collection keeps all objects that the document may refer to, and
-the result names the document. If another collection is running, the collection does nothing (`busy`). If a collection
-makes no progress, it raises StoreUnavailable, and the next collection continues. If the clocks of machines differ by
-several minutes, an object may stay longer.
+Failure cases: If a needed document is unreadable, the collection keeps all objects that it may refer to, and reports
+the document. If another collection is running, a collection does nothing (`busy`). A collection without progress raises
+StoreUnavailable, and the next collection continues. If the clocks of two machines differ by several minutes, objects
+may stay longer.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from serverless_gpu.environment.stores.condemned_objects import (
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
 
 KEEP_S = 30 * 24 * 3600
-"""Seconds for which an unused snapshot stays after its capture."""
+"""Number of seconds for which an unused snapshot stays after its capture."""
 GRACE_S = 24 * 3600
-"""Grace period in seconds before an object is condemned, and again before it is deleted: four times a capture's limit.
+"""Grace period in seconds before condemning an object, and again before deleting it: four times a capture's limit.
 """
 _KINDS = ("snapshots", "units", "packs")
-# A round of requests, each within the store's time limit, ends before the lease ends.
+# Requests within the store's time limit complete before the lease ends.
 _DELETE_AT_ONCE = 16
 _READ_AT_ONCE = 8
 _READ_BATCH = 64
@@ -67,7 +67,7 @@ _RENEW_S = 60
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of objects, and their bytes in the store."""
+    """Object counts and object sizes in a store."""
 
     snapshots: int = 0
     units: int = 0
@@ -76,7 +76,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a collection or of a dry run."""
+    """Result of a garbage collection or of a dry run."""
 
     kept: Tally = Tally()
     condemned: Tally = Tally()
@@ -86,7 +86,7 @@ class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
     condemned_keys: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     busy: bool = False
-    dry_run: bool = False  # True for a dry run, which changes nothing
+    dry_run: bool = False  # True for a dry run, which does not change the store
 
 
 def collect(
@@ -98,11 +98,12 @@ def collect(
     dry_run: bool = False,
     report: Report = ignore_progress,
 ) -> CollectionResult:
-    """Condemn unused objects, and delete objects that were condemned long enough ago.
+    """Condemn unused objects, and delete objects whose grace period since their condemnation has ended.
 
-    Snapshots `in_use` (of running attempts and live zygotes) stay at any age, and other snapshots for `keep_s` seconds.
-    An unneeded object stays for `grace_s` seconds before the collection condemns the object. The object stays for
-    another `grace_s` seconds before its deletion. `grace_s` is longer than any capture.
+    Collections keep the snapshots `in_use` (of running attempts and live zygotes) at any age, and others for `keep_s`
+    seconds. The collection condemns an unneeded object `grace_s` seconds after its last put. A later collection
+    deletes the condemned object after another `grace_s` seconds. The grace period `grace_s` must be longer than any
+    capture.
 
     Raises:
         StoreUnavailable: the store does not answer, or the collection took too long. The next collection continues.
@@ -121,7 +122,7 @@ def collect(
 
 
 class CollectionTerms(msgspec.Struct, frozen=True):
-    """Terms for keeping objects: snapshots in use, young snapshots, and recently put objects."""
+    """Conditions for keeping objects: snapshots in use, young snapshots, and recently put objects."""
 
     in_use: frozenset[str]
     keep_ns: int
@@ -129,7 +130,7 @@ class CollectionTerms(msgspec.Struct, frozen=True):
 
 
 class _Collection:
-    """A collection, from its announcement to its withdrawal."""
+    """A single garbage collection, from its announcement to its withdrawal."""
 
     def __init__(self, blobs: StoreBlobs, terms: CollectionTerms, report: Report) -> None:
         self._blobs = blobs
@@ -145,23 +146,26 @@ class _Collection:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[bool]:
-        """Announce the collection, and yield True if no other runs. Concurrent collections all withdraw."""
+        """Announce the collection, and yield True if no other collection is running.
+
+        If several collections start at once, all of them withdraw.
+        """
         self._renew()
         try:
             at_work, void = collectors(self._store, self._clock.wall_ns())
             if self._key not in at_work:
                 raise StoreUnavailable(
                     f"the clocks of this machine and of the store {self._store.url} differ by more than {LEASE_S} s",
-                    hint="set the clock of this machine; garbage collection compares the ages of objects",
+                    hint="set this machine's clock; garbage collection compares the ages of objects",
                 )
             self._store.delete(void)
             yield at_work == (self._key,)
         finally:
-            with contextlib.suppress(StoreUnavailable):  # The announcement expires by itself.
+            with contextlib.suppress(StoreUnavailable):  # If the withdrawal fails, the announcement expires later.
                 self._store.delete([self._key])
 
     def look(self) -> CollectionPlan:
-        """List all objects, read the documents that stay, and return the plan."""
+        """List all objects, read the documents that the collection keeps, and return the plan."""
         self._condemned = self._read_list()
         listed = {kind: list(self._store.list(kind)) for kind in _KINDS}
         self._listed = {stored.key: stored for kind in _KINDS for stored in listed[kind]}
@@ -182,14 +186,14 @@ class _Collection:
         return joined(snapshots, units, packs)
 
     def delete(self, doomed: Sequence[Stored]) -> None:
-        """Delete objects in small batches, while the announcement of this collection is valid."""
+        """Delete objects in small batches while this collection's announcement is valid."""
         for done, some in _batches([stored.key for stored in doomed], _DELETE_AT_ONCE):
             self._renew()
             self._store.delete(some)
             self._pulse("deleting", done, len(doomed))
 
     def write_list(self, plan: CollectionPlan) -> None:
-        """Store the new list first without dates, then with dates once the list is known to be stored."""
+        """Store the new condemned list without dates, then store it again with dates."""
         some = plan.condemned[: ITEMS_MAX - len(plan.waiting)]
         new = tuple(CondemnedEntry(stored.key, 0, stored.put_ns) for stored in some)
         if not new and frozenset(plan.waiting) == frozenset(self._condemned.entries):
@@ -203,7 +207,7 @@ class _Collection:
             write_condemned(self._store, CondemnedList(entries=plan.waiting + dated))
 
     def collected(self, plan: CollectionPlan) -> CollectionResult:
-        """Return the result of the collection."""
+        """Return the result of this collection for a plan."""
         waiting = [self._listed[sentence.key] for sentence in plan.waiting]
         return CollectionResult(
             kept=_tally(plan.kept),
@@ -219,14 +223,14 @@ class _Collection:
         try:
             return read_condemned(self._store)
         except EnvironmentRejected as error:
-            if error.hint:  # A newer version wrote the list, so this version must not replace the list.
+            if error.hint:  # A newer version of serverless-gpu wrote the list, so this version must not replace it.
                 raise
-            return CondemnedList()  # Without a readable list, the collection condemns all unused objects again.
+            return CondemnedList()  # If the list is unreadable, the collection condemns all unused objects again.
 
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
     ) -> tuple[frozenset[str] | None, frozenset[str]]:
-        """Return the keys that kept documents refer to (None if unreadable), and the keys of all documents."""
+        """Return the keys to which kept documents refer (None if unreadable), and the keys of all documents."""
         keys = plan.remaining()
         pointed_at: set[str] = set()
         held: set[str] = set()
@@ -238,7 +242,7 @@ class _Collection:
                 for key, result in zip(some, pool.map(lambda key: self._parts(key, parts), some), strict=True):
                     held |= result or frozenset()
                     if key not in kept:
-                        continue  # No restore can use an unreadable document that is not kept.
+                        continue  # No restore can use an unreadable document outside of the kept documents.
                     pointed_at |= result or frozenset()
                     if result is None:
                         self._unreadable.append(key)
@@ -255,7 +259,7 @@ class _Collection:
             return None
 
     def _renew(self) -> None:
-        """Renew the announcement of this collection, or stop if the announcement may have expired."""
+        """Renew this collection's announcement, or stop if the announcement may have expired."""
         now_ns = self._clock.boottime_ns()
         if self._renewed_ns is not None:
             silent_s = (now_ns - self._renewed_ns) / 1e9
@@ -264,7 +268,7 @@ class _Collection:
             if silent_s > LEASE_S / 2:
                 raise StoreUnavailable(
                     f"garbage collection of {self._store.url} made no progress for {silent_s:.0f} s and stopped",
-                    hint="run it again; the next collection continues from this point",
+                    hint="run garbage collection again; the next collection continues from this point",
                 )
         self._store.put({self._key: b""})
         self._renewed_ns = now_ns
@@ -274,7 +278,7 @@ class _Collection:
 
 
 def _batches(keys: Sequence[str], size: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield a few keys at a time, with the number of keys so far."""
+    """Yield batches of keys, each with the number of keys so far."""
     for first in range(0, len(keys), size):
         some = list(keys[first : first + size])
         yield first + len(some), some
@@ -290,7 +294,7 @@ def _tally(listed: Iterable[Stored]) -> Tally:
 
 
 class CollectionPlan(NamedTuple):
-    """The planned treatment of all listed objects."""
+    """Plan of a collection: the objects to keep, to condemn and to delete."""
 
     kept: tuple[Stored, ...]
     condemned: tuple[Stored, ...]
@@ -298,13 +302,13 @@ class CollectionPlan(NamedTuple):
     deleted: tuple[Stored, ...]
 
     def remaining(self) -> tuple[str, ...]:
-        """Return the keys of the objects that are not deleted."""
+        """Return the keys of the objects that this collection does not delete."""
         listed = (stored.key for stored in (*self.kept, *self.condemned))
         return (*listed, *(sentence.key for sentence in self.waiting))
 
 
 def kept_snapshots(listed: Iterable[Stored], in_use: Collection[str], *, now_ns: int, keep_ns: int) -> frozenset[str]:
-    """Return the keys of the snapshots that stay."""
+    """Return the keys of the snapshots that the collection keeps."""
     used = {f"snapshots/{address}" for address in in_use}
     return frozenset(stored.key for stored in listed if stored.key in used or now_ns - stored.put_ns < keep_ns)
 
@@ -312,10 +316,10 @@ def kept_snapshots(listed: Iterable[Stored], in_use: Collection[str], *, now_ns:
 def kept_parts(
     listed: Iterable[Stored], pointed_at: Collection[str] | None, *, now_ns: int, grace_ns: int
 ) -> frozenset[str]:
-    """Return the keys of the units or packs that stay.
+    """Return the keys of the units or packs that the collection keeps.
 
-    `pointed_at` contains the keys that kept documents refer to. `pointed_at` is None, and all objects stay, if a kept
-    document is unreadable.
+    `pointed_at` contains the keys to which kept documents refer. If a kept document is unreadable, `pointed_at` is None
+    and the collection keeps all objects.
     """
     return frozenset(
         stored.key
@@ -333,10 +337,10 @@ def make_plan(
     now_ns: int,
     grace_ns: int,
 ) -> CollectionPlan:
-    """Return the plan for the objects of one kind.
+    """Return the collection's plan for the objects of one kind.
 
-    `held` are the keys that existing objects still point at. `grace_ns` is the time that an object stays on the list
-    before the collection may delete the object.
+    `held` contains the keys to which existing objects still refer. `grace_ns` is the minimum time between condemning
+    and deleting an object.
     """
     sentences: Mapping[str, CondemnedEntry] = {sentence.key: sentence for sentence in condemned.entries}
     plan: tuple[list[Stored], list[Stored], list[CondemnedEntry], list[Stored]] = ([], [], [], [])
@@ -355,6 +359,6 @@ def make_plan(
 
 
 def joined(*plans: CollectionPlan) -> CollectionPlan:
-    """Return the plans of several kinds as one plan, in order."""
+    """Combine the plans for several kinds of objects into one plan."""
     kept, condemned, waiting, deleted = (tuple(chain.from_iterable(parts)) for parts in zip(*plans, strict=True))
     return CollectionPlan(kept, condemned, waiting, deleted)

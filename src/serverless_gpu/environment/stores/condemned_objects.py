@@ -1,16 +1,17 @@
-"""Reports to captures which objects garbage collection will delete, and if a collection is running.
+"""Tells captures which objects garbage collection has condemned, and if a collection is running.
 
     gc/condemned           objects that no snapshot needed at the last collection; a later one may delete them
     gc/collector-<digits>  a running collection; put again every minute, void some time after the last put
 
-For each object, a capture checks once if the object is condemned. The capture treats a condemned object as missing, and
-puts the object again. A capture that checked before the object was listed ends before the object may be deleted (grace
-period). The collection then sees the capture's snapshot. A capture that checked later puts the object again, and the
-collection sees the new put. If the put and the deletion happen at the same moment, the capture must wait for the
-collection and check again (`StoreBlobs.write_snapshot`).
+A capture checks for each object once if the object is condemned. A capture treats a condemned object as missing and
+puts the object again. A capture that checks an object before its condemnation ends before the object's grace period
+ends. The deleting collection therefore sees the capture's snapshot. A capture that checks an object after its
+condemnation puts the object again, and the collection detects the new put. Because a put and a deletion may coincide,
+the capture waits for the collection and checks again (`StoreBlobs.write_snapshot`).
 
-The list has keys of all users' objects, and a key is enough to read an object. A server therefore returns the list only
-to operators. The server answers captures only about the keys that they name (`base.CollectionGuard`).
+The condemned list contains keys of all users' objects, and a key is sufficient to read an object. A server therefore
+returns the condemned list only to operators. For captures, the server reports only on the keys in the request
+(`base.CollectionGuard`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ CONDEMNED = "gc/condemned"
 COLLECTOR = "gc/collector-"
 LIST_NAME = "the list of condemned objects"
 LEASE_S = 20 * 60
-"""Seconds after a collection's last announcement in which the collection may still delete objects."""
+"""Number of seconds after its last announcement in which a collection may still delete objects."""
 
 
 class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An object on the list of condemned objects."""
+    """An entry of the list of condemned objects."""
 
     key: str
-    since_ns: int  # Time at which the object was certainly on the list; 0 while unknown.
-    put_ns: int  # Time of the object's last put. A later put means that a capture needed the object.
+    since_ns: int  # Time by which the list certainly contained the object; 0 while unknown.
+    # Time of the object's last put before its condemnation. A put after this time means that a capture needed the
+    # object.
+    put_ns: int
 
 
 class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +47,7 @@ class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_condemned(store: Store) -> CondemnedList:
-    """Return the list of condemned objects, or an empty list if the object is missing."""
+    """Read the list of condemned objects, which is empty if it was never stored."""
     try:
         return decode(store.get(CONDEMNED), CondemnedList, LIST_NAME)
     except KeyError:
@@ -52,12 +55,12 @@ def read_condemned(store: Store) -> CondemnedList:
 
 
 def write_condemned(store: Store, condemned: CondemnedList) -> None:
-    """Replace the list of condemned objects."""
+    """Store a new list of condemned objects in place of the old list."""
     store.put({CONDEMNED: encode(condemned)})
 
 
 def collectors(store: Store, now_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys of collections that may be deleting now, and the keys of expired collections."""
+    """Return the keys of collections that may still delete objects, and the keys of expired collections."""
     found = [stored for stored in store.list("gc") if stored.key.startswith(COLLECTOR)]
     at_work = tuple(stored.key for stored in found if abs(now_ns - stored.put_ns) < LEASE_S * 10**9)
     return at_work, tuple(stored.key for stored in found if stored.key not in at_work)

@@ -1,4 +1,4 @@
-"""Stores objects in a directory of a local or mounted file system, or in memory for tests.
+"""Stores objects in a directory on a local or mounted file system, or in memory for tests.
 
     <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
     <root>/gc/condemned
@@ -8,20 +8,22 @@
                                                  the first wait includes the journal, so later waits
                                                  find their data already written
 
-An object gets its name only when its bytes are on the disk. An object therefore exists completely or not at all, even
-after a power cut. If two writers put the same key, both succeed, and the later object replaces the earlier object. The
-store syncs several objects together, not each object alone. A killed writer leaves a file under `incoming/`. `delete`,
-which only garbage collection calls, removes the file after a day.
+The store gives an object its final name only after the object's bytes are on the disk. Even after a power cut, an
+object therefore exists completely or not at all. If two writers put the same key, both succeed and the later object
+replaces the earlier object. The store syncs all objects of one call together, which is faster than syncing each object.
+A killed writer leaves a partial file under `incoming/`. The `delete` method, which only garbage collection calls,
+removes killed writers' files after a day.
 
-Large objects bypass the page cache where the file system allows it (`write_direct`). Large objects become durable at
-once, so the page cache would only hold another copy. Copying 390 MB would take 0.9 s of a core, and direct writing
-takes 0.02 s. The copy would also evict cached files of the user's programs. If direct writing is not possible, the
-store writes through the page cache. Direct writing requires whole disk blocks and aligned memory. tmpfs and some
-network and FUSE file systems do not support direct writing.
+The store writes large objects without the page cache if the file system allows it (`write_direct`). The store makes
+large objects durable at once, so the page cache would only keep another copy. Writing 390 MB through the page cache
+takes 0.9 s of CPU time, and direct writing takes 0.02 s. Writing through the page cache would also evict cached files
+of the user's programs. If direct writing is impossible, the store writes through the page cache. Direct writing
+requires whole disk blocks and aligned memory. tmpfs and some network and FUSE file systems do not support direct
+writing.
 
-Failure cases: The store raises StorageError if the disk is full. If the free space is known to be too small, the store
-raises the error before the first byte. The store raises StoreUnavailable if a directory is not readable or writable, or
-if a link is in the place of an object.
+Failure cases: The store raises StorageError if the disk is full. If the disk reports too little free space, the store
+raises the error before it writes any bytes. If a directory is not accessible, or an object's path is a link, the store
+raises StoreUnavailable.
 """
 
 from __future__ import annotations
@@ -54,26 +56,28 @@ from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 SIZE_MIN = 1024 * 1024
-"""Minimum bytes of an object that bypasses the page cache. For smaller objects, buffered writing costs almost nothing.
+"""Minimum size in bytes of an object that the store writes without the page cache.
+
+For smaller objects, writing through the page cache costs almost nothing.
 """
 _STEP = 4 * 1024 * 1024
 _BLOCK = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has no O_DIRECT.
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 OPEN_MAX = 64
-"""Maximum number of files that are open at once."""
+"""Maximum number of files that the store opens at the same time."""
 _PRIVATE = 0o700
 INCOMING = "incoming"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEFTOVERS_S = 24 * 3600
-# The flags refuse a link or pipe in the object's place, instead of following the link or waiting for the pipe.
+# Opening an object fails if it is a link or a pipe, instead of following the link or blocking.
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class DirectoryStore(Store):
-    """Stores objects as files.
+    """Stores objects as files in a directory.
 
-    A file under `incoming/` that is older than `leftovers_s` is a leftover of a dead writer.
+    A file under `incoming/` older than `leftovers_s` seconds is a killed writer's leftover.
     """
 
     def __init__(self, root: Path, *, clock: Clock | None = None, leftovers_s: int = LEFTOVERS_S) -> None:
@@ -83,7 +87,7 @@ class DirectoryStore(Store):
         self._leftovers_ns = leftovers_s * 10**9
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it."""
+        """Return the bytes of an object, or a range of the bytes."""
         path = self._path(key)
         try:
             fd = os.open(path, os.O_RDONLY | _FLAGS)
@@ -95,7 +99,7 @@ class DirectoryStore(Store):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StoreUnavailable(
-                    f"{path} is not a regular file", hint="find the process that made this file, and remove the file"
+                    f"{path} is not a regular file", hint="find the program that created this path, and delete the path"
                 )
             there = max(0, status.st_size - start)
             wanted = there if length is None else length
@@ -107,7 +111,7 @@ class DirectoryStore(Store):
             os.close(fd)
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing objects."""
+        """Put objects durably and atomically, replacing existing objects."""
         contents = {self._path(key): check_size(key, data) for key, data in objects.items()}
         total = sum(map(len, contents.values()))
         try:
@@ -122,7 +126,7 @@ class DirectoryStore(Store):
             raise self._problem("write", what, error) from error
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that exist."""
+        """Return the keys of the given objects that exist in the store."""
         try:
             return frozenset(key for key in keys if _is_file(self._path(key)))
         except OSError as error:
@@ -134,7 +138,7 @@ class DirectoryStore(Store):
         try:
             for entry in _files(top):
                 key = f"{prefix}/{entry.name}"
-                # The store neither lists nor deletes files of other programs.
+                # The store does not list or delete other programs' files.
                 if entry.path != str(self._root / _place(key)):
                     continue
                 with contextlib.suppress(FileNotFoundError, EnvironmentRejected):
@@ -144,7 +148,7 @@ class DirectoryStore(Store):
             raise self._problem("list", prefix, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and ignore missing objects."""
+        """Remove objects, ignoring objects that do not exist."""
         parents = set()
         for key in keys:
             path = self._path(key)
@@ -164,7 +168,7 @@ class DirectoryStore(Store):
             raise self._problem("clean", INCOMING, error) from error
 
     def free_bytes(self) -> int | None:
-        """Return the number of bytes that this user can still write to the disk, or None if unknown."""
+        """Return the number of bytes that the current user can still write to the disk, or None if unknown."""
         for directory in (self._root, *self._root.parents):
             try:
                 disk = os.statvfs(directory)
@@ -180,7 +184,7 @@ class DirectoryStore(Store):
         return self._root / _place(check_key(key))
 
     def _remove_leftovers(self) -> None:
-        """Remove files of dead writers, by the file system's clock, because this machine's clock may differ."""
+        """Remove old files of killed writers, judging their age by the file system's clock."""
         incoming = self._root / INCOMING
         if not incoming.is_dir():
             return
@@ -203,7 +207,7 @@ class DirectoryStore(Store):
     def _full(self, why: str) -> StorageError:
         if lacks_inodes(self._root):
             return StorageError(
-                f"no inodes left in the store {self.url}: its disk has space, but cannot store one more file",
+                f"no inodes left in the store {self.url}, so its disk cannot store more files",
                 hint="delete files on this disk (`sgpu env gc` removes unused objects), or choose a store on "
                 "another disk",
             )
@@ -225,7 +229,7 @@ def _read(fd: int, start: int, length: int) -> bytes:
     if len(data) == length:
         return data
     pieces = [data]
-    # The kernel returns large reads in parts; an empty part is the end of the file.
+    # The kernel returns large reads in parts, and an empty part marks the end of the file.
     while data and (missing := length - sum(map(len, pieces))):
         data = os.pread(fd, missing, start + length - missing)
         pieces.append(data)
@@ -240,7 +244,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _files(top: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files directly in a directory and in its direct subdirectories."""
+    """Yield the files in a directory and in its immediate subdirectories."""
     for entry in _entries(top):
         if entry.is_dir(follow_symlinks=False):
             yield from (below for below in _entries(entry.path) if below.is_file(follow_symlinks=False))
@@ -256,10 +260,10 @@ def _entries(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 def write_direct(fd: int, data: memoryview) -> int:
-    """Write the start of an empty file, bypassing the page cache.
+    """Write the start of an empty file without the page cache.
 
-    The position of `fd` is 0, and `data` is the whole content. Return the number of written bytes. The caller writes
-    the remaining bytes.
+    The file position of `fd` must be 0, and `data` must be the whole content. Return the number of bytes written, which
+    may be less than the length of `data`. The caller must write the remaining bytes.
     """
     if not _DIRECT or len(data) < SIZE_MIN:
         return 0
@@ -276,7 +280,8 @@ def write_direct(fd: int, data: memoryview) -> int:
 
 def _write(fd: int, data: memoryview, end: int) -> int:
     done = 0
-    with mmap.mmap(-1, min(_STEP, end)) as aligned:  # mmap returns page-aligned memory.
+    # Python's `mmap` returns page-aligned memory, which direct writing requires.
+    with mmap.mmap(-1, min(_STEP, end)) as aligned:
         while done < end:
             size = min(len(aligned), end - done)
             aligned[:size] = data[done : done + size]
@@ -289,16 +294,17 @@ def _write(fd: int, data: memoryview, end: int) -> int:
                     raise
             done += written
             if written % _BLOCK:
-                # The kernel wrote only a part, as on a nearly full disk. A buffered write of the remaining bytes
-                # reports the error.
+                # The kernel wrote only part of the data, for example because the disk is nearly full. Writing the
+                # remaining bytes through the page cache then reports the error.
                 return done
     return done
 
 
 def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
-    """Write files durably, in place of existing files.
+    """Write files durably, replacing existing files.
 
-    `incoming` is a directory on the same disk. The parent directory of a path may be missing, but not the grandparent.
+    `incoming` must be a directory on the same disk as the files. The parent directory of each path may be missing, but
+    the grandparent directory must exist.
     """
     left = iter(contents.items())
     while some := dict(itertools.islice(left, OPEN_MAX)):
@@ -319,7 +325,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
                 fds.append(fd)
             for fd in fds:
                 os.fsync(fd)
-        # Syncing directories costs almost nothing here, because syncing the files has already written the journal.
+        # Syncing directories is fast here, because syncing the files has already written the journal.
         for path in above:
             sync_directory(path)
         faults.reach("before_object_is_named")
@@ -335,7 +341,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, private and durable."""
+    """Create a durable directory and its parents, accessible only to the current user."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -345,13 +351,13 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(paths: Iterable[Path]) -> None:
-    """Make several directories with their parents."""
+    """Create several durable directories with their parents."""
     for path in dict.fromkeys(paths):
         make_directory(path)
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory, so that the names in it are durable."""
+    """Sync a directory to make its entries durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with closed(fd):
         try:
@@ -363,9 +369,9 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def closed(fd: int) -> Iterator[None]:
-    """Close a descriptor after the block, and raise an error of the close unless the block failed.
+    """Close a descriptor after the `with` block, and raise close errors if the block succeeded.
 
-    Network file systems may write, and fail, only when a file is closed.
+    Network file systems may write data, and report errors, only when a file is closed.
     """
     try:
         yield
@@ -377,7 +383,7 @@ def closed(fd: int) -> Iterator[None]:
 
 
 def _is_new(path: Path) -> bool:
-    """Make a directory, or return False if the directory exists."""
+    """Create a directory and return True, or return False if the directory exists."""
     try:
         path.mkdir(mode=_PRIVATE)
     except FileExistsError:
@@ -392,14 +398,16 @@ def _fill(fd: int, content: memoryview, now_ns: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns))
     os.fchmod(fd, 0o400)
     if sys.platform == "linux":
-        # Starts the write-back before `fsync` waits for it. No process needs the cached pages.
+        # This call starts the write-back before `fsync` waits for the data. No process needs the object's pages in the
+        # page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class MemoryStore(Store):
-    """Stores objects in a dictionary.
+    """Stores objects in a dictionary in memory.
 
-    `name` is the part after ``memory://``. `capacity_bytes` is None without a limit.
+    `name` is the part of the store's URL after ``memory://``. `capacity_bytes` is the store's capacity, or None without
+    a limit.
     """
 
     def __init__(self, name: str = "", *, clock: Clock | None = None, capacity_bytes: int | None = None) -> None:
@@ -410,13 +418,13 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it."""
+        """Return the bytes of an object, or a range of the bytes."""
         data = self._objects[check_key(key)][0]
         check_range(key, start, max(0, len(data) - start) if length is None else length)
         return data[start:] if length is None else data[start : start + length]
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects atomically, in place of existing objects."""
+        """Put objects atomically, replacing existing objects."""
         contents = {check_key(key): bytes(check_size(key, data)) for key, data in objects.items()}
         with self._lock:
             free, size = self.free_bytes(), sum(map(len, contents.values()))
@@ -429,7 +437,7 @@ class MemoryStore(Store):
             self._objects.update((key, (content, now_ns)) for key, content in contents.items())
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that exist."""
+        """Return the keys of the given objects that exist in the store."""
         return frozenset(key for key in keys if check_key(key) in self._objects)
 
     def list(self, prefix: str) -> Iterator[Stored]:
@@ -440,13 +448,13 @@ class MemoryStore(Store):
         return iter(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and ignore missing objects."""
+        """Remove objects, ignoring objects that do not exist."""
         for key in keys:
             with self._lock:
                 self._objects.pop(check_key(key), None)
 
     def free_bytes(self) -> int | None:
-        """Return the number of bytes that still fit into the store, or None without a limit."""
+        """Return the free space of the store in bytes, or None without a limit."""
         if self._capacity_bytes is None:
             return None
         return max(0, self._capacity_bytes - sum(len(data) for data, _ in self._objects.values()))

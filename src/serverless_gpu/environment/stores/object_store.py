@@ -3,25 +3,24 @@
     call ─▶ ask: request ─▶ answer ─▶ judge ─▶ done │ missing   │ ask again, with backoff    │ StoreUnavailable
                     ▲────────────────────────────────────────────────┘     5 minutes in all
 
-After a put, the store compares the object with the server's entity tag, if the tag is an MD5 digest. Otherwise the
-store reads one object back to confirm that the server's tags are no MD5 digests. The store sends bytes again that were
-altered in transit.
+If a server's entity tags are MD5 digests, the store compares the tag with the object after a put. If a server's tags
+differ from the MD5 digest, the store reads the object back once to check it. The store sends an object again if its
+bytes were altered in transit.
 
-Credentials come from the variables that the tools of each cloud read (`CLOUDS`), or from the machine itself if it
-belongs to the cloud. Only obstore receives the credentials. The text of an error contains URLs, headers and the
-server's message, and for some clouds a signature or a key. `judge` therefore uses only three facts from the text: the
-status, the server's own code (``NoSuchBucket``), and the failed step. No other part of the text reaches a user or a
-log.
+Credentials come from the environment variables of each cloud's tools (`CLOUDS`), or from the cloud machine itself. The
+store passes the credentials only to the obstore library. An obstore error's text contains URLs, headers and the
+server's message, and sometimes a signature or a key. `judge` therefore extracts only the status, the server's own code
+(``NoSuchBucket``) and the failed step from the text. The store never shows or logs other parts of the error text.
 
-A process that has used an object store must not fork afterwards. A forked child lacks the threads of obstore, so a call
-in the child would wait forever. The store therefore refuses calls in a forked child. The agent, zygotes and supervisors
-never use this module.
+A process must not fork after it has used an object store. A forked child does not have obstore's threads, so a call in
+the child would wait forever. The store therefore rejects calls in a forked child. The agent, zygotes and supervisors do
+not import this module.
 
-Failure cases: If credentials are wrong or missing, or the bucket does not exist, the store raises StoreUnavailable at
-once, with a hint. If a connection fails, or an answer is 5xx, 429, too slow or incomplete, the store repeats the
-request. After the last try, the store raises StoreUnavailable with the last answer. After a 404 for an existing object,
-the store repeats the request for one second. If the server has no space, the store raises StorageError. If a server
-ignores a range and sends the whole object, the store discards the unwanted bytes.
+Failure cases: For wrong or missing credentials or a missing bucket, the store immediately raises StoreUnavailable with
+a hint. If a connection fails, or an answer is 5xx, 429, late or incomplete, the store repeats the request. After the
+last attempt, the store raises StoreUnavailable with the server's last answer. If the server answers 404 for an existing
+object, the store repeats the request for one second. If the server has no space, the store raises StorageError. If a
+server ignores a range and sends the whole object, the store discards the unwanted bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 10.0
 _READ_S = 30.0
-"""Number of seconds for which a connection may receive no data during a read."""
+"""Time limit in seconds without received data during a read."""
 Connect = Callable[[float, bool], "Client"]
 Verdict = Literal["again", "absent", "beyond", "whole", "refused", "no bucket", "no credentials", "full"]
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -87,10 +86,11 @@ _STEPS = (
     ("kind: Decode", "the answer is incomplete"),
     ("kind: Request", "the connection broke during the request"),
 )
-# Addresses of the credential services of clouds. A client queries them when no variables are set.
+# Addresses of the credential services inside of clouds. A client queries these services if no credential variables are
+# set.
 _METADATA = re.compile(r"169\.254\.169\.254|metadata\.google|/latest/api/token|/latest/meta-data|/metadata/identity")
 BOUND_S = 300.0
-"""Seconds that one call may take, including retries."""
+"""Time limit in seconds for one call, including retries."""
 AT_ONCE = 16
 _LATE_S = 1.0
 _PAGE = 1000
@@ -98,13 +98,14 @@ _TIMEOUT_S_MIN = 0.05
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _Value = TypeVar("_Value")
 _used_by: list[int] = []
-"""The process that sent the first request, if any."""
+"""The ID of the process that first used an object store, if any."""
 
 
 class ObjectStore(Store):
-    """Stores objects in a bucket.
+    """Stores objects in an object storage bucket.
 
-    The names of all objects start with `prefix`. `bound_s` limits the time of one call, including retries.
+    All object names in the bucket start with `prefix`. `bound_s` limits the duration of one call in seconds, including
+    retries.
     """
 
     def __init__(
@@ -128,14 +129,14 @@ class ObjectStore(Store):
         self._tags_are_md5 = True
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it."""
+        """Return the bytes of an object, or a range of the bytes."""
         check_key(key)
         check_range(key, start, 0 if length is None else length)
         if length == 0:
             if not self.present((key,)):
                 raise KeyError(key)
             return b""
-        # A server may not yet return an object that exists.
+        # Some servers return a new object only after a delay.
         late_s = 0.0 if key.startswith("gc/") else min(_LATE_S, self._bound_s / 2)
         try:
             return self._ask(f"get {key}", lambda client: self._get(client, key, start, length), late_s=late_s)
@@ -145,13 +146,16 @@ class ObjectStore(Store):
             raise KeyError(key) from None
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing objects, several at a time."""
+        """Put objects durably and atomically, replacing existing objects, several at a time."""
         for key, data in objects.items():
             check_size(check_key(key), data)
         _together(lambda key: self._put_one(key, objects[key]), list(objects))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that exist. Several requests run at once."""
+        """Return the keys of the given objects that exist in the bucket.
+
+        The method sends several requests at the same time.
+        """
 
         def look(key: str) -> bool:
             import obstore
@@ -172,18 +176,19 @@ class ObjectStore(Store):
                 try:
                     check_key(stored.key)
                 except EnvironmentRejected:
-                    continue  # The store does not list objects of other programs, so it never deletes them.
+                    # The store does not list other programs' objects, so garbage collection never deletes them.
+                    continue
                 yield stored
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and ignore missing objects."""
+        """Remove objects, ignoring objects that do not exist."""
 
         asked = [check_key(key) for key in keys]
         for first in range(0, len(asked), _PAGE):
             some = asked[first : first + _PAGE]
             try:
                 self._ask("delete objects", partial(_delete, some))
-            except _Final:  # Some clouds report an error if one of the objects is missing.
+            except _Final:  # Some clouds report an error if one of the objects does not exist.
                 _together(self._delete_one, some)
 
     def free_bytes(self) -> int | None:
@@ -208,26 +213,28 @@ class ObjectStore(Store):
             return bytes(obstore.get(client, key, options={"range": (start, end)}).bytes())
         result = obstore.get(client, key)
         if result.meta["size"] - start > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {result.meta['size']} bytes; at most {OBJECT_BYTES_MAX} are allowed")
+            raise EnvironmentRejected(
+                f"{key} has {result.meta['size']} bytes, but at most {OBJECT_BYTES_MAX} are allowed"
+            )
         return bytes(memoryview(result.bytes())[start : None if length is None else start + length])
 
     def _put(self, client: Client, key: str, data: bytes | memoryview) -> None:
         import obstore
 
-        # Each object is one request, because a killed multipart upload would leave parts behind.
+        # The store sends each object in one request, because a killed multipart upload would leave parts behind.
         tag = obstore.put(client, key, data, use_multipart=False)["e_tag"] or ""
         said = _MD5.fullmatch(tag) if self._tags_are_md5 else None
         if said and said[1] != hashlib.md5(data, usedforsecurity=False).hexdigest():
             if bytes(obstore.get(client, key).bytes()) != bytes(data):
                 raise _ArrivedAltered
-            self._tags_are_md5 = False  # Some kinds of encryption use other entity tags.
+            self._tags_are_md5 = False  # With some kinds of encryption, the entity tag is not an MD5 digest.
 
     def _ask(
         self, what: str, request: Callable[[Client], _Value], *, reads: bool = True, late_s: float = 0.0
     ) -> _Value:
-        """Send a request until the store answers.
+        """Send a request, and repeat it until the server gives a final answer.
 
-        Raises _Final: the object does not exist, or has no such range.
+        Raises _Final: the object does not exist, or does not have the requested range.
         """
         from obstore.exceptions import BaseError
 
@@ -246,16 +253,16 @@ class ObjectStore(Store):
             if answer.verdict == "whole" and self._knows_ranges:
                 self._knows_ranges = False
                 continue
-            # A wrong secret is tried twice, because an altered request also gets this answer.
+            # The store tries a rejected secret twice, because an altered request gets the same answer.
             again = answer.verdict in ("again", "absent") or (answer.verdict == "refused" and tries == 1)
             if not again or took_s + pause >= self._bound_s:
                 raise self._problem(what, answer, tries, took_s)
             time.sleep(pause)
 
     def _client(self, left_s: float, reads: bool) -> Client:
-        """Return a client whose requests have a time limit.
+        """Return an obstore client whose requests have a time limit.
 
-        Each request may use half of `bound_s`, and the last request may use the remaining time.
+        Each request may take half of `bound_s`, and the last request may take the remaining time.
         """
         half_s = self._bound_s / 2
         if left_s < half_s:
@@ -290,11 +297,11 @@ class ObjectStore(Store):
 
 
 class _ArrivedAltered(Exception):
-    """The server received other bytes than were sent."""
+    """The server received different bytes than the store sent."""
 
 
 class _Final(Exception):
-    """An answer that a retry does not change."""
+    """An error answer for which a retry is useless."""
 
     def __init__(self, answer: ErrorMeaning) -> None:
         super().__init__(answer.said)
@@ -302,7 +309,7 @@ class _Final(Exception):
 
 
 class _Pages:
-    """Lists objects page by page, and continues after the last page if a request fails."""
+    """Lists objects page by page, and resumes after the last complete page if a request fails."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -310,10 +317,10 @@ class _Pages:
         self._stream: Iterator[Sequence[ObjectMeta]] | None = None
 
     def turn(self, client: Client) -> list[Stored]:
-        """Return the next page, which is empty at the end of the list."""
+        """Return the next page of objects, or an empty page at the end of the list."""
         import obstore
 
-        stream, self._stream = self._stream, None  # The next call drops this stream if it fails.
+        stream, self._stream = self._stream, None  # If this request fails, the next call starts a new list request.
         if stream is None:
             stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
         page = [
@@ -343,7 +350,7 @@ def _judged(error: Exception) -> ErrorMeaning:
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     if isinstance(error, _ArrivedAltered):
-        return ErrorMeaning("again", "the server received other bytes than were sent")
+        return ErrorMeaning("again", "the server received different bytes than the store sent")
     denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
     return judge(str(error), not_found=isinstance(error, FileNotFoundError), denied=denied)
 
@@ -354,16 +361,16 @@ def _refuse_after_fork(url: str) -> None:
     if _used_by[0] != os.getpid():
         raise StoreUnavailable(
             f"the store {url} cannot be used in a process that was forked after its parent used an object store",
-            hint="start a new process instead, for example with subprocess, or multiprocessing's spawn",
+            hint="start a new process instead of forking, for example with subprocess or multiprocessing's spawn",
         )
 
 
 class Cloud(NamedTuple):
-    """A kind of object store, with its URL scheme, variables and settings."""
+    """A kind of object store, with its URL scheme, environment variables and settings."""
 
-    variables: tuple[str, ...]  # variables for the location and the credentials
+    variables: tuple[str, ...]  # environment variables for the location and the credentials
     endpoint: tuple[str, ...]
-    check: str  # variables to check after a refusal
+    check: str  # environment variables that the user should check after a refusal
 
 
 CLOUDS: Mapping[str, Cloud] = {
@@ -428,16 +435,17 @@ CLOUDS: Mapping[str, Cloud] = {
 
 
 def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
-    """Return a function that makes a client from a time limit, and True for reads only.
+    """Return a function that creates a client from a time limit and a read-only flag.
 
-    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has an invalid value.
+    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: an environment variable has an invalid
+    value.
     """
     try:
         import obstore.store as kinds
         from obstore.exceptions import BaseError
     except ImportError:
         raise StoreUnavailable(
-            f"{scheme}://{bucket} cannot be used: object stores need the package obstore",
+            f"{scheme}://{bucket} cannot be used: object stores need the Python package obstore",
             hint="pip install 'serverless-gpu[store]'",
         ) from None
     cloud = CLOUDS[scheme]
@@ -453,7 +461,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
             "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
             "timeout": timedelta(seconds=timeout_s),
         }
-        if reads:  # A client that sends much data may receive no data for a long time.
+        if reads:  # While a client sends a large object, it may receive no data for a long time.
             options["read_timeout"] = timedelta(seconds=min(_READ_S, timeout_s))
         retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
         client: Client = kind(
@@ -463,16 +471,17 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
 
     try:
         connect(1.0, False)
-    except (BaseError, ValueError, TypeError) as error:  # The texts of these errors may contain the value.
+    # The texts of these errors may contain a secret variable's value.
+    except (BaseError, ValueError, TypeError) as error:
         raise InvalidValue(
-            f"{scheme}://{bucket} cannot be used with the variables that are set ({type(error).__name__})",
+            f"{scheme}://{bucket} cannot be used with the environment variables that are set ({type(error).__name__})",
             hint=f"look at {', '.join(name for name in cloud.variables if environ.get(name)) or cloud.check}",
         ) from None
     return connect
 
 
 def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
-    """Return the address of the store without secrets, or "" if the cloud defines the address."""
+    """Return the store's network address without secrets, or "" if the cloud defines the address."""
     for name in CLOUDS[scheme].endpoint:
         if value := environ.get(name):
             parts = urlsplit(value)
@@ -481,16 +490,16 @@ def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
 
 
 class ErrorMeaning(NamedTuple):
-    """The meaning of an error, and the part of its text that is safe to print."""
+    """The meaning of an obstore error, and the part of its text that is safe to show."""
 
     verdict: Verdict
     said: str
 
 
 def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
-    """Return the meaning of an error.
+    """Return the meaning of an obstore error's text.
 
-    `not_found` and `denied` come from the class of the error.
+    `not_found` and `denied` come from the exception class of the error.
     """
     said = _said(text)
     code = said.partition(" ")[2]
@@ -524,8 +533,8 @@ def _said(text: str) -> str:
 
 
 def pause_s(tries: int, chance: float) -> float:
-    """Return the backoff in seconds before the next try, which doubles up to 15 s.
+    """Return the backoff in seconds before the next attempt, which doubles up to 15 s.
 
-    `chance` is a random number between 0 and 1, which distributes the retries of many clients.
+    `chance` is a random number between 0 and 1, which spreads the retries of many clients.
     """
     return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)

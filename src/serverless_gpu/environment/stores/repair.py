@@ -1,21 +1,22 @@
-"""Removes altered objects from a store, so that the next capture sends them again.
+"""Removes altered objects from a store, so that the next capture stores them again.
 
     a snapshot, unit or pack does not match its name, even when it is read again: delete it
     a unit points at a missing or altered pack: delete the unit, before the pack
     a unit points at packs with other content than its rows: delete the unit
 
-A server repairs its own store (`Store.repair`), because its clients may not remove objects. The server trusts only its
-own checks. The repair deletes only objects that no restore could ever use. The name of an object is the digest of its
-content, so a client with the content can put the object again. The snapshot that lists a deleted unit stays. The
-snapshot is complete again once a client has stored the unit.
+A server repairs its own store (`Store.repair`), because the server's clients may not remove objects. A server checks
+the reported objects itself instead of trusting its clients. A repair deletes only objects that no restore can use. An
+object's name is the digest of its content, so a client with the content can store the object again. A repair keeps the
+snapshots that list a deleted unit. A snapshot with a deleted unit is complete again once a client has stored the unit
+again.
 
-A unit's address covers its rows, but not its packs. A unit with a right address may therefore point at packs with other
-content. Even if each pack matches its name, no restore can use the unit. Only `check_content` detects a unit whose
-packs have other content. The check reads each pack once, in the order in which a capture fills them, with one pack in
-memory at a time.
+A unit's address depends on its rows, but not on its packs. A unit with a correct address may therefore refer to packs
+with different content. No restore can use a unit with the wrong packs, even if each pack matches its name. Only
+`check_content` detects units with the wrong packs. The content check reads each pack once, in the order of the capture,
+with one pack in memory at a time.
 
-Failure cases: If the store does not allow changes, the error's hint names the altered objects. `ContentMismatch` names
-the first row with other content.
+Failure cases: If the store is read-only, the error's hint names the altered objects. `ContentMismatch` names the first
+row whose content differs.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ from serverless_gpu.errors import (
 )
 
 PACK_READS_FREE = 16
-"""Number of pack reads that a check allows beyond one per pack. The check refuses a unit whose blocks alternate between
-packs.
+"""Number of pack reads that a check may do in addition to one per pack.
+
+The check rejects units whose blocks alternate between packs.
 """
 ReadPack = Callable[[str, int], bytes]
-"""Returns the first bytes of a pack. The arguments are the pack's digest and the number of bytes."""
+"""Callback that returns the first bytes of a pack. Its arguments are the pack's digest and the number of bytes."""
 NAMED_MAX = 3
 _AGAIN = "to send these objects again, run `sgpu env capture` on the machine where the environment is installed"
 
 
 class ContentMismatch(Exception):
-    """The content of packs does not match the rows of a unit."""
+    """The packs' content does not match the unit's rows."""
 
 
 class _Part(NamedTuple):
-    """A part of a file in a block: its bytes from `start` to `end`, and True if the file ends with it."""
+    """A part of a file in a block: bytes `start` to `end`, and True for the last part of the file."""
 
     row: FileRow
     start: int
@@ -60,9 +62,9 @@ class _Part(NamedTuple):
 
 
 def check_content(unit: Unit, read: ReadPack) -> None:
-    """Compare all content of a unit with its rows.
+    """Compare a unit's whole content with its rows.
 
-    Raises ContentMismatch: a row has other content, or a block cannot be read.
+    Raises ContentMismatch: the content of a row differs, or a block cannot be read.
     """
     parts = _parts_by_block(unit)
     extents: dict[int, int] = defaultdict(int)
@@ -70,14 +72,14 @@ def check_content(unit: Unit, read: ReadPack) -> None:
         block = unit.blocks[index]
         extents[block.pack] = max(extents[block.pack], block.offset + block.length)
     pack, data, reads = -1, memoryview(b""), 0
-    digest = hashlib.sha256()  # Digest of the current file, which may fill several consecutive blocks.
+    digest = hashlib.sha256()  # Digest of the current file, whose content may fill several consecutive blocks.
     for index in sorted(parts):
         block = unit.blocks[index]
         if block.pack != pack:
             reads += 1
             if reads > len(extents) + PACK_READS_FREE:
-                raise ContentMismatch("its blocks jump between its packs")
-            data = memoryview(b"")  # Frees the previous pack first, so that only one pack is in memory.
+                raise ContentMismatch("the unit's blocks alternate between packs")
+            data = memoryview(b"")  # This assignment first frees the previous pack, so only one pack is in memory.
             pack, data = block.pack, memoryview(read(unit.packs[block.pack], extents[block.pack]))
         content = _content(data[block.offset : block.offset + block.length], block.size, parts[index][0].row)
         for part in parts[index]:
@@ -85,7 +87,7 @@ def check_content(unit: Unit, read: ReadPack) -> None:
             if not part.is_last:
                 continue
             if digest.digest() != part.row.sha256:
-                raise ContentMismatch(f"its packs do not have the content of {part.row.path!r}")
+                raise ContentMismatch(f"the unit's packs do not have the content of {part.row.path!r}")
             digest = hashlib.sha256()
 
 
@@ -93,14 +95,14 @@ def _content(frame: memoryview, size: int, row: FileRow) -> memoryview:
     try:
         content = decompress(frame, size)
     except EnvironmentRejected as error:
-        raise ContentMismatch(f"the bytes of {row.path!r} cannot be read: {error.message}") from None
+        raise ContentMismatch(f"the content of {row.path!r} cannot be read: {error.message}") from None
     if len(content) != size:
-        raise ContentMismatch(f"the block of {row.path!r} holds {len(content)} bytes instead of {size}")
+        raise ContentMismatch(f"the block of {row.path!r} has {len(content)} bytes instead of {size}")
     return memoryview(content)
 
 
 def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
-    """Return the parts of files in each block. Like a restore, leave out blocks without a file."""
+    """Return the file parts in each block. Like a restore, the function skips blocks without a file."""
     parts: dict[int, list[_Part]] = defaultdict(list)
     filled = (row for row in unit.rows if row.has_content and row.size)
     for row, place in zip(filled, unit.places, strict=True):
@@ -117,7 +119,7 @@ def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
 
 
 def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
-    """Return a snapshot, or remove an altered snapshot from the store."""
+    """Return a snapshot, or remove the snapshot from the store if it is altered."""
     try:
         return blobs.read_snapshot(address)
     except EnvironmentCorrupt as error:
@@ -126,23 +128,23 @@ def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
 
 
 def error_after_repair(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
-    """Remove altered objects among the objects that units need, and return the error to raise.
+    """Remove altered objects among a snapshot's units and packs, and return the error to raise.
 
-    `error` is the error of the failed fetch: an object is altered or missing.
+    `error` is the failed fetch's error about a missing or altered object.
     """
     wanted = tuple(addresses)
     try:
         removed = _repaired(blobs, [f"units/{address}" for address in wanted])
         bad = damaged(blobs, wanted) if removed is None else ()
     except EnvironmentProblem:
-        return error  # The store does not answer the repair requests.
+        return error  # The server does not answer the repair request.
     return _explained(error, removed, blobs, bad) if removed or bad else error
 
 
 def repair_units(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Check all objects that units need in a store, and remove objects that no restore can use.
+    """Check the stored objects of some units, and remove objects that no restore can use.
 
-    Raises StoreUnavailable: the store does not answer, or does not allow changes.
+    Raises StoreUnavailable: the store does not answer, or is read-only.
     """
     wanted = tuple(addresses)
     removed = _repaired(blobs, [f"units/{address}" for address in wanted])
@@ -155,12 +157,12 @@ def repair_units(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]
 def damaged(
     blobs: StoreBlobs, addresses: Iterable[str], check: Callable[[Unit, ReadPack], None] = check_content
 ) -> tuple[str, ...]:
-    """Return the keys of unusable objects, in the order of their deletion: units, then packs.
+    """Return the keys of unusable objects in their deletion order, units before packs.
 
-    `check` compares the content of a unit with its rows if its packs are intact, and raises `ContentMismatch`.
+    If a unit's packs are intact, `check` compares the unit's content with its rows, and raises `ContentMismatch`.
     """
     units: list[str] = []
-    packs: dict[str, str] = {}  # digest of a pack → "", "altered" or "missing"
+    packs: dict[str, str] = {}  # pack digest → "", "altered" or "missing"
     for address in addresses:
         try:
             unit = blobs.read_unit(address)
@@ -178,7 +180,7 @@ def damaged(
 
 
 def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) -> bool:
-    """Return True if intact packs have the content of a unit's rows."""
+    """Return True if a unit's intact packs contain the content of its rows."""
     try:
         check(unit, lambda digest, length: blobs.read_range(digest, 0, length))
     except (ContentMismatch, EnvironmentCorrupt):
@@ -187,7 +189,7 @@ def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None
 
 
 def _repaired(blobs: StoreBlobs, keys: Collection[str]) -> tuple[str, ...] | None:
-    """Return the keys that the store itself has removed, or None if the caller must remove the objects."""
+    """Return the keys that the server has removed, or None if the caller must remove objects."""
     removed = blobs.store.repair(keys)
     if removed:
         blobs.forget(removed)
@@ -207,7 +209,7 @@ def _state(blobs: StoreBlobs, digest: str) -> str:
 def _explained(
     error: EnvironmentProblem, removed: Collection[str] | None, blobs: StoreBlobs, found: Collection[str]
 ) -> EnvironmentProblem:
-    """Return the error to raise, with the objects that the store or this function has removed."""
+    """Return the error to raise, with a hint about the removed objects."""
     bad = list(found if removed is None else removed)
     if not bad:
         return error
@@ -221,7 +223,5 @@ def _explained(
             f"remove {few}{more} from the store as another user, because this user cannot ({problem.message}); {_AGAIN}"
         )
     else:
-        hint = (
-            f"removed from the store: {few}{more}; {_AGAIN}. If objects are altered again, check the disk of the store"
-        )
+        hint = f"removed from the store: {few}{more}; {_AGAIN}. If objects are altered again, check the store's disk"
     return type(error)(error.message, hint=hint)

@@ -1,14 +1,14 @@
-"""Uses the store of a server over its API: `sgpu+http://host:port`, with a token.
+"""Client for a server's environment store, with the URL `sgpu+http://host:port` and a token.
 
     capture, restore ─▶ ServedStore ─ Connection ─▶ /environments/… ─▶ the server's own store
 
-The server checks the objects that it receives. The server refuses bytes that were altered in transit (HashMismatch),
-and the client sends the bytes again. The connection itself repeats interrupted transfers. The server's own store may be
-of any kind.
+The server verifies each uploaded object against its digest. If an object was altered in transit, the server raises
+HashMismatch and the client uploads the object again. `Connection` repeats interrupted transfers. The server may keep
+the objects in any type of store, for example a directory or an S3 bucket.
 
 Failure cases: If the server or its store is unreachable, the client retries for up to 5 minutes, then raises
-StoreUnavailable. If the token is not valid or has too few rights, the client raises StoreUnavailable with a hint. If
-the server's disk is full, the client raises StorageError.
+StoreUnavailable. If the token is invalid or lacks permission, the client raises StoreUnavailable with a hint. If the
+server's disk is full, the client raises StorageError.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ SCHEME = "sgpu+"
 BOUND_S = 300.0
 AT_ONCE = 8
 SENT_MAX = 3
-"""Maximum number of times that the client sends bytes that arrive altered."""
+"""Maximum number of uploads of an object that arrives altered at the server."""
 _OBJECTS = "/environments/objects/"
 
 _Value = TypeVar("_Value")
 
 
 class ServedStore(Store, CollectionGuard):
-    """The store of a server.
+    """Client for a server's environment store.
 
     `url` is ``sgpu+http://host:port`` or ``sgpu+https://host:port``. `bound_s` limits how long one call waits for an
     unreachable server.
@@ -72,7 +72,7 @@ class ServedStore(Store, CollectionGuard):
         self._opened: tuple[int, Connection] | None = None
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it."""
+        """Return an object's bytes, or a byte range of the object."""
         check_key(key)
         check_range(key, start, 0 if length is None else length)
         query = {"start": str(start)} if length is None else {"start": str(start), "length": str(length)}
@@ -81,11 +81,11 @@ class ServedStore(Store, CollectionGuard):
         except NotFound:
             raise KeyError(key) from None
         if len(data) > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {len(data)} bytes; at most {OBJECT_BYTES_MAX} are allowed")
+            raise EnvironmentRejected(f"object {key} has {len(data)} bytes, more than the limit of {OBJECT_BYTES_MAX}")
         return data
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing objects, several at a time."""
+        """Upload objects in parallel. The store writes each object durably and atomically."""
         for key, data in objects.items():
             check_size(check_key(key), data)
         if len(objects) < 2:
@@ -97,49 +97,49 @@ class ServedStore(Store, CollectionGuard):
                 done.result()
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that exist."""
+        """Return the given keys whose objects exist in the store."""
         found: set[str] = set()
         for some in _batches(keys):
             found.update(self._ask_about("present", some, KeyList).keys)
         return frozenset(found)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return all objects below `prefix/`."""
+        """Return all objects whose keys begin with `prefix/`."""
         path = f"/environments/list/{check_prefix(prefix)}"
         listed = self._ask(lambda server: server.ask("GET", path, answer=StoredList))
         return (Stored(one.key, one.size, one.put_ns) for one in listed.objects)
 
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys of these objects that garbage collection has condemned."""
+        """Return the given keys whose objects the garbage collector has condemned."""
         found: set[str] = set()
         for some in _batches(keys):
             found.update(self._ask_condemned(some).keys)
         return frozenset(found)
 
     def is_collecting(self) -> bool:
-        """Return True if a collection may be deleting objects now."""
+        """Return True if a garbage collection may be deleting objects now."""
         return self._ask_condemned(()).collecting
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and ignore missing objects."""
+        """Delete objects from the store, ignoring missing objects."""
         for some in _batches(keys):
             self._ask_about("delete", some, type(None))
 
     def free_bytes(self) -> int | None:
-        """Return the number of bytes that still fit into the store, or None if the server cannot tell."""
+        """Return the store's free space in bytes, or None if the server does not know the free space."""
         return self._ask(lambda server: server.ask("GET", "/environments/free", answer=Free)).bytes
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
-        """Request that the server remove unusable objects, and return the removed keys.
+        """Ask the server to delete unusable objects, and return the deleted keys.
 
-        The client sends one request per key, because the server takes seconds to read a large unit.
+        The client sends one request per key, because the server needs seconds to read a large unit.
         """
         removed: list[str] = []
         for key in keys:
             try:
                 removed += self._ask_about("repair", (check_key(key),), KeyList).keys
             except NotFound:
-                return None  # A server of an earlier version does not support this request.
+                return None  # Older servers do not support the repair request.
         return tuple(dict.fromkeys(removed))
 
     def _put_one(self, key: str, data: bytes | memoryview) -> None:
@@ -150,13 +150,13 @@ class ServedStore(Store, CollectionGuard):
             except HashMismatch as error:
                 if last:
                     raise StoreUnavailable(
-                        f"{key} arrived altered at {self.url}, {SENT_MAX} times", hint=error.hint
+                        f"object {key} arrived altered at {self.url} in all {SENT_MAX} uploads", hint=error.hint
                     ) from None
 
     def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
-        """Query the server for condemned keys.
+        """Ask the server which of the given keys are condemned.
 
-        Raises StoreUnavailable: the server is too old for the query, and would return the whole list.
+        Raises StoreUnavailable if the server is too old to answer the query.
         """
         try:
             return self._ask_about("condemned", keys, CondemnedAnswer)
@@ -173,10 +173,10 @@ class ServedStore(Store, CollectionGuard):
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
         """Send a request, and convert the server's errors to errors of the `Store` interface.
 
-        Callers handle NotFound and HashMismatch.
+        `_ask` passes NotFound and HashMismatch to its caller.
         """
         try:
-            with self._lock:  # The lock guards the connection of this process; no connection survives a fork.
+            with self._lock:  # A forked process opens a separate connection.
                 if self._opened is None or self._opened[0] != os.getpid():
                     url = self.url.removeprefix(SCHEME)
                     self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s, ca=self._ca)
@@ -191,13 +191,13 @@ class ServedStore(Store, CollectionGuard):
         except (NotAuthenticated, NotAllowed) as error:
             raise StoreUnavailable(
                 f"the store {self.url} refuses the request: {error.message}",
-                hint=error.hint or "to store another token, run `sgpu login`",
+                hint=error.hint or "run `sgpu login` to store another token",
             ) from None
         except ServerProblem as error:
             raise StoreUnavailable(error.message, hint=error.hint) from None
 
     def close(self) -> None:
-        """Close the connection. The next call opens a new connection."""
+        """Close the connection. The next store request opens a new connection."""
         with self._lock, contextlib.suppress(OSError):
             if self._opened is not None and self._opened[0] == os.getpid():
                 self._opened[1].close()

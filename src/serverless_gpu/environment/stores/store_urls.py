@@ -1,6 +1,6 @@
-"""Opens a store by its name: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`.
+"""Opens an environment store by its URL: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`.
 
-The store of a server also has a name (`sgpu+http://host:port`), which only programs use.
+A server's store has the internal URL `sgpu+http://host:port`, which users never enter.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _memory_lock = threading.Lock()
 
 
 def is_remote(url: str) -> bool:
-    """Return True if the name of a store denotes a store on the network."""
+    """Return True if a store URL refers to a store on the network."""
     return "://" in url and not url.startswith(("file://", "memory://"))
 
 
 def is_served(url: str) -> bool:
-    """Return True if a store belongs to a server."""
+    """Return True if a store URL refers to a server's store."""
     return url.partition("://")[0] in _SERVED
 
 
 def open_store(
     url: str | Path, environ: Mapping[str, str], *, token: str = "", ca: str = "", bound_s: float = BOUND_S
 ) -> Store:
-    """Return a store, without accessing or creating it.
+    """Return the store for a URL without accessing or creating the store.
 
     Args:
         url: a path, ``file:///a/path``, ``memory://name`` (one store per name in this process), ``s3://bucket/prefix``,
@@ -61,10 +61,10 @@ def open_store(
         return DirectoryStore(Path(os.path.expanduser(text)))
     parts = urlsplit(text)
     if "@" in parts.netloc or parts.query or parts.fragment:
-        # The message names only the scheme, because other parts of the url may be secret.
+        # The error message shows only the URL scheme, because the rest of the URL may contain secrets.
         raise InvalidValue(
-            f"the url of a store ({parts.scheme}://…) must not contain a user, a password or a query",
-            hint="set credentials in variables, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            f"the store URL ({parts.scheme}://…) must not contain a user, a password or a query",
+            hint="set credentials in environment variables, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return DirectoryStore(Path(unquote(parts.path)))
@@ -72,7 +72,7 @@ def open_store(
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
-        # The import is late, because the HTTP client takes 50 ms to import, and most stores are directories.
+        # Import the HTTP client late, because the import takes 50 ms and most stores are directories.
         served = load(f"{__package__}.server_store")
         return cast(
             "Store", served.ServedStore(text, token, ca=ca or environ.get("SSL_CERT_FILE", ""), bound_s=bound_s)
@@ -86,6 +86,6 @@ def open_store(
 
 def _invalid(text: str) -> InvalidValue:
     return InvalidValue(
-        f"{text!r} is not the name of a store",
-        hint="give a directory, or s3://bucket/prefix, gs://bucket/prefix, az://container/prefix",
+        f"{text!r} is not a valid store URL",
+        hint="use a directory path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
     )

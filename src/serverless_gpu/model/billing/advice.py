@@ -7,9 +7,8 @@
     × the billed share of the time ───┘                                           (the newsvendor rule)
 
 The time with a demand of at least k GPUs decreases as k grows, so only the lowest-numbered slots pay off. The number of
-slots that pay off is the cheapest pool size. The advice states two limits of the newsvendor rule. A slot is one GPU and
-not a node, so the reserved slots may fit only some ranks of a gang. The rule also assumes that future demand equals
-past demand.
+slots that pay off is the cheapest pool size. The newsvendor rule has two limitations. A slot is one GPU and not a node,
+so the reserved slots may fit only some ranks of a gang. The rule also assumes that future demand equals past demand.
 
     a device worked for less than 5 % of the time  ──▶ "this is CPU work"
     a card with less memory holds the peak memory   ──▶ a smaller GPU type: the cheapest one with a price,
@@ -43,9 +42,9 @@ CHANGE_PERCENT = 20
 """Percentage by which prices and demand vary to test how sensitive the advice is."""
 _USES_MAX = 2_000_000
 BUSY_MIN_PERCENT = 5
-"""Minimum busy percentage. A run whose devices are busy for less of the time does not need a GPU."""
+"""Minimum busy percentage of a run that needs a GPU. Runs with less busy devices are CPU work."""
 HEAD_ROOM_PERCENT = 20
-"""Per cent of memory that a smaller card must have beyond the peak memory of the runs."""
+"""Percentage by which a smaller card's memory must exceed the runs' peak memory."""
 OBSERVED_MIN_MS = 600_000
 _NAMED_MAX = 4
 
@@ -82,7 +81,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     def steps(self) -> Iterator[tuple[int, int]]:
         """Yield each GPU count of the curve, and the nanoseconds with at least that demand.
 
-        For a GPU count between two levels, use the time of the upper level.
+        For a GPU count between two levels, the time of the upper level applies.
         """
         at_least = sum(ns for _, ns in self.levels)
         for level, ns in self.levels:
@@ -120,13 +119,13 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of a number of reserved GPUs when on-demand GPUs serve all further demand."""
+    """Cost of a fixed number of reserved GPUs when on-demand GPUs serve all further demand."""
 
     slots: int  # Number of reserved GPUs.
     reserved_micros: int
-    idle_micros: int  # Cost of the idle time of reserved GPUs. `idle_ns` holds that time in GPU-nanoseconds.
+    idle_micros: int  # Cost of the reserved GPUs' idle time. `idle_ns` is the idle time in GPU-nanoseconds.
     idle_ns: int
-    on_demand_micros: int  # Cost of the on-demand GPUs. `on_demand_ns` holds their time in GPU-nanoseconds.
+    on_demand_micros: int  # Cost of the on-demand GPUs. `on_demand_ns` is the on-demand time in GPU-nanoseconds.
     on_demand_ns: int
     duty_percent: float | None  # Used share of the reserved GPU time, or None without reserved GPUs.
 
@@ -147,7 +146,7 @@ class AdviceVariation(msgspec.Struct, frozen=True, kw_only=True):
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive slots of a reserved pool with equal demand time."""
 
-    first: int  # Number of the lowest slot in the group, counted from 1. `last` is the number of the highest slot.
+    first: int  # Number of the group's lowest slot, counted from 1. `last` is the number of the group's highest slot.
     last: int
     share_percent: float  # Percentage of the time in which the demand reaches the slots.
     pays: bool  # True if the slots' demand time is above the break-even duty.
@@ -161,9 +160,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     rates: GpuRates
     duty_percent: float  # Break-even duty: the percentage of the time above which a reserved GPU pays off.
     best: Mix  # The cheapest mix of reserved and on-demand GPUs.
-    now: Mix  # The mix with today's number of reserved slots.
+    now: Mix  # Cost with today's number of reserved GPUs.
     none: Mix
-    all_reserved: Mix  # The mix with enough reserved slots for the peak demand.
+    all_reserved: Mix  # Cost with enough reserved GPUs for the peak demand.
     slots: tuple[Slot, ...]  # The reserved slots with their demand time, and a flag for slots that pay off.
     changed: tuple[AdviceVariation, ...]  # The sensitivity of the advice to prices and demand.
 
@@ -171,12 +170,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
     """Return the GPU demand over time, from periods of GPU usage."""
     if end_ns <= start_ns:
-        raise InvalidValue("the time range is empty: its end is not after its start")
+        raise InvalidValue("the time range is empty, because its end is not after its start")
     changes: dict[int, int] = {}
     for count, use in enumerate(uses):
         if count >= _USES_MAX:
             raise InvalidValue(
-                f"the time range has more than {_USES_MAX:,} uses, the maximum",
+                f"the time range has more than the maximum of {_USES_MAX:,} GPU uses",
                 hint="choose a shorter time range: --last 7d",
             )
         begin, end = max(use.start_ns, start_ns), min(use.end_ns, end_ns)
@@ -203,9 +202,9 @@ def best_slots(curve: Curve, rates: GpuRates) -> int:
 
 
 def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
-    """Return the cost of N reserved GPUs, with on-demand GPUs for all further demand.
+    """Return the cost of `slots` reserved GPUs, with on-demand GPUs for all further demand.
 
-    Rounds each cost up once, after adding all times.
+    The function rounds each cost up once, after adding all times.
     """
     if slots < 0:
         raise InvalidValue(f"cannot reserve {slots} GPUs: the number is negative")
@@ -237,7 +236,7 @@ def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -
     if rates.reserved < 0 or rates.had <= 0:
         raise InvalidValue(
             "the reserved price must not be negative, and the on-demand price must be more than 0",
-            hint="give the price of one GPU for one hour: --reserved 1.90 --on-demand 2.99",
+            hint="set the price of one GPU-hour with --reserved 1.90 --on-demand 2.99",
         )
     best = mix(curve, rates, best_slots(curve, rates))
     slots: list[Slot] = []
@@ -289,7 +288,8 @@ class ObservedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     gpu_type: str
     gpu_ms: int  # Device-milliseconds of the attempt's usage.
-    observed_ms: int = 0  # Device-milliseconds with telemetry. `busy_ms` counts the device-milliseconds with work.
+    # Device-milliseconds with telemetry. `busy_ms` counts the milliseconds in which a device was busy.
+    observed_ms: int = 0
     busy_ms: int = 0
     peak_memory_bytes: int | None = None  # Highest memory usage of any device in bytes, or None when unknown.
 
@@ -301,17 +301,16 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     gpu_type: str
     runs: int  # Number of attempts in the group.
-    # Device-milliseconds of usage. `micros` is the cost of that usage at today's price, None without a price.
+    # Device-milliseconds that the runs used. `micros` is the runs' cost at today's price, or None without a price.
     gpu_ms: int
     micros: int | None
     busy_percent: float  # Percentage of the time in which the devices were busy.
     peak_memory_bytes: int | None  # Highest memory usage of any device, in bytes.
-    verdict: Verdict  # Kind of the recommendation: `"cpu"` or `"smaller"` (a smaller GPU type).
-    # GPU types with enough memory: the cheapest type with a price, else the catalogue's smallest types.
+    verdict: Verdict  # Recommended replacement, either `"cpu"` or `"smaller"` (a smaller GPU type).
+    # Suggested GPU types with enough memory, the cheapest priced type or else the catalogue's smallest types.
     types: tuple[str, ...]
-    saves_micros: int | None = None  # Saved micros if the runs take the same time, or None where a price is missing.
-    # Slowdown of the smaller GPU type that cancels the saving: 2.0 means twice the duration. None where a price is
-    # missing.
+    saves_micros: int | None = None  # Savings in micros if the runs take the same time, or None if a price is missing.
+    # Slowdown factor of the smaller GPU type that cancels the savings, or None if a price is missing.
     slower: float | None = None
 
     def text(self) -> str:
@@ -320,8 +319,11 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
             return f"this is CPU work: GPUs worked {self.busy_percent:.1f} % of the time"
         assert self.peak_memory_bytes is not None
         several = " or ".join(self.types)
-        slower = "" if self.slower is None else f", if it takes less than {self.slower:.1f} times as long"
-        return f"{units.format_gpu_memory(self.peak_memory_bytes)} of memory at most: {several} is large enough{slower}"
+        slower = "" if self.slower is None else f", if the runs take less than {self.slower:.1f} times as long"
+        return (
+            f"the runs use at most {units.format_gpu_memory(self.peak_memory_bytes)}, so {several} is large "
+            f"enough{slower}"
+        )
 
 
 def oversized_runs(
@@ -418,12 +420,12 @@ def formulas(advice: Advice) -> dict[str, str]:
 def formulas_of_queues() -> dict[str, str]:
     """Return the formulas behind the advice for pools without on-demand GPUs."""
     return {
-        "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of the runs in a pool of "
-        "that size: in order of submission, skipping runs that do not fit, without preemption",
+        "GPU time waited": "the sum of hours waited × GPUs over all runs, in a replay that starts fitting runs in "
+        "order of submission, without preemption",
         "waiting costs": "GPU time waited × --waiting, the price of one GPU-hour of waiting",
         "on demand instead": "the on-demand cost of the demand beyond the pool, if no run waits",
-        "worth it below": "on demand instead ÷ GPU time waited: waiting is cheaper while a GPU-hour of waiting "
-        "costs less",
+        "worth it below": "on demand instead ÷ GPU time waited, the price of a GPU-hour of waiting below which waiting "
+        "is cheaper",
     }
 
 
@@ -431,9 +433,9 @@ def formulas_of_runs() -> dict[str, str]:
     """Return the formulas behind the advice on runs with oversized GPUs."""
     return {
         "busy": "time in which a device worked ÷ time with telemetry, over the runs of one user, name and GPU type",
-        "CPU work": f"busy is less than {BUSY_MIN_PERCENT} %",
-        "would do": f"the peak memory of a device × {100 + HEAD_ROOM_PERCENT} % is at most the memory of the "
-        "type; of the types with a price, the cheapest",
+        "CPU work": f"the busy share of the runs is less than {BUSY_MIN_PERCENT} %",
+        "would do": f"the cheapest priced GPU type whose memory is at least {100 + HEAD_ROOM_PERCENT} % of a device's "
+        "peak memory",
         "saves": "GPU-hours × (price of the type in use − price of the suggested type), at today's prices and the "
         "same duration",
         "times as long": "price of the type in use ÷ price of the suggested type",
@@ -441,18 +443,18 @@ def formulas_of_runs() -> dict[str, str]:
 
 
 def hours(ns: int) -> str:
-    """Return nanoseconds as hours: ``1,234.5``."""
+    """Return nanoseconds as hours, such as ``1,234.5``."""
     return f"{ns / HOUR_NS:,.1f}"
 
 
 def price(micros: int) -> str:
-    """Return a price without its currency, with at least two decimals: ``1.90``, ``0.0345``."""
+    """Return a price without its currency and with at least two decimals, such as ``0.0345``."""
     units, rest = divmod(micros, MICROS_PER_UNIT)
     return f"{units:,}.{f'{rest:06d}'.rstrip('0').ljust(2, '0')}"
 
 
 def percent(part: Fraction) -> str:
-    """Return a fraction as a percentage: ``54.7 %``."""
+    """Return a fraction as a percentage, such as ``54.7 %``."""
     return f"{float(100 * part):.1f} %"
 
 
@@ -461,8 +463,8 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     mean = curve.used_ns / curve.span_ns
     yield (
         "demand",
-        "GPUs of all runs together; each run counts from its submission and for the time that it had its GPUs, as "
-        "if no run had waited",
+        "the total GPUs of all runs, as if each run had started at its submission and kept its GPUs for its actual "
+        "GPU time",
     )
     yield (
         "mean demand",
@@ -474,9 +476,9 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
         f" = {advice.duty_percent:.1f} %",
     )
     yield (
-        "part that is billed",
-        "billed GPU time ÷ allocated GPU time: preparing the environment and starting processes are not billed, "
-        f"but occupy a slot of a reserved pool = {percent(rates.billed)}",
+        "billed share",
+        "billed GPU time ÷ allocated GPU time, which includes preparing the environment and starting processes, "
+        f"= {percent(rates.billed)}",
     )
     yield "wanted", "for slot k: time with a demand of k GPUs or more ÷ all time"
     around = [slot for slot in (best.slots, best.slots + 1) if slot > 0]
@@ -503,18 +505,18 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     yield "duty", "GPU-hours in use on the reserved GPUs ÷ (GPUs × hours)"
     yield (
         "if",
-        "the same calculation with a changed price or a changed demand; the advice is robust while the last two "
-        "columns are close to each other",
+        "the same calculation with a changed price or demand, where similar values in the last two columns mean "
+        "robust advice",
     )
     yield (
         "left out",
-        "a slot is one GPU and not a node, so the reserved slots may hold only a part of a gang; future demand is "
-        "assumed to equal past demand",
+        "a slot is one GPU and not a node, so the reserved slots may fit only a part of a gang. The rule assumes that "
+        "future demand equals past demand",
     )
 
 
 def _times_part(rates: GpuRates) -> str:
-    return "" if rates.billed == 1 else " × part that is billed"
+    return "" if rates.billed == 1 else " × billed share"
 
 
 def _on_demand(rates: GpuRates) -> str:

@@ -29,7 +29,7 @@ from serverless_gpu.model.calendars import format_day
 from serverless_gpu.model.hardware import CPU, families_of
 
 CLOUD = "OWN"
-"""Value of the cloud column. AWS, AZURE and GCP do not apply, because the team owns its machines."""
+"""Value of the cloud column. The values AWS, AZURE and GCP do not apply, because the team owns its machines."""
 PRODUCT = "AI_RUNTIME"
 DBU, GPU_HOUR, SLOT_HOUR, CORE_HOUR, GIB_HOUR = "DBU", "GPU_HOUR", "SLOT_HOUR", "CORE_HOUR", "GIB_HOUR"
 RecordType = Literal["ORIGINAL", "RETRACTION", "RESTATEMENT"]
@@ -40,12 +40,12 @@ _RECORD_TYPES: Mapping[EntryKind, RecordType] = {
 }
 _MIB_PER_GIB = 1024
 _DIGITS = Decimal("1e-18")  # Precision of decimal(38, 18), the type of quantities and prices in billing tables.
-_LAST_MS = 253_402_300_799_999  # End of the year 9999, for a validity without an end.
+_LAST_MS = 253_402_300_799_999  # End of the year 9999, which stands for prices without an end of validity.
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The run, pool and policy that a billing row charges.
+    """Run, pool and usage policy of a billing row.
 
     Attributes:
         job_run_id: the run.
@@ -69,7 +69,7 @@ class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdentityMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The user, service and team that a billing row charges.
+    """User, service and team of a billing row.
 
     Attributes:
         run_as: the user or service, also in `created_by` and `run_by`.
@@ -83,19 +83,19 @@ class IdentityMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerlessGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The workload type: ``SGC_WORKLOAD_NOTEBOOK`` for a kernel, else ``SGC_WORKLOAD_JOBS``."""
+    """The workload type, ``SGC_WORKLOAD_NOTEBOOK`` for a kernel and otherwise ``SGC_WORKLOAD_JOBS``."""
 
     workload_type: str
 
 
 class AiRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """The compute type: ``RESERVED_COMPUTE`` in a reserved pool, else ``ON_DEMAND_COMPUTE``."""
+    """The compute type, ``RESERVED_COMPUTE`` in a reserved pool and otherwise ``ON_DEMAND_COMPUTE``."""
 
     compute_type: str
 
 
 class ProductFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """Product features by which billing queries filter. `serverless_gpu` is null for cores and memory."""
+    """Product features for filters in billing queries. `serverless_gpu` is null for cores and memory."""
 
     serverless_gpu: ServerlessGpu | None = None
     ai_runtime: AiRuntime | None = None
@@ -144,7 +144,7 @@ class ListPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Iterator[BillingRow]:
-    """Yield the billing rows of a ledger entry: devices, and cores and memory with a limit."""
+    """Yield the billing rows of a ledger entry for its devices, cores and memory."""
     line = entry.line
     devices = _devices(entry, account, run_id=run_id, fence=fence, posted_ns=posted_ns)
     yield devices
@@ -166,7 +166,7 @@ def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, curre
     """Return the price book in the format of billing tables, a row per SKU and price period.
 
     A pool without its own price uses the price for all pools. A GPU type without its own price uses the price of its
-    family. Pools and GPU types without a price still have separate rows, so that a join by name finds a price.
+    family. Pools and GPU types without their own price still get separate rows, so that a join by name finds a price.
     """
     wanted = {(row.resource, row.pool) for row in book} | set(used)
     wanted |= {(resource, pool) for _, pool in wanted for resource in (CORE, MEMORY)}
@@ -239,7 +239,7 @@ def quotient(amount: int, per: int) -> str:
 
 
 def moment(at_ns: int) -> str:
-    """Return a timestamp in the format of billing tables: ``2026-11-22 17:45:41.123+00:00``."""
+    """Return a timestamp in the format of billing tables, such as ``2026-11-22 17:45:41.123+00:00``."""
     at_ms = min(max(at_ns // 1_000_000, 0), _LAST_MS)
     return (_EPOCH + datetime.timedelta(milliseconds=at_ms)).isoformat(sep=" ", timespec="milliseconds")
 

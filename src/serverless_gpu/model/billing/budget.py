@@ -5,14 +5,14 @@
     held by each run ─────────┘                                ├─▶ used up: no new run starts; soft: runs finish
                                                                └─▶ closed (hard): the server stops runs without a hold
 
-A run holds (reserves) the cost of its next minute, or of its grace period if the grace period is longer. The server
-stops a run when the budget no longer covers the run's hold. The stopped run can then write its checkpoint within the
-limit. While the server and the node communicate, device usage never exceeds a hard limit. Without communication, each
-run can exceed the limit by the cost of `partition_grace`.
+A run holds (reserves) the cost of its next minute, or of a longer grace period. The server stops a run when the budget
+no longer covers the run's hold. The stopped run can then write its checkpoint within the limit. While the server and
+the node communicate, device usage never exceeds a hard limit. Without communication, each run can exceed the limit by
+the cost of `partition_grace`.
 
 If earlier runs have the same name, a run holds at most the remaining part of the longest earlier duration. A run that
 takes longer than all earlier runs holds the full amount again. If the budget cannot cover the full amount, the server
-stops the run. The stopped run may exceed the limit by one minute.
+stops the run. The stopped run may exceed the limit by the cost of one minute.
 
     used                       held
     ├──────────────────────────┼───────────────────────────────┤
@@ -41,8 +41,8 @@ Alarms compare with a median, because one expensive night would raise an average
 
 Failure cases: A silent node may still use devices. The budget therefore also holds the possible device usage of a
 silent node's runs until now, up to `partition_grace`. The server counts the real usage when the node reports again.
-Unpriced time costs no money. A budget of money shows the unpriced time and does not stop unpriced runs. The budget
-treats an unknown time zone as UTC. Messages to readers without the right to see amounts omit the amounts.
+Device time without a price costs nothing. A money budget shows the unpriced time but does not stop unpriced runs. A
+budget with an unknown time zone uses UTC. Messages omit amounts for readers who may not see amounts.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ AHEAD_S = 60.0
 STOPPING_S = 15.0
 """Seconds of cost that a run reserves beyond its grace period, for the next budget check and the stop request."""
 LOOK_S = 5.0
-"""Seconds between budget checks. The server can notice a used-up budget this number of seconds late."""
+"""Seconds between budget checks. The server may notice a used-up budget `LOOK_S` seconds late."""
 LONGER = 1.25
-"""Ratio to the longest earlier run of the same name. A run that exceeds the ratio reserves the full hold."""
+"""Factor of the longest earlier duration above which a run reserves the full hold."""
 WARN_AT = (80, 95)
-"""Per cent of a limit at which the server sends a warning, once per period."""
+"""Percentages of a limit at which the server sends a warning, once per period."""
 FULL = 100
 CLOSED = 101
-"""Warning mark of a hard budget that stopped runs to stay within its limit. Other marks are percentages."""
+"""Warning threshold of a hard budget that stopped runs to stay within its limit. Other thresholds are percentages."""
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
 
 
 class Period(StrEnum):
-    """The period of a limit, in the budget's time zone."""
+    """Length of a budget period, in the budget's time zone."""
 
     DAY = "day"
     WEEK = "week"
@@ -85,10 +85,10 @@ class Period(StrEnum):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """The principals, pool, policy or tag whose use a budget counts."""
+    """Principal, pool, policy or tag whose device usage a budget counts."""
 
     kind: ScopeKind
-    # Name of the user, service, team, pool or policy. For a tag, `key=value`, or `key` for any value.
+    # Name of the user, service, team, pool or policy. The name of a tag scope is `key=value`, or `key` for any value.
     name: str = ""
 
 
@@ -99,8 +99,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     period: Period  # Budget period: each day, week or month.
     limit_micros: int | None = None  # Limit in millionths of the currency unit. Unpriced time costs 0.
     limit_gpu_ms: int | None = None  # Limit in GPU-milliseconds, without the time of CPU slots.
-    hard: bool = False  # If True, the server stops runs at 100 %. If False, running runs finish, but no new run starts.
-    # Time zone of the budget periods, such as "Europe/Berlin". "" selects the team's time zone, or UTC.
+    # At 100 %, the server stops the runs of a hard budget. The runs of a soft budget finish, but no new run starts.
+    hard: bool = False
+    # Time zone of the budget periods, such as "Europe/Berlin". An empty name selects the team's time zone, or UTC.
     time_zone: str = ""
 
     @property
@@ -122,14 +123,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes of a run that determine the budgets for its device usage."""
+    """Run attributes that determine the budgets for the run's device usage."""
 
     owner: str
     team: str = ""
     pool: str = ""
     policy: str = ""
     tags: dict[str, str] = {}
-    is_cpu: bool = False  # True for CPU slots. Only budgets of money include the time of CPU slots.
+    is_cpu: bool = False  # True for runs on CPU slots. Only money budgets count the time of CPU slots.
     # Teams of the run's owner. A run without a team counts in the budgets of all teams of its owner.
     member_of: tuple[str, ...] = ()
 
@@ -140,11 +141,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Device usage that budgets include. Budgets exclude attempts that fail because of the platform."""
+    """Device usage that counts toward budgets. Budgets exclude attempts that fail because of the platform."""
 
-    micros: int = 0  # Millionths of the currency unit.
-    gpu_ms: int = 0  # GPU-milliseconds, with or without a price.
-    unpriced_ms: int = 0  # GPU-milliseconds without a price.
+    micros: int = 0  # Cost in millionths of the currency unit.
+    gpu_ms: int = 0  # Total GPU-milliseconds, with or without a price.
+    unpriced_ms: int = 0  # GPU-milliseconds of devices without a price.
 
     def __add__(self, other: BudgetUse) -> BudgetUse:
         """Return the sum of two device usages."""
@@ -185,7 +186,7 @@ class Spender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """One day, week or month, from `start_ns` to before `end_ns`, in nanoseconds since 1970."""
+    """Budget period of one day, week or month, in nanoseconds since 1970 and without `end_ns` itself."""
 
     start_ns: int
     end_ns: int
@@ -201,15 +202,15 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     budget: Budget
     window: BudgetWindow
-    used: BudgetUse  # Device usage up to the last report of each attempt.
+    used: BudgetUse  # Device usage up to each attempt's last report.
     held: BudgetUse  # Device usage reserved for running attempts within the period, usually one minute ahead.
     # Device usage reserved for running attempts, also beyond the end of the period. The server compares the amount with
     # the limit of the next period.
     ahead: BudgetUse = NOTHING
     stop: tuple[str, ...] = ()  # Runs that the server must stop because a hard budget cannot cover their holds.
-    # True after the budget stopped a run in the period or was used up. Stopped runs release their holds. The server
-    # admits no new run for the released amount, because the budget would stop the new run too. Runs start again when
-    # the limit changes or the period ends.
+    # True after the budget has stopped a run in the period or is used up. Stopped runs release their holds. The server
+    # admits no new run for the released amount, because the budget would stop the new run too. New runs start when the
+    # limit changes or the period ends.
     is_closed: bool = False
 
     @property
@@ -234,10 +235,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Return the warning marks that the budget has reached: any of `WARN_AT`, `FULL` and `CLOSED`.
+        """Return the reached warning thresholds, from `WARN_AT`, `FULL` and `CLOSED`.
 
-        The marks of a hard budget include holds. Otherwise a budget that covers only a few minutes of its runs would
-        close without a warning.
+        For a hard budget, holds count toward the thresholds. Without the holds, a budget for only a few minutes of its
+        runs would close without a warning.
         """
         used, limit = self.budget.counts(self.used), self.budget.limit
         taken = used + (self.budget.counts(self.held) if self.budget.hard else 0)
@@ -254,7 +255,7 @@ def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> 
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
-    """Return the scopes of a run as (kind, name). A budget with any of the scopes includes the run."""
+    """Return the scopes of a run as (kind, name). A run counts toward each budget with one of the scopes."""
     found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
     found += [("team", team) for team in subject.teams]
     named: tuple[tuple[ScopeKind, str], ...] = (
@@ -264,8 +265,8 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
         if "=" in key:
-            # Without this check, a budget for the tag key "a" could match the tag "a=b=c". A key with "=" must not move
-            # a run into or out of a budget.
+            # Skip tag keys with "=", because a budget for the tag key "a" could otherwise match the tag "a=b=c". A tag
+            # key with "=" must not move a run into or out of a budget.
             continue
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
@@ -279,17 +280,17 @@ def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
 def share_team(team: str, member_of: Sequence[str]) -> str:
     """Return the team whose fair share a run uses, or "" without a team.
 
-    A member may choose any team, so the choice of the first team by name gives no member an advantage. The arguments
-    are the arguments of `teams_charged`.
+    A member may choose any team, so the choice of the first team by name gives no member an advantage. `share_team`
+    takes the same arguments as `teams_charged`.
     """
     return next(iter(teams_charged(team, member_of)), "")
 
 
-# --- use and holds of one attempt -------------------------------------------------------------------------------------
+# --- device usage and holds of one attempt ----------------------------------------------------------------------------
 
 
 def ahead_ns(grace_s: float) -> int:
-    """Return the nanoseconds that an attempt reserves in advance: its stop time, at least a minute."""
+    """Return an attempt's hold in nanoseconds, which covers its stop time and at least a minute."""
     return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
 
 
@@ -327,7 +328,7 @@ def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
 def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> BudgetUse:
     """Return the reserved usage of an attempt after the attempt's last report.
 
-    `within` limits the hold to one budget period. None disables this limit.
+    If `within` is a budget period, the hold covers only that period.
     """
     if one.is_over:
         return NOTHING
@@ -393,8 +394,8 @@ def judge(
 ) -> Standing:
     """Return a budget's usage in a period, and the runs that the server must stop.
 
-    `posted` is the usage in the ledger, without the attempts in `going_on`. `known` caches the usage of attempts that
-    other budgets with the same period have already computed.
+    `posted` is the usage in the ledger, without the attempts in `going_on`. `known` caches the weighed attempts for
+    further budgets with the same period.
     """
     within = window(budget.period, now_ns, budget.zone)
     known = {} if known is None else known
@@ -409,8 +410,8 @@ def judge(
     left = budget.limit - budget.counts(spent)
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
-        # Sort attempts with a stop request first, because they keep their hold. Sort all other attempts by placement
-        # time.
+        # Sort attempts with a stop request first, because attempts with a stop request keep their hold. Sort all other
+        # attempts by placement time.
         for each in sorted(
             weighed, key=lambda one: (one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id)
         ):
@@ -461,9 +462,9 @@ def is_refused(standing: Standing, hold: BudgetUse) -> bool:
 def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, until_ns: int) -> int:
     """Return the part of a charge for usage before a given time within the charge's UTC day.
 
-    A period of another time zone begins within a UTC day. The parts before and after the time add up to the whole
-    amount. `amount` and `gpu_ms` may be negative. Device usage is at the end of a charge's time range, because the node
-    first prepares the environment and starts the ranks.
+    A budget period in another time zone begins within a UTC day. The parts before and after `until_ns` add up to the
+    whole amount. `amount` and `gpu_ms` may be negative. Device usage is at the end of a charge's time range, because
+    the node first prepares the environment and starts the ranks.
     """
     took_ns = abs(gpu_ms) // gpus * 1_000_000 if gpus > 0 else 0
     from_ns = max(start_ns, end_ns - took_ns) if took_ns else start_ns
@@ -482,14 +483,14 @@ PERIOD_WORDS = {Period.DAY: "today", Period.WEEK: "this week", Period.MONTH: "th
 
 
 def amount_text(budget: Budget, amount: int, currency: str) -> str:
-    """Return an amount in a budget's unit as text: ``81.20 USD``, ``12.3 GPU-hours``."""
+    """Return an amount in a budget's unit as text, such as ``81.20 USD`` or ``12.3 GPU-hours``."""
     if budget.limit_micros is not None:
         return units.format_micros(amount, currency)
     return units.format_gpu_ms(amount)
 
 
 def used_text(standing: Standing, currency: str) -> str:
-    """Return the used amount, the limit and the period as text: ``81.20 of 100.00 USD this month``."""
+    """Return the used amount, the limit and the period, such as ``81.20 of 100.00 USD this month``."""
     budget = standing.budget
     limit = amount_text(budget, budget.limit, currency)
     amount = amount_text(budget, budget.counts(standing.used), currency)
@@ -498,7 +499,7 @@ def used_text(standing: Standing, currency: str) -> str:
 
 
 def left_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the remaining amount as text: ``llm: 76.08 of 100.00 USD left this month``."""
+    """Return the budget's name, the remaining amount, the limit and the period as text."""
     budget, when = standing.budget, PERIOD_WORDS[standing.budget.period]
     if not is_open:
         return f"{name}: {'used up' if standing.is_used_up else 'not used up'} {when}"
@@ -529,9 +530,9 @@ def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool)
 
 
 def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool, mark: int = 0) -> str:
-    """Return the warning about a budget's usage and the consequences.
+    """Return the warning about a budget's usage and its consequences for runs.
 
-    `mark` selects one of the reached warning marks. 0 selects the last reached mark.
+    `mark` selects a reached warning threshold. The default 0 selects the highest reached threshold.
     """
     mark = mark or max(standing.reached, default=0)
     is_hard, when, amounts = standing.budget.hard, _when(standing), _amounts(standing, currency, is_open=is_open)
@@ -539,8 +540,8 @@ def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool,
         count = len(standing.stop)
         stops = f"{count} {'run is' if count == 1 else 'runs are'} stopped" if count else "the budget has stopped runs"
         then = (
-            "the server stops the latest runs first; other runs continue while the remaining amount covers them, "
-            "and no new run starts"
+            "the server stops the latest runs first, keeps the runs that the remaining amount covers, and "
+            "starts no new run"
         )
         return (
             f"budget {name!r} is closed {when}: the remaining amount does not cover all its runs{amounts}; "
@@ -563,21 +564,21 @@ def goes_on_text(name: str, standing: Standing, currency: str, *, is_open: bool)
     """Return the message for a run that continues after the budget has stopped other runs."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     return (
-        f"budget {name!r} no longer covers all its runs {when}{amounts}: the server stops the latest runs first; "
-        "this run continues while the remaining amount covers the run"
+        f"budget {name!r} no longer covers all its runs {when}{amounts}, but this run "
+        "continues while the remaining amount covers the run"
     )
 
 
 def no_room_text(name: str, standing: Standing) -> str:
-    """Return the reason why a run waits for a budget, as text that only changes with the reason."""
+    """Return the reason why a run waits for a budget, without amounts that change all the time."""
     when = _when(standing)
     if standing.is_spent:
         return f"budget {name!r} is used up {when}; {renewal_text(standing)}"
     if standing.is_closed:
         return f"budget {name!r} has stopped runs {when} and is closed; {renewal_text(standing)}"
     return (
-        f"budget {name!r} does not cover this run yet: the first minute costs more than the remaining amount "
-        f"{when}, or running attempts hold the remaining amount; {renewal_text(standing)}"
+        f"budget {name!r} does not yet cover the first minute of this run {when}, because of its usage or the "
+        f"holds of running attempts; {renewal_text(standing)}"
     )
 
 
@@ -596,18 +597,18 @@ def _amounts(standing: Standing, currency: str, *, is_open: bool) -> str:
 
 
 def renewal_text(standing: Standing) -> str:
-    """Return a text with the start of the next budget period."""
+    """Return a clause that names the start of the next budget period."""
     return f"the next period begins on {next_day_text(standing)}"
 
 
 def next_day_text(standing: Standing) -> str:
-    """Return the first day of the next budget period with its time zone: ``2026-12-01 (UTC)``."""
+    """Return the first day of the next budget period with its time zone, such as ``2026-12-01 (UTC)``."""
     budget = standing.budget
     return f"{format_day(local_day(standing.window.end_ns, budget.zone))} ({budget.time_zone or 'UTC'})"
 
 
 FORECAST_DAYS = 7
-"""Days before today that a forecast includes."""
+"""Number of days before today that a forecast includes."""
 FACTOR = 3
 """Ratio of the current spending rate to the usual rate that raises an alarm."""
 RUNS_MIN = 5
@@ -615,7 +616,7 @@ RUNS_MAX = 50
 """Minimum and maximum number of earlier runs for the median rate of a run name."""
 HOURS_MIN = 24
 HOURS = 28 * 24
-"""Minimum number of hours for the median rate of a team, and the maximum age of an hour."""
+"""Minimum number of hours in a team's median rate, and the maximum age of an hour in that median."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -623,13 +624,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     amount: int  # Expected usage at the end of the budget period, in the unit of the limit.
     per_day: int  # Usage per day that the forecast assumes.
-    # Time at which usage reaches the limit, in nanoseconds since 1970, or None if not in the period.
+    # Time at which usage reaches the limit, in nanoseconds since 1970, or None if later than the period.
     reached_ns: int | None
-    basis: str  # The formula of the forecast as text.
+    basis: str  # Formula of the forecast as text.
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """A spending rate far above the usual rate."""
+    """Alarm about a spending rate far above the usual rate."""
 
     rate: int  # Current usage per hour.
     usual: int  # Median usage per hour.

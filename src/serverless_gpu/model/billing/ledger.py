@@ -1,4 +1,4 @@
-"""The ledger: charges computed from facts and prices, and the entries that record the charges.
+"""Ledger: computes charges from facts and prices, and the entries that record the charges.
 
 A charge is a pure function of facts and a tariff. A node's facts may arrive late, twice and in any order.
 
@@ -11,8 +11,8 @@ The ledger never changes an entry. To correct an entry, the ledger posts a rever
 entry.
 
 Failure cases: The entry for the last day of a silent node is provisional. The ledger reverses a provisional entry when
-more facts arrive. Facts of several attempts, or two different facts with the same number, raise `InvalidValue`.
-Otherwise the charge would depend on the order of arrival.
+more facts arrive. Facts of several attempts, or two different facts with the same number, raise `InvalidValue`. Charges
+from conflicting facts would depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost, cost_pa
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Reason, distinct
 from serverless_gpu.model.receipt import Bill
 
-_AFTER_GRACE = "time after the grace period of the ranks"
+_AFTER_GRACE = "device time after the ranks' grace period"
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
     """The device usage and the cost of one attempt, as the sum of its ledger lines."""
 
-    attempt: str = ""  # The attempt, as `run:fence`.
+    attempt: str = ""  # Identifier of the attempt in the form `run:fence`.
     gpu_type: str = ""
     gpus: int = 0  # The highest number of devices in use at the same time.
-    gpu_ms: int = 0  # Device-milliseconds in use. `billed_ms` counts the billed device-milliseconds.
+    gpu_ms: int = 0  # Device-milliseconds in use by the attempt. `billed_ms` counts the billed device-milliseconds.
     billed_ms: int = 0
     core_ms: int = 0  # Billed core-milliseconds. `memory_mib_ms` counts the billed MiB-milliseconds.
     memory_mib_ms: int = 0
     micros: int | None = None  # Cost in millionths of the currency unit, or None without a price.
-    core_micros: int = 0  # Cost of the cores. `memory_micros` is the cost of the memory.
+    core_micros: int = 0  # Cost of the attempt's cores. `memory_micros` is the cost of the attempt's memory.
     memory_micros: int = 0
     dbu_micros: int = 0
 
@@ -49,8 +49,9 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
 def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, is_billed: bool = True) -> Charge:
     """Return the device usage and the cost of an attempt.
 
-    Device usage starts when user code starts, or when a session holds idle devices. The usage ends when the devices are
-    free. Before that, the last report is the provisional end. A call with all facts returns the final charge.
+    Device usage starts when user code starts, or when a session holds idle devices. The device usage ends when the
+    devices are free. While the devices are in use, the last report is the provisional end. A call with all facts
+    returns the final charge.
 
     Raises InvalidValue for facts of several attempts, or for two facts with the same number.
     """
@@ -95,15 +96,15 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
     )
 
 
-# --- lines: daily use of an attempt -----------------------------------------------------------------------------------
+# --- ledger lines: daily device usage of an attempt -------------------------------------------------------------------
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """The device usage and the cost of one attempt on one UTC day.
 
-    Each segment is its duration times the number of devices, in device-milliseconds. `gpu_ms` is the time in use: from
-    user code until the devices were free, and idle devices of a session. `billed_ms` excludes the time after the grace
-    period of a stop request by the server. `billed_ms` is 0 where the platform failed.
+    Each segment field is the segment's duration times the number of devices, in device-milliseconds. `gpu_ms` counts
+    the device time from the start of user code until release, and a session's idle device time. `billed_ms` excludes
+    the time after the grace period of a stop request by the server. `billed_ms` is 0 if the platform failed.
     """
 
     day: int  # Days since 1970-01-01.
@@ -125,7 +126,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
-    """Return the ledger lines of an attempt by day. The sum of the costs is rounded up once.
+    """Return the ledger lines of an attempt by day. The function rounds the total cost up once.
 
     Raises InvalidValue for facts of several attempts, or for two facts with the same number.
     """
@@ -165,21 +166,21 @@ def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True
     return tuple(found)
 
 
-# --- entries: posted lines --------------------------------------------------------------------------------------------
+# --- ledger entries: posted lines -------------------------------------------------------------------------------------
 
 
 class EntryKind(StrEnum):
     """The kind of a ledger entry. The entries of one attempt and day add up to the usage on that day."""
 
     ORIGINAL = "original"  # The first entry of an attempt for a day.
-    REVERSAL = "reversal"  # Cancels an earlier entry with negative amounts.
-    RESTATED = "restated"  # Replaces an entry that the ledger has reversed.
+    REVERSAL = "reversal"  # A reversal cancels an earlier entry with negative amounts.
+    RESTATED = "restated"  # A restated entry replaces an entry that the ledger has reversed.
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One immutable row of the ledger."""
 
-    number: int  # Number of the entry within its attempt: 1, 2, 3 …
+    number: int  # Number of the entry within its attempt, counted from 1.
     kind: EntryKind  # A reversal has the negative amounts of the entry that it reverses.
     # True while the node is silent and more facts may arrive. The ledger later reverses a provisional entry.
     provisional: bool
@@ -187,12 +188,13 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
-    """Return the entries that correct a ledger, or no entries for a correct ledger.
+    """Return the entries that correct a ledger, which are empty for a correct ledger.
 
     The function reverses a wrong entry and posts a corrected entry. When a provisional entry becomes final, the
     function also reverses the provisional entry. Provisional entries and their reversals therefore add up to zero.
 
-    `final` is True if no more facts of the target days can arrive. Otherwise the last day may still change.
+    `final` is True if no more facts of the target days can arrive. If `final` is False, the entry for the last day is
+    provisional.
     """
     number = max((entry.number for entry in posted), default=0)
     there, known = standing(posted), {entry.line.day for entry in posted}
@@ -227,7 +229,7 @@ def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
 
 
 def reversed_line(line: LedgerLine) -> LedgerLine:
-    """Return the reversal of a ledger line: negative amounts with the same time and devices."""
+    """Return the reversal of a ledger line, with negative amounts and the same time and devices."""
     amounts = {name: -value for name in _AMOUNTS if (value := getattr(line, name)) is not None}
     return msgspec.structs.replace(line, **amounts)
 

@@ -12,12 +12,12 @@ idle devices has a separate pair of facts, so that the meter counts no device tw
     reserved   held    freed ─ a run has them, and its own facts ─ held    freed
                ├─ idle ──┤                                          ├─ idle ─┤
 
-Durations are whole milliseconds of the boot clock. For each uninterrupted period, the meter reads the wall clock once,
-at the period's first fact. The meter computes the later dates of the period from the boot clock.
+Durations are whole milliseconds of the boot clock. For each uninterrupted period, the meter uses only the wall clock
+time of the period's first fact. The meter derives all later dates of the period from the boot clock.
 
 Failure cases: After a node goes silent or reboots, the metered time ends at the last report, in the user's favour. The
-module never compares boot times of different boots. Without the fact that starts a segment, the time belongs to the
-preceding segment.
+module never compares boot times of different boots. If the fact that starts a segment is missing, the time counts
+toward the preceding segment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
 FIRST_USED = _RUN
 """Index of the first segment that counts as device usage."""
 _MS_NS = 1_000_000
-_CPU_SLOT = "CPU-"  # Prefix of CPU slot identifiers. A CPU slot is a core that is billed as a device.
+_CPU_SLOT = "CPU-"  # Prefix of CPU slot identifiers. A CPU slot is a core that the server bills as a device.
 _OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, FactKind.EXEC, FactKind.HELD})
 
 
@@ -82,7 +82,7 @@ class _Stretch:
         self.memory_mib = max(0, fact.memory_bytes) >> 20
 
     def see(self, fact: Fact) -> None:
-        """Record a fact. Only the first fact of each kind has an effect."""
+        """Record a fact. Only the first fact of each kind changes a period."""
         at_ns = fact.boottime_ns
         self.last_ns = max(self.last_ns, at_ns)
         match fact.kind:
@@ -101,7 +101,7 @@ class _Stretch:
                 pass
 
     def end_ns(self) -> int:
-        """Return the end of a period without a `freed` fact: the `exited` fact, else the last fact."""
+        """Return the end of a period without a `freed` fact, from the `exited` fact or else the last fact."""
         return self.last_ns if self.exited_ns is None else self.exited_ns
 
     def parts(self, end_ns: int) -> Iterator[tuple[int, int, int, int]]:
@@ -136,7 +136,7 @@ class DayUse:
         # device-milliseconds. `core_ms` counts the billed core-milliseconds, and `memory_mib_ms` the billed
         # MiB-milliseconds.
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
-        self.segments = [0] * len(SEGMENTS)  # Device-milliseconds for each of `SEGMENTS`.
+        self.segments = [0] * len(SEGMENTS)  # Device-milliseconds for each segment in `SEGMENTS`.
 
     def copy(self) -> DayUse:
         """Return an independent copy of the day's usage."""
@@ -196,7 +196,7 @@ def _lending(stretch: _Stretch, end_ns: int) -> Lending:
 
 
 def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:
-    """Return the period that ends with a fact, the end time, and the period that continues."""
+    """Return the period that a fact ends, the end time, and the period that continues."""
     if stretch is None or fact.kind is FactKind.HELD:
         ended = None if stretch is None else (stretch, stretch.end_ns())
         return ended, _Stretch(fact) if fact.kind in _OPENING else None
@@ -210,7 +210,7 @@ def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] 
 
 
 def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
-    """Add a period to each day that overlaps it, with dates from the wall clock of the first fact.
+    """Add an uninterrupted period to the usage of each day that overlaps the period.
 
     A duration is the difference of two times, each rounded to milliseconds. The rounded durations therefore add up to
     the total duration.

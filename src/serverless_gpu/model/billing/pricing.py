@@ -3,13 +3,13 @@
     price book ── price in force when the devices were reserved ─▶ tariff of the attempt ── × its use ─▶ micros
 
 Device usage without a price counts as unpriced time, because billing never guesses a price. An attempt keeps its
-tariff, so a later price change does not change its charge. Money is an integer number of micros (millionths of the
-currency unit). The total cost of an attempt is rounded up once.
+tariff, so a later price change does not affect the attempt's charge. Money is an integer number of micros (millionths
+of the currency unit). Billing rounds the total cost of an attempt up once.
 
 A device type without a price is unpriced even if cores have a price. Every displayed cost is therefore complete.
 
-The price of a GPU type is the price of one device. A CPU slot is a device of type ``CPU``, and the server does not
-charge its core a second time. The server charges for cores and memory if an attempt limits them (`cpus=`, `memory=`).
+The price of a GPU type is the price of one device. A CPU slot is a device of type ``CPU``. The server does not charge
+the slot's core a second time. The server charges for cores and memory if an attempt limits them (`cpus=`, `memory=`).
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from serverless_gpu.model.hardware import CPU, FAMILIES, canonical, families_of
 
 CORE = "core"
 MEMORY = "memory"
-"""Priced resources besides GPU types: one core, and one GiB (2^30 bytes) of host memory."""
+"""Priced resources besides GPU types: cores, and GiB (2^30 bytes) of host memory."""
 MICROS_MAX = 10**11
 """Maximum price (100,000 currency units per hour), to catch typing errors and prevent overflow."""
 _UNITS_MAX = MICROS_MAX // units.MICROS_PER_UNIT
 _MIB_PER_GIB = 1024
 
-_PRICE_HINT = 'write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
+_PRICE_HINT = 'write the price of one GPU-hour in USD, for example {"H100": 2.99}'
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the price book."""
+    """One price in the price book."""
 
-    resource: str  # A GPU type, `CORE` or `MEMORY`.
+    resource: str  # Priced resource: a GPU type, `CORE` or `MEMORY`.
     micros_per_hour: int  # Price per unit of the resource and hour, in millionths of the currency unit.
     pool: str = ""  # Pool to which the price applies, or "" for all pools without a separate price.
-    # Start of validity in nanoseconds since 1970. `until_ns` is the end of validity. None means until a later price
-    # begins.
+    # Start of validity in nanoseconds since 1970. `until_ns` is the end of validity, or None if the price is valid
+    # until a later price begins.
     from_ns: int = 0
     until_ns: int | None = None
-    dbu_micros_per_hour: int = 0  # Millionths of a DBU per unit of the resource for prices in DBU, otherwise 0.
+    dbu_micros_per_hour: int = 0  # Price in millionths of a DBU per unit of the resource, or 0 for prices in currency.
 
 
 class Tariff(msgspec.Struct, frozen=True, kw_only=True):
-    """The prices in force when an attempt's devices were reserved. None is unpriced, not free of charge.
+    """Prices of an attempt at the reservation of its devices. None means unpriced, not free.
 
     Attributes:
         gpu_micros_per_hour: price of one device. The core and memory fields are for one core and one GiB of host
@@ -84,7 +84,7 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
 
 
 def cost_of(tariff: Tariff, ms: int, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
-    """Return the cost of constant resources for a duration, computed as in the ledger.
+    """Return the cost of constant resources for a duration, with the ledger's rounding.
 
     `cpus` and `memory_bytes` are 0 for an attempt without a limit on cores or memory.
     """
@@ -117,8 +117,8 @@ def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
 def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
     """Return the prices for an attempt whose devices are reserved at a given time.
 
-    The price of the pool takes precedence over the price of all pools. Next, the type's own price takes precedence over
-    the price of its family. Last, a later start takes precedence over an earlier start.
+    A pool's price takes precedence over the price for all pools. A type's own price takes precedence over its family's
+    price. Among otherwise equal prices, the price with the latest start applies.
     """
     names = [gpu_type, *families_of(gpu_type)]
     found: dict[str, tuple[tuple[bool, int, int], Price]] = {}
@@ -146,7 +146,7 @@ def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, curre
 def is_in_force(price: Price, at_ns: int) -> bool:
     """Return True if a timestamp is within the validity of a price.
 
-    A later price may still replace a price that is within its validity.
+    A later price may still override a valid price.
     """
     return price.from_ns <= at_ns and (price.until_ns is None or at_ns < price.until_ns)
 
@@ -160,7 +160,7 @@ def check_book(rows: Iterable[Price]) -> None:
     ordered = sorted(rows, key=lambda row: (row.resource, row.pool, row.from_ns))
     for row in ordered:
         if row.until_ns is not None and row.until_ns <= row.from_ns:
-            raise InvalidValue(f"the price of {_place(row)} ends before it begins", hint="set an end after the start")
+            raise InvalidValue(f"the price of {_place(row)} ends before it begins", hint="set a later end")
     for row, following in pairwise(ordered):
         if (row.resource, row.pool) != (following.resource, following.pool):
             continue
@@ -172,7 +172,7 @@ def check_book(rows: Iterable[Price]) -> None:
 
 
 def of_dbus(dbu_micros_per_hour: int, micros_per_dbu: int) -> int:
-    """Return the price of a device-hour in micros from a price in DBU, rounded up like a cost."""
+    """Convert a price in DBU to micros per device-hour, rounded up like a cost."""
     return -(-dbu_micros_per_hour * micros_per_dbu // units.MICROS_PER_UNIT)
 
 
@@ -181,7 +181,7 @@ def _place(price: Price) -> str:
 
 
 class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A price in DBU, in the form of a configuration file."""
+    """A price in DBU, as written in a configuration file."""
 
     dbu_per_gpu_hour: float  # DBUs for one device in one hour.
     usd_per_dbu: float
@@ -200,7 +200,7 @@ def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
     for written, amount in table.items():
         name = written.casefold() if written.casefold() in (CORE, MEMORY) else canonical(written)
         if name in micros:
-            raise InvalidValue(f"the price of {name} is given twice", hint=_PRICE_HINT)
+            raise InvalidValue(f"the price table contains {name} twice", hint=_PRICE_HINT)
         if isinstance(amount, OfDbus):
             if name in (CORE, MEMORY):
                 raise InvalidValue(

@@ -46,7 +46,7 @@ _KNOWN = f"{', '.join((*ACCOUNT_FIELDS, 'run', *PERIODS))} or tag:KEY"
 
 
 class Accounted(Protocol):
-    """A row of `accounts`: a principal that used devices, and the labels of that device usage."""
+    """A row of `accounts`: a principal that used devices, and the labels of its device usage."""
 
     @property
     def owner(self) -> str: ...
@@ -73,7 +73,7 @@ class Accounted(Protocol):
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Device usage and its cost.
+    """Device usage of a report group, and the usage's cost.
 
     Attributes:
         runs: number of runs whose first charge is in the group.
@@ -175,7 +175,7 @@ class CostShare(NamedTuple):
 
 
 def parse_by(text: str) -> tuple[str, ...]:
-    """Return the grouping fields of a report from text.
+    """Parse the grouping fields of a report.
 
     Commas separate fields. The text ``%2C`` stands for a comma in a tag's key, and ``%25`` for a per cent sign. Raises
     InvalidValue for unknown, repeated or too many fields.
@@ -196,7 +196,7 @@ def write_by(by: Iterable[str]) -> str:
 
 
 def refuse_unknown(field: str) -> None:
-    """Refuse a field that is not a valid grouping field of reports."""
+    """Raise InvalidValue for a field that reports cannot group by."""
     is_tag = field.startswith(TAG) and len(TAG) < len(field) <= len(TAG) + TAG_CHARACTERS_MAX
     if (is_tag and "\0" not in field) or field in ACCOUNT_FIELDS or field in PERIODS or field == "run":
         return
@@ -211,8 +211,7 @@ def key_of(by: Sequence[str], account: Accounted, *, run_id: str, day: int) -> t
 def label(field: str, value: object) -> str:
     """Return one value of a group key as text for users.
 
-    The value for a day is its number of days since 1970-01-01. The value for a week is its number of weeks since the
-    week of 1970-01-01.
+    A day value counts the days since 1970-01-01. A week value counts the weeks since the week of 1970-01-01.
     """
     if field == "day":
         return calendars.format_day(int(str(value)))
@@ -239,7 +238,7 @@ def month(text: str) -> DayRange:
 
 
 def months(window: DayRange) -> list[tuple[int, str]]:
-    """Return the months of a range of days: the first day after each month, and the month's name."""
+    """Return the months in a range of days, each as the first day after the month and the month's name."""
     found: list[tuple[int, str]] = []
     day = window.from_day
     while day < window.until_day:
@@ -249,10 +248,10 @@ def months(window: DayRange) -> list[tuple[int, str]]:
 
 
 def checked(window: DayRange) -> DayRange:
-    """Return the range of days after checking its order and length."""
+    """Return a range of days after checking the range's order and length."""
     from_day, until_day = window
     if not 0 <= from_day < until_day:
-        raise InvalidValue("the date range ends before it begins", hint="--from is the first day, --to the last one")
+        raise InvalidValue("the date range ends before it begins", hint="set --from to the first day, --to to the last")
     if until_day - from_day > DAYS_MAX:
         raise InvalidValue(f"a report covers {DAYS_MAX} days at most, not {until_day - from_day}")
     return window
@@ -300,8 +299,8 @@ def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
 def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
     """Return the cost of each team, and of each user without a team.
 
-    The total cost equals the total of the groups. The shares of each currency add up to 100 %, because the function
-    rounds up the shares with the largest remainders.
+    The total cost equals the total of the groups. The function rounds up the shares with the largest remainders, so
+    that the shares of each currency add up to 100 %.
     """
     named = together(
         ReportRow(
@@ -323,7 +322,7 @@ def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
 
 
 def unit_for(most_ms: int) -> UsageUnit:
-    """Return the time unit of a table: hours, or a smaller unit when all times are below 0.1 hours."""
+    """Return the time unit of a table, which is hours unless all times are below 0.1 hours."""
     return next((unit for unit in UNITS if most_ms >= unit.from_ms), UNITS[-1])
 
 
@@ -337,7 +336,7 @@ def time_in(unit: UsageUnit, ms: int) -> str:
 
 
 def decimal(micros: int) -> str:
-    """Return millionths as an exact number: ``12.345678``."""
+    """Return millionths as an exact decimal number, such as ``12.345678``."""
     whole, rest = divmod(abs(micros), units.MICROS_PER_UNIT)
     return f"{'-' if micros < 0 else ''}{whole}.{rest:06d}"
 

@@ -1,18 +1,18 @@
-"""Hang detection for gangs on several nodes: combines the observations of all nodes.
+"""Hang detection for multi-node gangs, from the combined observations of all nodes.
 
 Each node of a gang has one supervisor, which observes the gang's ranks on the node.
 
     node: Silence ─▶ server ─▶ all are silent for half of the limit ─▶ request: each node inspects its ranks
     node: Seen ────▶ server ─▶ all have answered, the limit has passed ─▶ Judgement: a warning, or the end, of all ranks
 
-The rules are those of `hang_detection.py`, applied to the ranks of all nodes. A rank that waits for a working rank on
-another node does not hang. The module only contains values and decisions, on the server's clock. Nodes report durations
-instead of times, so node clocks have no effect. Each silence has a number, so that a late message does not start a new
-silence.
+The module applies the rules of `hang_detection.py` to the ranks of all nodes. A rank that waits for a working rank on
+another node does not hang. The module contains only values and decisions, and uses the server's clock. Nodes report
+durations instead of times, so node clocks have no effect. Each silence of a node has a number, so that a late message
+does not start a new silence.
 
 Failure cases: The server makes no decision without a recent message from each node, because the state of a silent
-node's ranks is unknown. After a restart of the server, the nodes report their state again. At worst, the restarted
-server repeats a warning.
+node's ranks is unknown. After a restart of the server, the nodes report their state again. In the worst case, the
+restarted server repeats a hang warning.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from serverless_gpu.model.lifecycle.attempt import Hang, Limits
 from serverless_gpu.model.placement import CrewPlace, numbered
 
 _WINDOW_NS_MIN = 500_000_000
-# Divisor of the inspection window. The server sends requests earlier by this fraction of the window, because messages
+# Divisor of the inspection window. The server sends inspection requests a fourth of the window early, because messages
 # need time.
 _EARLY = 4
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """A node whose ranks have made no progress for a while.
+    """Silence of a node whose ranks make no progress.
 
     Attributes:
         number: number of the silence, different for each silence.
@@ -47,7 +47,7 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's request that a node inspects its ranks for a time window."""
+    """The server's request that a node inspect its ranks during a time window."""
 
     number: int
     window_ms: int
@@ -95,14 +95,14 @@ class CrewSilent(msgspec.Struct, frozen=True):
 
 
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The gang's progress as known to the server."""
+    """Progress of a gang, as reported to the server."""
 
-    # Node number in the gang → silence, for nodes without progress. All other nodes make progress.
+    # Silences by node number, for nodes without progress. All other nodes make progress.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    # Warnings and postponements of the gang. The supervisors on the nodes inspect the ranks.
+    # Warnings and postponed ends of the gang, without inspections of ranks.
     watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
     ask: InspectionRequest | None = None  # The current inspection request to all nodes.
-    # Node number → observation of the node's ranks.
+    # Observations of each node's ranks, by node number.
     seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)
     judgement: Judgement | None = None
 
@@ -118,7 +118,8 @@ def with_observation(
     number, since_ns = (0, now_ns) if silence is None or returned else (silence.number, now_ns - silence.ms * 1_000_000)
     is_same = before is not None and (before.number, before.returned) == (number, returned)
     if is_same and before is not None:
-        since_ns = min(since_ns, before.since_ns)  # An earlier message may have had a shorter network delay.
+        # Keep the earliest start, because an earlier message may have had a shorter network delay.
+        since_ns = min(since_ns, before.since_ns)
     now = CrewSilent(number, since_ns, now_ns, returned)
     gang = msgspec.structs.replace(gang, silent={**others, crew: now})
     if not is_same:
@@ -131,10 +132,10 @@ def with_observation(
 def decide(
     gang: GangWatch, limits: Limits, crews: Sequence[CrewPlace], *, per_node: bool, now_ns: int, fresh_ns: int
 ) -> GangWatch:
-    """Return the gang's progress after every decision that the server can make now.
+    """Return the gang's progress after all decisions that are due now.
 
-    After `fresh_ns` without a message from a node, the state of the node's ranks is unknown, so the server decides
-    nothing.
+    After `fresh_ns` without a message from a node, the state of the node's ranks is unknown, so the server makes no
+    decision.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang
@@ -179,8 +180,8 @@ def _judged(
     ]
     returned += [number for seen in gang.seen.values() for number in seen.returned]
     waiting, elsewhere = hang_detection.divided(ranks, returned)
-    # Select the stacks of ranks that do not wait, because they explain the hang best. Without such ranks, select
-    # waiting ranks.
+    # Select the stacks of ranks that do not wait, because those stacks explain the hang best. If all ranks wait, select
+    # stacks of waiting ranks.
     stacks = {rank: text for seen in gang.seen.values() for rank, text in seen.stacks.items()}
     explaining = [rank for rank in elsewhere if rank in stacks] or [rank for rank in waiting if rank in stacks]
     named = ranks_on(crews, per_node=per_node)
@@ -201,7 +202,7 @@ def _judged(
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:
-    """Return the gang's progress after a sign of work, without inspection requests and warnings."""
+    """Return the gang's progress after a sign of progress, without inspection requests and warnings."""
     judgement = gang.judgement
     if judgement is not None and not judgement.ends and judgement.sentence:
         judgement = Judgement(number=judgement.number, sentence="")

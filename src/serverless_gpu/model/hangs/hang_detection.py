@@ -1,11 +1,11 @@
-"""Hang detection: decides from a run's last output and from inspections of its ranks.
+"""Hang detection from a run's last output and from inspections of its ranks.
 
     output, event ──▶ progress ── silence ──▶ inspections in one window ┬▶ all move: progress
                                                                         ├▶ some do not move: WARN, again after twice
                                                                         │  the silence
                                                                         └▶ none moves: END, where the user set a limit
 
-The module only contains values and decisions. The module uses no clocks, signals, /proc or files.
+The module contains only values and decisions. The decisions use no clocks, signals, /proc or files.
 `node/supervisor/hang_watchdog.py` inspects the ranks and carries out the decisions.
 
 Silence does not prove a hang, because many programs train for hours without output. Before any warning, the supervisor
@@ -13,18 +13,19 @@ therefore inspects the ranks `_LOOKS` times, over a window that ends with the li
 find two different stacks, or if the rank uses CPU time.
 
 Ranks on several GPUs may wait for each other in a busy loop in C. For ranks on several GPUs, CPU time counts as work
-only if the main thread ran Python code between two inspections. A program may wait for its GPU at one line nearly all
-the time, but still runs Python code. Ranks that do not share several GPUs sleep while they wait, so one long call in C
+only if the main thread ran Python code between two inspections. A program that waits for its GPU at one line nearly all
+the time still runs some Python code. Ranks that do not share several GPUs sleep while they wait, so one long call in C
 counts as work.
 
 A rank also makes progress if its stack equals a stack of a moving rank. The supervisor warns when a rank that has not
-returned makes no progress. In a hang, the rank that other ranks wait for may still be busy. A superfluous warning does
-no harm. The supervisor ends a run only when no rank moves. While one rank works, other ranks can legitimately wait, for
-example for an evaluation on rank 0. The detection then postpones the end by one limit.
+returned makes no progress. The supervisor warns even if one rank is busy, because other ranks may wait for that rank
+forever. A superfluous warning does no harm. The supervisor ends a run only when no rank moves. While one rank works,
+other ranks can legitimately wait, for example for an evaluation on rank 0. While a rank works, the hang detection
+postpones the end by one limit.
 
 For a gang on several nodes, each supervisor only reports `RankSeen`, and `gang_hang_detection.py` decides.
 
-Failure cases: Time in which the observer did not run (suspended machine, stopped supervisor) does not count as silence.
+Failure cases: Time in which the supervisor did not run, for example on a suspended machine, does not count as silence.
 A rank without a stack moves if the rank uses CPU time.
 """
 
@@ -54,17 +55,17 @@ WINDOW_NS_MAX = 300_000_000_000
 _EARLY_NS = 60_000_000_000
 _LOOKS = 16
 PLACES_MAX = 3 * _LOOKS
-"""Maximum number of digests per rank. One inspection finds at most one stack and one sign of CPU usage."""
+"""Maximum number of stack digests per rank."""
 WHERE_CHARACTERS_MAX = 300
 """Maximum number of characters of a code location in messages. Function names in user code may be longer."""
 _LOOKS_MIN = _LOOKS // 2  # Minimum number of inspections before a decision, also for a supervisor that starts late.
 _INTERVAL_NS_MIN = 50_000_000
-# Maximum gap between observations in nanoseconds. A longer gap means that the supervisor process did not run.
+# Maximum gap between observations in nanoseconds. A longer gap shows that the supervisor process did not run.
 _UNOBSERVED_NS = 30_000_000_000
-_BUSY = 0.01  # CPU share of one core that counts as work. A waiting rank that polls uses less.
+_BUSY = 0.01  # Minimum CPU share of one core that counts as work. Polling in a waiting rank uses a smaller CPU share.
 _LOOK_MS = 3.0  # Maximum CPU milliseconds that an inspection itself consumes in a rank.
 _TICK_MS = 10  # Resolution and maximum delay of the kernel's CPU times, in milliseconds.
-_GOLDEN = 0.618  # Golden ratio minus 1. Multiples of the golden ratio, modulo 1, are spread evenly.
+_GOLDEN = 0.618  # Golden ratio minus 1, whose multiples modulo 1 are spread evenly.
 STOPPED, TRACED = "T", "t"
 _WAIT_CHANNELS = (
     "sk_wait",
@@ -92,14 +93,14 @@ class Sign(StrEnum):
 
 
 class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
-    """The observed state of one rank at one moment."""
+    """Observed state of one rank at the time of an inspection."""
 
     rank: int
     pid: int = 0
     state: str = ""  # State letter of the main thread in /proc, or "" when unknown.
     channel: str = ""  # Kernel function in which the main thread waits, or "" when unknown or running.
-    cpu_ms: int = 0  # CPU time of the process in milliseconds.
-    main_us: int = 0  # CPU time of the main thread in milliseconds.
+    cpu_ms: int = 0  # CPU time of the rank process in milliseconds.
+    main_us: int = 0  # CPU time of the main thread in microseconds.
     children_ms: int = 0  # CPU time of all living descendant processes in milliseconds.
     # True if the main thread ran Python code since the last inspection, even for polling only. A call in C that has not
     # returned to Python does not count as Python code.
@@ -135,16 +136,16 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's progress as known to the supervisor."""
+    """Progress of a run, as observed by the supervisor."""
 
     since_ns: int  # Time of the last sign of progress.
-    seen_ns: int  # Time of the supervisor's last observation.
+    seen_ns: int  # Time of the supervisor's last observation of the run.
     began_ns: int = 0  # Time of the first inspection in the current silence.
     looked_ns: int = 0  # Time of the last inspection of the ranks.
     looks: int = 0  # Number of inspections in the current silence.
     first: dict[int, RankInspection] = {}  # The first inspection in the current silence, by rank.
     last: dict[int, RankInspection] = {}
-    places: dict[int, frozenset[int]] = {}  # Rank → digests of the rank's stacks.
+    places: dict[int, frozenset[int]] = {}  # Digests of each rank's stacks, by rank.
     warned: int = 0
     warned_ever: int = 0  # Number of hang warnings in the whole run.
     # Time at which the detection postponed the end because a rank worked, or 0 without a postponement.
@@ -161,14 +162,14 @@ class HangAction(StrEnum):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """An action of the supervisor. WAIT includes the time of the next step, or None."""
+    """Next step of the hang detection. `at_ns` is the time of the following step after WAIT, or None."""
 
     action: HangAction
     at_ns: int | None = None
 
 
 class HangDeadline(msgspec.Struct, frozen=True):
-    """The action if the silence lasts until `at_ns`. Inspections begin `window_ns` before `at_ns`."""
+    """Action if a silence lasts until `at_ns`. Inspections begin `window_ns` before `at_ns`."""
 
     at_ns: int
     window_ns: int
@@ -181,12 +182,12 @@ def begin(now_ns: int) -> RunProgress:
 
 
 def progressed(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the run's progress after output or another sign of progress."""
+    """Return the run's progress after output or another sign of activity."""
     return RunProgress(since_ns=now_ns, seen_ns=now_ns, warned_ever=watch.warned_ever)
 
 
 def observed(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress after an observation. Silence excludes time in which the supervisor did not run."""
+    """Return the run's progress after an observation. A pause of the supervisor ends the silence."""
     if now_ns - watch.seen_ns > _UNOBSERVED_NS:
         return progressed(watch, now_ns)
     return msgspec.structs.replace(watch, seen_ns=now_ns)
@@ -216,14 +217,14 @@ def may_spin(world_size: int, kinds: Collection[DeviceKind]) -> bool:
 
 
 def looked(watch: RunProgress, looks: Sequence[RankInspection], now_ns: int, *, spins: bool) -> RunProgress:
-    """Return the progress after an inspection of all ranks that have not returned."""
+    """Return the run's progress after an inspection of all ranks that have not returned."""
     had_looks = watch.looks
     watch = noted(watch, looks, now_ns, spins=spins)
     return progressed(watch, now_ns) if had_looks and not _still(watch.places) else watch
 
 
 def noted(watch: RunProgress, looks: Sequence[RankInspection], now_ns: int, *, spins: bool) -> RunProgress:
-    """Return the progress with an inspection added, without the conclusions of `looked`."""
+    """Return the run's progress with an inspection added, without the conclusions of `looked`."""
     elapsed_ms = (now_ns - watch.looked_ns) / 1e6
     places = {}
     for look in looks:
@@ -243,20 +244,21 @@ def noted(watch: RunProgress, looks: Sequence[RankInspection], now_ns: int, *, s
 
 
 def warned(watch: RunProgress) -> RunProgress:
-    """Return the progress after a warning."""
+    """Return the run's progress after a hang warning."""
     return msgspec.structs.replace(watch, warned=watch.warned + 1, warned_ever=watch.warned_ever + 1)
 
 
 def spared(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress after a postponed end, because ranks can legitimately wait for a working rank.
+    """Return the run's progress after a postponed end.
 
-    Discards earlier inspections.
+    The returned progress has no inspections. The detection postpones the end because ranks can legitimately wait for a
+    working rank.
     """
     return msgspec.structs.replace(watch, spared_ns=now_ns, looks=0, first={}, last={}, places={})
 
 
 def moving(watch: RunProgress) -> frozenset[int]:
-    """Return the ranks that moved: inspections found more than one stack."""
+    """Return the ranks that moved, for which inspections found more than one stack or CPU usage."""
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
 
 
@@ -268,14 +270,14 @@ def returned_early(attempt: Attempt, returned_ns: int | None, now_ns: int) -> bo
 
 
 def seen(watch: RunProgress) -> tuple[RankSeen, ...]:
-    """Return a summary of the inspections for each rank."""
+    """Return a summary of each rank's inspections."""
     return tuple(_seen(look, watch.places.get(rank, frozenset())) for rank, look in sorted(watch.last.items()))
 
 
 def divide(
     looks: Collection[RankInspection], returned: Collection[int], moved: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Divide the ranks of one node into waiting ranks and other ranks, as `divided` does."""
+    """Divide one node's ranks into waiting ranks and other ranks, as `divided` does."""
     ranks = [msgspec.structs.replace(_seen(look, frozenset()), moving=look.rank in moved) for look in looks]
     return divided(ranks, returned)
 
@@ -284,8 +286,8 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
     """Divide ranks into ranks that wait for other ranks and ranks that do not, each in order.
 
     The function uses the strongest sign that some ranks have and others lack. From strongest to weakest, the signs are
-    a collective, a blocked backward pass and a wait at a socket. Without a sign, the largest group of ranks with the
-    same stack counts as waiting. Ranks that returned do not count as waiting.
+    a collective, a blocked backward pass and a wait at a socket. If no sign distinguishes the ranks, the largest group
+    of ranks with the same stack counts as waiting. Ranks that returned do not count as waiting.
     """
     everybody = sorted({one.rank for one in ranks} | set(returned))
     able = [one for one in ranks if one.state not in (STOPPED, TRACED)]
@@ -295,7 +297,8 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
         if waiting:
             break
     if not waiting or len(waiting) == len(everybody):
-        # Use the stack with the most ranks. On a tie, prefer ranks that do not move, then the lowest rank.
+        # Use the stack with the most ranks. For equally large groups, prefer ranks that do not move, and then the
+        # lowest rank.
         sizes = Counter(one.place for one in able)
         best = min(able, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
         waiting = {one.rank for one in able if best is not None and one.place == best.place}
@@ -314,7 +317,7 @@ def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
         signs.append(Sign.COLLECTIVE)
     if look.blocked and in_backward(frames):
         signs.append(Sign.BACKWARD)
-    # With two ranks without torch, each stack belongs to one rank. Only the socket sign shows which rank waits.
+    # For two ranks without torch, only the socket sign shows which rank waits, because each stack belongs to one rank.
     channel = look.channel.startswith(_WAIT_CHANNELS)
     if (channel or (not look.channel and at_socket(frames))) and not uses_torch(frames):
         signs.append(Sign.SOCKET)
@@ -340,7 +343,7 @@ def _place(
     found: set[tuple[str, ...]] = (
         {("busy", str(look.rank), str(number))} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
     )
-    if frames:  # A missing stack does not count as a different stack.
+    if frames:  # A missing stack does not count as a changed stack.
         found.add(_texts(frames))
     return frozenset(map(_digest, found))
 
@@ -363,7 +366,7 @@ def _used_ms(look: RankInspection, before: RankInspection, spins: bool) -> float
     # Without Python frames, or while the main thread waits for other threads, use the CPU time of the whole process.
     if not frames or (delegates(frames) and (look.passed or not spins)):
         used_ms += max(0, look.cpu_ms - before.cpu_ms - _TICK_MS)
-    if not frames or delegates(frames):  # Child processes may work for the rank.
+    if not frames or delegates(frames):  # Count child processes, which may work for the rank.
         used_ms += max(0, look.children_ms - before.children_ms - _TICK_MS)
     return used_ms
 
@@ -383,7 +386,7 @@ def due_of(watch: RunProgress, limits: Limits) -> HangDeadline | None:
     if limits.hang_warning_ns is not None and watch.warned_ever < WARNINGS_MAX:
         limit_ns = limits.hang_warning_ns
         dues.append(HangDeadline(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), HangAction.WARN))
-    # When a warning and the end have the same deadline, the end takes precedence.
+    # If the warning and the end have the same deadline, the end takes precedence.
     return min(dues, key=lambda due: due.at_ns, default=None)
 
 

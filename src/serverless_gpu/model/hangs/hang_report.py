@@ -1,6 +1,6 @@
-"""Formats reports about a hung run: a one-line message, and a file with the stacks of all ranks.
+"""Formats a one-line message about a hung run and a report file with the stacks of all ranks.
 
-`hang_detection.py` decides when to report.
+`hang_detection.py` decides when the supervisor reports a hang.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
     looks: dict[int, RankInspection]  # The last inspection by rank, without ranks that have returned.
     first: dict[int, RankInspection]  # The first inspection of the current silence, by rank.
     moving: frozenset[int]  # Ranks that moved between inspections.
-    silent_ms: int  # Duration without output.
-    watched_ms: int  # Duration of the inspections.
+    silent_ms: int  # Duration without output in milliseconds.
+    watched_ms: int  # Duration of the inspections in milliseconds.
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text, at most the first eight: ``rank 3``, ``ranks 0, 1``."""
+    """Return up to eight ranks as text, such as ``rank 3`` or ``ranks 0, 1``."""
     shown = ", ".join(map(str, ranks[:_RANKS_LISTED]))
     more = f" and {len(ranks) - _RANKS_LISTED} more" if len(ranks) > _RANKS_LISTED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function that names ranks with their nodes: ``ranks 0, 1 on n1, rank 2 on n2``."""
+    """Return a function that names ranks with their nodes, such as ``ranks 0, 1 on n1``."""
     owned = [(crew.node, numbered(crew, per_node=per_node)) for crew in crews]
 
     def text(ranks: Sequence[int]) -> str:
@@ -63,7 +63,7 @@ def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Seque
 
 
 def sentence(finding: HangFinding) -> str:
-    """Return a one-line message about the waiting ranks and the ranks that they wait for."""
+    """Return a one-line message that names the waiting ranks and the ranks that hold them up."""
     seen = [
         RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
         for rank, look in finding.looks.items()
@@ -78,13 +78,13 @@ def hang_sentence(
     silent_ms: int,
     named: Callable[[Sequence[int]], str] = ranks_text,
 ) -> str:
-    """Return a one-line message about the waiting ranks and the ranks that they wait for."""
+    """Return a one-line message that names the waiting ranks and the ranks that hold them up."""
     who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
     return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
 
 def stacks(finding: HangFinding) -> dict[int, str]:
-    """Return main thread stacks of ranks that do not wait, else of waiting ranks."""
+    """Return the main thread stacks of ranks that do not wait, or of waiting ranks if all ranks wait."""
     running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
     chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
     return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}

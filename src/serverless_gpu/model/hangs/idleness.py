@@ -1,18 +1,18 @@
-"""Idle detection from telemetry, progress and attached clients.
+"""Idle detection from telemetry, output and attached clients.
 
     telemetry: works ─┐
     progress ─────────┼─▶ from zero ── telemetry: idle ──▶ 4/5 of the limit: WARN ──▶ the limit: STOP
     a client attaches ┘                     ▲
     no telemetry ──── the time does not count
 
-For a gang on several nodes, each node reports its idle level. The lowest level applies to the gang (`of_gang`).
+For a gang on several nodes, each node reports its idle level. The lowest idle level of all nodes applies to the gang
+(`of_gang`).
 
-The module only contains values and functions that return the next value. The module uses no clocks, sockets or user
-messages. The supervisor carries out the decisions: a warning, or an ordinary stop that gives ranks time to save a
-checkpoint.
+The module contains only values and functions that return the next value. The functions use no clocks, sockets or user
+messages. The supervisor warns the user or stops the run, and gives the ranks time to save a checkpoint.
 
-Only *observed* idle time counts. A device without telemetry, a monitor that restarts and a suspended machine do not
-prove idleness. The supervisor always warns before it stops an idle run.
+Only *observed* idle time counts. Missing telemetry, a restarted monitor or a suspended machine does not prove idleness.
+The supervisor always warns before it stops an idle run.
 
 Failure cases: A rank that waits in a busy loop on its GPU keeps the GPU busy. A busy loop is a hang
 (`hang_detection.py`) and not idleness. A program that prints while its GPU is idle makes progress, so idle detection
@@ -28,17 +28,20 @@ import msgspec
 
 from serverless_gpu.model.spec import Command, Function, Kernel, Payload, RunSpec
 
-_WARN_AT = 0.8  # Fraction of the idle limit after which the supervisor warns, the same as for sessions.
-# Maximum gap between telemetry samples in nanoseconds. A longer gap does not count as idle time.
+_WARN_AT = 0.8  # Fraction of the idle limit after which the supervisor warns. Sessions use the same fraction.
+# Maximum gap between telemetry samples in nanoseconds. A longer gap without samples does not count as idle time.
 _UNOBSERVED_NS = 30_000_000_000
 
 KERNEL_LIMIT_S = 1800.0
 LIMITS_S: dict[type[Payload], float | None] = {Function: None, Command: None, Kernel: KERNEL_LIMIT_S}
-"""Default limit of idle seconds by payload, None for no limit. A session has another default (3600)."""
+"""Default idle limit in seconds by payload type, or None for no limit.
+
+The default limit of sessions is 3600 seconds.
+"""
 
 
 class IdleVerdict(StrEnum):
-    """The supervisor's action after idle time."""
+    """Action of the supervisor after a telemetry sample."""
 
     GO_ON = "go on"
     WARN = "warn"
@@ -58,7 +61,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_ns(self) -> int:
-        """Return the remaining idle nanoseconds until the supervisor stops the run."""
+        """Return the idle nanoseconds that remain until the supervisor stops the run."""
         return max(0, self.limit_ns - self.idle_ns)
 
 
@@ -83,7 +86,7 @@ def seen(idle: Idle, now_ns: int, *, busy: bool) -> Idle:
 
 
 def used(idle: Idle, now_ns: int) -> Idle:
-    """Return the idle state after progress, or after a client attached."""
+    """Return the idle state after output, or after a client attached."""
     return msgspec.structs.replace(idle, heard_ns=now_ns, idle_ns=0, warned=False)
 
 

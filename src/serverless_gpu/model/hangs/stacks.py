@@ -1,14 +1,15 @@
-"""Python stacks in the format of faulthandler: a parser, and checks of where a thread waits.
+"""Parser for Python stacks in faulthandler format, with checks that show for what a thread waits.
 
     Stack (most recent call first):
       File "…/torch/distributed/distributed_c10d.py", line 3252 in all_reduce   innermost frame
       File "…/train.py", line 30 in train                                       user code: the place in messages
       File "<string>", line 6 in <module>                                       the zygote's frame, always the last
 
-In an inspection, a rank dumps only its main thread. In a crash, a rank dumps all threads, the newest first, so the main
-thread is the last. Beyond 100 threads, faulthandler writes "..." instead of the oldest threads.
+In an inspection, a rank dumps only its main thread. In a crash, a rank dumps all threads with the newest first and the
+main thread last. If a process has more than 100 threads, faulthandler writes "..." instead of the oldest threads.
 
-Failure cases: The text may be truncated or come from a newer Python. The parser ignores unknown lines and never raises.
+Failure cases: A stack dump may be truncated or come from a newer Python version. The parser ignores unknown lines and
+never raises.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD = re.compile(r"^((Current t|T)hread 0x[0-9a-f]+|Stack \(most recent call first\):)")
-_ZYGOTE = "<string>"  # File name in stacks for code of `python -c`.
+_ZYGOTE = "<string>"  # File name of `python -c` code in stacks.
 _OUTERMOST = re.compile(r'^  File "<string>", line \d+ in <module>$')
 _CUT = "..."
 _PACKAGES = ("/site-packages/", "/dist-packages/")
@@ -28,12 +29,12 @@ _STANDARD = ("/lib/python3", "/lib64/python3")
 
 # Source files whose frames show that a rank waits for other ranks.
 _COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/horovod/", "/mpi4py/")
-# Exceptions to the list above: distributed modules that read and write files.
+# Exceptions to `_COLLECTIVE`: distributed modules that read and write files.
 _NOT_COLLECTIVE = ("/torch/distributed/checkpoint/",)
-# Source file that shows a wait only as the innermost frame, because a forward pass runs user code inside its frames.
+# The source file shows a wait only as the innermost frame, because a forward pass runs user code inside its frames.
 _REDUCER = "/torch/nn/parallel/distributed.py"
 _BACKWARD = "/torch/autograd/"
-# Source files in which a main thread waits while other threads or processes do the work.
+# Source files in which a main thread waits for other threads or processes of its rank.
 _DELEGATES = (
     "/threading.py",
     "/queue.py",
@@ -59,14 +60,14 @@ class StackFrame(msgspec.Struct, frozen=True):
 
 
 class Thread(msgspec.Struct, frozen=True):
-    """A thread with its title line and its frames, innermost first."""
+    """One thread of a stack dump, with its title line and its frames, innermost first."""
 
     title: str
     frames: tuple[StackFrame, ...]
 
     @property
     def current(self) -> bool:
-        """Return True for the thread that received the signal, which is usually the main thread."""
+        """Return True if the thread received the signal, as the main thread usually does."""
         return self.title.startswith("Current")
 
     def body(self) -> str:
@@ -75,7 +76,7 @@ class Thread(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """All threads of one process at one moment, with the main thread separate."""
+    """Stacks of all threads of one process, with the main thread separate."""
 
     main: Thread | None = None
     others: tuple[Thread, ...] = ()
@@ -93,9 +94,9 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def parse(text: str, own: str) -> Stack:
-    """Return the stack from faulthandler's text, without the frames of the package's runtime.
+    """Parse a faulthandler dump and remove the frames of the serverless-gpu runtime.
 
-    If the main thread has only frames of the runtime (`own`), the function keeps the runtime frames.
+    If the main thread has only runtime frames (`own`), the function keeps the runtime frames.
     """
     threads: list[tuple[str, list[StackFrame]]] = []
     cut = False
@@ -114,7 +115,7 @@ def parse(text: str, own: str) -> Stack:
         Thread(title, tuple(frame for frame in frames if not frame.file.startswith(own))) for title, frames in threads
     ]
     place = len(made) - 1
-    if cut:  # The oldest threads are missing, so the thread that received the signal may be the main thread.
+    if cut:  # A truncated dump lacks the oldest threads, so the thread that received the signal may be the main thread.
         place = next((place for place, thread in enumerate(made) if thread.current), -1)
     if place < 0:
         return Stack(None, tuple(made))
@@ -137,7 +138,7 @@ def readable(text: str, own: str) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """Return True if a text ends like a complete stack dump of a rank."""
+    """Return True if a text ends like a complete stack dump."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.strip() == _CUT or bool(_OUTERMOST.match(last)))
 
@@ -159,7 +160,7 @@ def in_collective(frames: tuple[StackFrame, ...]) -> bool:
 
 
 def in_backward(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True for frames in a backward pass, which waits for gradients of other ranks at its end."""
+    """Return True if the frames are in a backward pass, which finally waits for gradients of other ranks."""
     return bool(frames) and _BACKWARD in frames[0].file
 
 
@@ -169,7 +170,7 @@ def at_socket(frames: tuple[StackFrame, ...]) -> bool:
 
 
 def delegates(frames: tuple[StackFrame, ...]) -> bool:
-    """Return True if the frames only wait for other threads or processes of the same rank."""
+    """Return True if the frames wait for other threads or processes of the same rank."""
     return bool(frames) and _standard(frames[0].file) and _has(frames[0].file, _DELEGATES)
 
 
@@ -189,7 +190,7 @@ def _frame(line: str) -> StackFrame | None:
 
 
 def _zygotes(outermost: StackFrame) -> bool:
-    """Return True for the zygote's program as outermost frame. Inner `<string>` frames are user code."""
+    """Return True if the zygote owns the outermost frame. Inner `<string>` frames are user code."""
     return outermost.file == _ZYGOTE and outermost.function == "<module>"
 
 

@@ -4,8 +4,8 @@
 node. The server computes all device usage and charges from facts (`metering.py`, `ledger.py`). The node records facts
 and sends them to the server.
 
-`Stopped` is the last message of a run. `stopped.json` in a run directory also contains the `Stopped` message. `Stopped`
-is separate from the messages in `node/base/protocol.py` because readers of run directories only need `Stopped`.
+`Stopped` is the last message of a run, and `stopped.json` in a run directory contains the same message. `Stopped` is
+separate from `node/base/protocol.py`, because readers of run directories need no other message.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Reason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """The reason of a request to stop a run. Ranks read the reason as `SGPU_STOP_REASON`."""
+    """Reason of a request to stop a run. Ranks read the reason as `SGPU_STOP_REASON`."""
 
     CANCEL = "cancel"
     PREEMPT = "preempt"
@@ -122,9 +122,9 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
 """Final reason of an attempt by the reason of its stop request."""
 
 SUPERVISOR_GONE = frozenset({Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED})
-"""Possible reasons after a supervisor died without reporting an end. `judge_loss` selects the reason."""
+"""Possible final reasons after a supervisor died without reporting an end. `judge_loss` selects the final reason."""
 
-# Stop reasons after which the run may continue in another attempt, unless a later stop request has a final reason.
+# Stop reasons after which the run may continue in another attempt. A later stop request may have a final reason.
 PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})
 
 STOPPED_FOR_A_FAILURE = "failure"
@@ -138,13 +138,13 @@ def stop_word(reason: Reason | None) -> str:
 
 
 class Meaning(msgspec.Struct, frozen=True):
-    """The consequences of a final reason for retries, billing and messages."""
+    """Consequences of a final reason for retries, billing and messages."""
 
     state: State
     # True if the server may start a new attempt without the user's `retries`, because no user code ran.
     may_retry: bool
     is_billed: bool  # True if the server bills the attempt's device time. The server does not bill platform failures.
-    sentence: str  # The explanation of the reason for users.
+    sentence: str  # Explanation of the final reason for users.
 
 
 MEANINGS: Mapping[Reason, Meaning] = {
@@ -166,7 +166,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
     Reason.NODE_DISK: Meaning(State.FAILED, True, False, "the node's disk is too full for the environment"),
     Reason.ENV_CORRUPT: Meaning(
-        State.FAILED, True, False, "the stored environment is missing or differs from the captured one"
+        State.FAILED, True, False, "the stored environment is missing or differs from the captured environment"
     ),
     Reason.ENV_UNAVAILABLE: Meaning(State.FAILED, True, False, "the environment could not be restored"),
     Reason.SESSION_ENDED: Meaning(
@@ -174,11 +174,11 @@ MEANINGS: Mapping[Reason, Meaning] = {
     ),
     Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
     Reason.COLLECTIVE_HANG: Meaning(
-        State.FAILED, False, True, "the ranks made no progress and no output for as long as hang_timeout allows"
+        State.FAILED, False, True, "the ranks made no progress and wrote no output within hang_timeout"
     ),
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
-    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the server stopped the run for its budget"),
+    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the server stopped the run to stay within a budget"),
     Reason.SUPERVISOR_LOST: Meaning(
         State.LOST, False, False, "the run's supervisor process died because its machine failed"
     ),
@@ -190,7 +190,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.PREEMPTED: Meaning(State.CANCELLED, False, True, "the scheduler preempted the run for another run"),
     Reason.DRAINED: Meaning(State.CANCELLED, False, True, "the server stopped the run to drain its node"),
     Reason.NODE_PARTITIONED: Meaning(
-        State.LOST, False, False, "the node had no contact with the server for longer than allowed, and stopped the run"
+        State.LOST, False, False, "the node stopped the run after losing contact with the server for too long"
     ),
     Reason.NODE_REBOOTED: Meaning(State.FAILED, False, False, "the node restarted"),
     Reason.NODE_GONE: Meaning(State.LOST, False, False, "the node did not reconnect"),
@@ -200,14 +200,14 @@ MEANINGS: Mapping[Reason, Meaning] = {
     ),
     Reason.REFUSED: Meaning(State.FAILED, True, False, "the node refused to start the run"),
     Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run was idle for as long as idle_timeout allows"),
-    Reason.ENGINE_HEAD_LOST: Meaning(State.FAILED, False, True, "a process that the run's Ray cluster needs died"),
+    Reason.ENGINE_HEAD_LOST: Meaning(State.FAILED, False, True, "the run's Ray cluster lost a process that it needs"),
     Reason.SERVER_RESTORED: Meaning(
         State.LOST,
         False,
         False,
-        "the server was restored from a backup and cannot know whether the run started afterwards",
+        "after a restore from a backup, the server cannot know whether the run started",
     ),
-    Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs does not exist any more"),
+    Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs no longer exists"),
     Reason.GPU_LOST: Meaning(State.FAILED, False, False, "a GPU of the run failed"),
     Reason.UNSATISFIABLE: Meaning(
         State.FAILED, False, False, "no joined node can ever serve the run, and its wait limit has passed"
@@ -232,7 +232,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     grace_ns: int = 30_000_000_000
     failure_grace_ns: int = 2_000_000_000  # Time between SIGTERM and SIGKILL after another rank failed.
     start_ns: int = 300_000_000_000  # Maximum time from the placement to the first user code.
-    # Time without progress until the supervisor warns. None disables the warning.
+    # Time without progress until the supervisor warns of a hang, or None for no warning.
     hang_warning_ns: int | None = 600_000_000_000
     hang_timeout_ns: int | None = None  # Time without progress until the supervisor ends the run, or None for no limit.
 
@@ -250,14 +250,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
     at_ns: int  # Time of the failure on the node's boot clock.
     peer_lost: bool = False  # True if the rank only reported that a peer closed its connection.
-    signal: int | None = None  # Signal that ended the rank, or None.
-    exit_code: int | None = None  # Exit code of a failed command, else None.
+    signal: int | None = None  # Signal that ended the rank, or None without a signal.
+    exit_code: int | None = None  # Exit code of a failed command, or None for a function.
     detail: str = ""
     node: str = ""  # Name of the node on which the failure occurred, or "" for an attempt on one node.
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
-    """The waiting ranks of a hung run, and the ranks that they wait for.
+    """Waiting ranks of a hung run, and the ranks that hold up the waiting ranks.
 
     Attributes:
         waiting: ranks that wait for other ranks.
@@ -275,8 +275,8 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):
     """The end of an attempt, in `stopped.json` and as a message of the supervisor.
 
-    The supervisor sends this message after all ranks have ended and the run directory contains results and failures.
-    The GPU gate runs afterwards.
+    The supervisor sends `Stopped` after all ranks have ended and the run directory contains results and failures. The
+    supervisor then verifies that the GPUs are free.
     """
 
     state: State
@@ -284,22 +284,22 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     cause: Failure | None
     consequences: tuple[Failure, ...]
     log_tail: str = ""  # Last output of the rank that caused the end.
-    # Last output lines of ranks whose output is not shown live, starting with the rank that caused the end.
+    # Last output lines of ranks whose output clients do not show live, starting with the rank that caused the end.
     tails: dict[int, str] = {}
-    hang: Hang | None = None  # The ranks that waited, and the ranks that they waited for.
-    # True if the kernel confirms that all processes have ended. False if the supervisor could not kill a process.
+    hang: Hang | None = None  # Ranks of a hung run that waited for other ranks, or None without a hang.
+    # True if the kernel confirms that all processes of the attempt have ended.
     proven: bool = True
     hint: str = ""  # Probable cause of a failure of user code.
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt on one node: everything that the next decision depends on."""
+    """State of an attempt on one node, from which `advance` makes its next decision."""
 
     run_id: str
     fence: int
-    world_size: int  # Number of user processes on the node. Process numbers are unique within the gang.
+    world_size: int  # Number of user processes on the node. Process numbers are unique within a gang.
     limits: Limits
-    # True if other nodes have ranks of the gang. Ranks that return then wait for ranks on other nodes.
+    # True if other nodes have ranks of the gang. Returned ranks then wait for ranks on other nodes.
     has_peers: bool = False
     first: int = 0  # The lowest process number on the node.
     state: State = State.QUEUED
@@ -321,7 +321,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> range:
-        """Return the process numbers on the node."""
+        """Return the numbers of the attempt's processes on the node."""
         return range(self.first, self.first + self.world_size)
 
     @property
@@ -339,7 +339,7 @@ class Preparing(msgspec.Struct, frozen=True):
 
 
 class RanksNotStarted(msgspec.Struct, frozen=True):
-    """The ranks could not start. No user code has run."""
+    """The ranks failed to start, so no user code has run."""
 
     reason: Reason
     detail: str
@@ -367,7 +367,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True):
     """The supervisor has reaped a rank's process."""
 
     rank: int
-    signal: int | None  # Signal that ended the process, or None.
+    signal: int | None  # Signal that ended the process, or None without a signal.
     out_of_memory: bool = False  # True if the kernel's counters show an out-of-memory kill.
     detail: str = ""  # A message for users.
 
@@ -386,13 +386,13 @@ class StopRequested(msgspec.Struct, frozen=True):
 
 
 class HangConfirmed(msgspec.Struct, frozen=True):
-    """At least one rank made no progress, and no rank wrote output, for as long as `hang_timeout` allows."""
+    """At least one rank made no progress, and no rank wrote output, within `hang_timeout`."""
 
     detail: str
 
 
 class GpuFailed(msgspec.Struct, frozen=True):
-    """The driver reports a failed GPU of the attempt, possibly before its rank notices."""
+    """The driver reports a failed GPU of the attempt, possibly before a rank notices the failure."""
 
     detail: str
 
@@ -440,12 +440,12 @@ Event = (
 
 
 def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | None:
-    """Return the failure that caused all later failures, and the lowest rank on a tie.
+    """Return the failure that caused all later failures, or the lowest rank's failure on a tie.
 
-    A report of a lost peer is not the cause while another failure is known. After the start of a stop, only a crash can
-    be the cause. A dying rank closes its sockets before the supervisor can reap the rank. Exceptions after the start of
-    a stop are consequences. A failed GPU explains all failures of its rank, even if the driver reports the GPU failure
-    later. A failure on another node explains reports of lost peers, but no crash.
+    A dying rank closes its sockets before the supervisor can reap the rank. A report of a lost peer is therefore not
+    the cause while another failure is known. After the start of a stop, exceptions are consequences, and only a crash
+    can be the cause. A failed GPU explains all failures of its rank, even if the driver reports the GPU failure later.
+    A failure on another node explains reports of lost peers, but no crash.
     """
 
     def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:
@@ -522,7 +522,7 @@ def distinct(facts: Iterable[Fact]) -> list[Fact]:
     for fact, following in pairwise(ordered):
         if fact.attempt != following.attempt:
             attempts = ", ".join(sorted({each.attempt for each in ordered}))
-            raise InvalidValue(f"a charge is for one attempt, but these facts are of {attempts}")
+            raise InvalidValue(f"a charge covers one attempt, but the facts belong to {attempts}")
         if fact.seq == following.seq and fact != following:
             raise InvalidValue(f"two different facts of attempt {fact.attempt} have the number {fact.seq}")
     return [fact for fact, following in pairwise(ordered) if fact.seq != following.seq] + ordered[-1:]

@@ -1,23 +1,23 @@
-"""The lifecycle of one attempt as a table: events in, instructions out.
+"""State machine of one attempt, which turns events into instructions.
 
     QUEUED ─▶ STARTING ─▶ RUNNING
        │          │          │
        └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
 
-The module contains the transition table and its handlers. The module uses no clocks, processes, sockets or files.
-`advance` accepts an attempt, an event and the time. `advance` returns the next attempt value and instructions for the
-caller. The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides how the
-server interprets reports and silence (UNREACHABLE).
+The module contains the transition table and its handlers. The handlers use no clocks, processes, sockets or files.
+`advance` takes an attempt, an event and the time, and returns the next attempt value and instructions for the caller.
+The supervisor calls `advance` for local runs and for runs of a server. `run_lifecycle.py` decides how the server
+interprets reports and silence (UNREACHABLE).
 
-STOPPING has two phases: TERMINATING (ranks have a stop request and a deadline) and KILLING (the supervisor kills all
-processes and waits for `TreeEmpty`). A successful run also passes through KILLING, in which the supervisor ends
-leftover processes of the ranks. RUNNING has two phases. In RETURNED, all ranks of the supervisor's node have returned,
-but ranks of other nodes still run. SETTLING follows a rank's report that a peer closed its connection. The peer is the
-likely cause, and the peer's own report may arrive milliseconds later. The supervisor waits `SETTLE_NS` for the peer's
-report before it decides the cause.
+The state STOPPING has two phases. In TERMINATING, ranks have a stop request and a deadline. In KILLING, the supervisor
+kills all processes and waits for `TreeEmpty`. A successful run also passes through KILLING, in which the supervisor
+ends leftover processes of the ranks. The state RUNNING has two special phases. In RETURNED, all ranks of the
+supervisor's node have returned, but ranks of other nodes still run. The phase SETTLING follows a rank's report that a
+peer closed its connection. The peer is the likely cause of the failure, and the peer's own report may arrive
+milliseconds later. The supervisor waits `SETTLE_NS` for the peer's report before deciding the cause.
 
-A crash while a returned rank's interpreter shuts down is not a failure. The rank's result was durable before the rank
-reported its return, so the supervisor only records a note.
+A crash while a returned rank's interpreter shuts down is not a failure, because the rank's result is already durable.
+The supervisor only adds a note to the receipt.
 
 `judge_loss` decides the billing of an attempt whose supervisor died without reporting an end:
 
@@ -27,11 +27,11 @@ reported its return, so the supervisor only records a note.
       the run had a memory limit
     anything else                       ───▶ SUPERVISOR_KILLED   billed until the last report
 
-A process of the run may have the uid of its supervisor and can then kill the supervisor at any time. The death alone
-therefore does not prove a platform failure. Evidence must come from the kernel's log, because the run cannot write to
-that log. A run without a memory limit can exhaust the machine's memory, so an out-of-memory kill proves nothing for
-that run. The server bills `HOST_OOM` of a rank for the same reason. An unreadable boot identifier or kernel log is no
-evidence.
+A process of the run may have the uid of its supervisor and can then kill the supervisor at any time. The supervisor's
+death alone therefore does not prove a platform failure. Evidence must come from the kernel's log, because the run
+cannot write to the kernel's log. A run without a memory limit can exhaust the machine's memory, so an out-of-memory
+kill of its supervisor proves no platform failure. The server bills a rank's `HOST_OOM` for the same reason. An
+unreadable boot identifier or kernel log is no evidence.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 
 SETTLE_NS = 200_000_000
 FENCE_GRACE_NS = 30_000_000_000
-"""Maximum time for ranks to end after the lease expired. The server waits a minute before starting another attempt."""
+"""Maximum time for ranks to end after the lease expired, because the server starts another attempt after a minute."""
 FAULT_NS = 60_000_000_000
 """Time after a GPU failure at which the supervisor ends an attempt whose ranks have not noticed the failure."""
 
@@ -97,7 +97,7 @@ _Handler = Callable[..., Step]
 
 
 class IllegalAttemptTransition(Exception):
-    """Raised if the table has no row for an event in the attempt's state. The attempt does not change."""
+    """Raised if the transition table has no row for an event. The attempt keeps its state."""
 
     def __init__(self, attempt: Attempt, event: Event) -> None:
         super().__init__(f"run {attempt.run_id} (fence {attempt.fence}): {type(event).__name__} in {attempt.state}")
@@ -147,7 +147,7 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
 def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
     if len(attempt.returned) < attempt.world_size:
         return attempt, ()
-    # All results are durable, so the run can only succeed. Ranks get their grace period to exit by themselves.
+    # All results are durable, so the run can only succeed. The ranks have the grace period to exit by themselves.
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
     if len(attempt.exited) == attempt.world_size:  # The ranks exited while they waited for ranks on other nodes.
         return _kill(attempt, now_ns, Reason.COMPLETED)
@@ -174,7 +174,7 @@ def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
 
 
 def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
-    """End the attempt on a node when all ranks of the node have exited, to free the devices early."""
+    """End the attempt on a node when all the node's ranks have exited, to free the devices early."""
     if attempt.phase is Phase.RETURNED and len(attempt.exited) == attempt.world_size:
         return _released(attempt, Released(), now_ns)
     return attempt, ()
@@ -213,14 +213,14 @@ def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
     reason = STOPPED_BY[event.why]
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, reason)
-    # Another node reached the time limit first because its clock started earlier. The same grace period applies on both
-    # nodes.
+    # Another node reached the time limit first because its user code started earlier. The same grace period applies on
+    # all nodes.
     grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
     return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
-    """Update the reason of a stop in progress. The reason decides if another attempt may follow."""
+    """Update the reason of a stop in progress. The stop reason decides whether another attempt may follow."""
     reason = STOPPED_BY[event.why]
     if attempt.reason in PASSING_STOPS and reason not in PASSING_STOPS:
         return replace(attempt, reason=reason), ()
@@ -250,10 +250,10 @@ def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) 
 
 
 def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
-    """Stop after a failure on another node.
+    """Stop the attempt after a failure on another node.
 
-    Later reports of ranks are consequences of the other node's failure. A crash that the supervisor reaps is an
-    independent failure.
+    Later rank reports are consequences of the other node's failure. A crash that the supervisor reaps is an independent
+    failure.
     """
     failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, peer_lost=True, detail=event.detail)
     attempt = _with_failure(attempt, failure)
@@ -283,14 +283,14 @@ def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
         return attempt, ()
     reason = attempt.reason
     if reason not in _NOT_A_FAILURE and attempt.cause is not None:
-        reason = attempt.cause.reason  # Failures during the stop may explain the end better.
+        reason = attempt.cause.reason  # A failure during the stop may explain the end of the attempt better.
     state = MEANINGS[reason].state
     attempt = replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
     return attempt, (AttemptInstruction.CONCLUDE,)
 
 
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
-    """Stop after the lease expired, because another attempt may soon run on other nodes."""
+    """Stop the attempt after the lease expired, because another attempt may soon run on other nodes."""
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.NODE_PARTITIONED)
     grace = min(attempt.limits.grace_ns, FENCE_GRACE_NS)
@@ -337,7 +337,7 @@ def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     return attempt, (AttemptInstruction.KILL_TREE,)
 
 
-# Transition table: state → event → handler. Terminal states have empty rows because they accept no events.
+# Transition table: state → event → handler. Final states have empty table rows because final states accept no events.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         GangPlaced: lambda attempt, _, now_ns: (
@@ -411,20 +411,20 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
 
 
 UNKNOWN_BOOT = "unknown"
-"""Placeholder for a machine without a boot identifier."""
+"""Placeholder boot identifier for a machine without one."""
 _OUT_OF_MEMORY = re.compile(r"Out of memory: Killed process (\d+) \(.*oom_score_adj:(-?\d+)\s*$")
 _MEMORY_FAILURE = re.compile(r"(?:Memory failure: \S+|MCE): Killing .{1,16}:(\d+) due to hardware memory corruption")
 _TEXT_MAX = 200
 
 
 class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence about a supervisor's death that the supervised run cannot forge."""
+    """Evidence about a supervisor's death that the run cannot forge."""
 
     boot_id: str  # Boot identifier in the attempt's facts, or "" without facts.
     boot_id_now: str
     pid: int | None = None  # Process ID of the supervisor, or None when unknown.
     is_memory_limited: bool = False  # True if the run had its own memory limit.
-    kernel_lines: tuple[str, ...] = ()  # The kernel's log records since the allocation of the attempt's devices.
+    kernel_lines: tuple[str, ...] = ()  # Kernel log records since the allocation of the attempt's devices.
 
 
 def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
@@ -440,13 +440,13 @@ def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
 
 
 def _records_of(pid: int, evidence: LossEvidence) -> Iterator[str]:
-    """Yield kernel records that explain a process's death and that its run cannot have caused."""
+    """Yield kernel log records of a process's death that the process's run cannot have caused."""
     for line in evidence.kernel_lines:
         failed = _MEMORY_FAILURE.match(line)
         if failed is not None and int(failed[1]) == pid:
             yield line
         killed = _OUT_OF_MEMORY.match(line)
-        # A process of the same uid can raise the OOM score of the supervisor, but cannot lower it.
+        # A process of the same uid can raise the supervisor's OOM score, but cannot lower the score.
         is_raised = killed is not None and int(killed[2]) > 0
         if killed is not None and int(killed[1]) == pid and evidence.is_memory_limited and not is_raised:
             yield line

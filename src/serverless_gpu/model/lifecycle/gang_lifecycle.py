@@ -1,6 +1,6 @@
-"""The lifecycle of a gang on several nodes: combines the states of its nodes into one attempt.
+"""Lifecycle of a multi-node gang: combines the states of its nodes into the state of one attempt.
 
-A `Crew` is the part of a gang on one node: a supervisor and its ranks. In the following text, "node" denotes a `Crew`.
+A `Crew` is the part of a gang on one node: a supervisor and its ranks. In the text below, "node" means a `Crew`.
 
     nodes: STARTING RUNNING UNREACHABLE STOPPING, halted?, returned?, over?  ── fold ─▶ the attempt's state
                                                                                      ├─ the cause, decided once
@@ -11,22 +11,22 @@ A `Crew` is the part of a gang on one node: a supervisor and its ranks. In the f
 Each node reports the state of its own ranks to the server. `fold` combines the reports. With one node, `fold` returns
 that node's state.
 
-- **The cause** is the first node that failed by itself. A weak cause is a closed connection of a peer while other nodes
-  may report more. A dead process while another node is silent is also a weak cause. The report of a node that failed by
-  itself or was lost replaces a weak cause once. After that replacement, only a failed GPU replaces the cause.
+- **The cause** is the first node that failed by itself. A closed connection of a peer is a weak cause while other nodes
+  may report more. A dead process is a weak cause while another node is silent. The report of a node that failed by
+  itself or was lost replaces a weak cause once. A replaced cause can change again only for a failed GPU.
 
 - **A node that stopped after a stop request** is not the cause, unless the kernel shows an earlier crash. After a stop
   request for the run, all failures are consequences of the request.
 
-- **An attempt ends only after it has ended on all nodes**, because another attempt could collide with remaining
-  processes. The caller can learn the cause earlier when no attempt follows (`early_reasons`).
+- **An attempt ends only after the attempt has ended on all nodes**, because another attempt could collide with
+  remaining processes. The caller can learn the cause earlier when no attempt follows (`early_reasons`).
 
-- **Ranks that have returned on one node wait for ranks on other nodes.** The rendezvous store of rank 0 is on its node,
-  and other ranks would fail without that store. The server decides once that all ranks may exit, and only without
-  failures or stop requests. Then the run succeeds when its results arrive.
+- **Ranks that have returned on one node wait for ranks on other nodes.** The rendezvous store of rank 0 is on rank 0's
+  node, and other ranks would fail without the store. If no rank fails and no stop request exists, the server decides
+  once that all ranks may exit. The run then succeeds when its results arrive.
 
-- **A node does not wait for silent nodes.** When all of its ranks have returned and all other nodes without a return
-  are silent, its ranks may exit (`may_leave`) and free its devices. The other nodes still decide how the attempt ends.
+- **A node does not wait for silent nodes.** When all ranks of a node have returned and all nodes with unreturned ranks
+  are silent, the node's ranks may exit (`may_leave`). The other nodes still decide how the attempt ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 _CRASHES = frozenset({Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST})
-"""Reasons that the kernel or the driver reports. Kernel and driver reports are valid even after a stop request."""
+"""Reasons that the kernel or the GPU driver reports, which are valid even after a stop request."""
 _OF_SILENCE = (
     Reason.NODE_GONE,
     Reason.NODE_REBOOTED,
@@ -49,11 +49,11 @@ _OF_SILENCE = (
     Reason.SUPERVISOR_KILLED,
     Reason.TIMEOUT,
 )
-"""Possible final reasons of a silent node, besides reasons that always prevent another attempt."""
+"""Possible final reasons of a silent node, besides the reasons that always prevent another attempt."""
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason of an early end on one node, which the node's supervisor reports immediately.
+    """Reason of an early end on one node, which the node's supervisor reports immediately.
 
     Attributes:
         rank: number of the failed process, or None for all processes of the node.
@@ -74,7 +74,7 @@ class Over(msgspec.Struct, frozen=True, kw_only=True):
     began: bool = False  # True if user code of the node's ranks had started.
     proven: bool = True  # True if all processes of the attempt on the node have ended.
     given_up: bool = False  # True if the end is certain without a report: the node restarted or never reconnected.
-    rank: int | None = None  # The fields `rank`, `peer_lost` and `detail` have the meaning of the fields in `Halt`.
+    rank: int | None = None  # The fields `rank`, `peer_lost` and `detail` mean the same as in `Halt`.
     peer_lost: bool = False
     detail: str = ""
 
@@ -83,41 +83,41 @@ class Crew(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a gang's state on one node that affects other nodes."""
 
     number: int
-    # STARTING, RUNNING, UNREACHABLE or STOPPING. `fold` ignores the state once `over` is set.
+    # State of the node: STARTING, RUNNING, UNREACHABLE or STOPPING. `fold` ignores the state once `over` is set.
     state: State = State.STARTING
-    before: State | None = None  # The node's state before UNREACHABLE.
+    before: State | None = None  # State of the node before UNREACHABLE, or None.
     began: bool = False  # True if user code of the node's ranks has started.
     returned: bool = False  # True if all ranks of the node have returned and wait for other nodes.
-    halt: Halt | None = None  # The reason of an early end, once the node has reported the reason.
-    over: Over | None = None  # The end of the attempt on the node, or None.
+    halt: Halt | None = None  # Reason of an early end that the node has reported, or None.
+    over: Over | None = None  # End of the attempt on the node, or None.
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why a gang ends early."""
+    """Reason why a gang ends early."""
 
-    # The node that caused the end. None if the server decided the end, after a stop request or because nodes did not
-    # connect.
+    # Number of the node that caused the end, or None if the server decided the end. The server decides the end after a
+    # stop request, or if nodes cannot connect.
     crew: int | None
     reason: Reason
     rank: int | None = None
     detail: str = ""
     final: bool = True  # True if no later report can replace the cause.
-    # Numbers of two nodes, if the cause is that one node does not reach the other node.
+    # Numbers of two nodes that cannot connect to each other, or None for other causes.
     apart: tuple[int, int] | None = None
     silent: bool = False  # True if a node became silent before any user code could start.
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
-    """The combined state of a gang on all its nodes."""
+    """Combined state of a gang on all its nodes."""
 
-    # State of the attempt until its end. UNREACHABLE if a node is silent, STOPPING if a node stops. Otherwise the least
-    # advanced state of all nodes.
+    # State of the attempt until its end: UNREACHABLE if a node is silent, STOPPING if a node stops, or else the nodes'
+    # least advanced state.
     state: State
-    before: State | None  # The combined state without the silent nodes, or None if no node is silent.
+    before: State | None  # Combined state without the silent nodes, or None if no node is silent.
     began: bool  # True if user code has started on any node.
-    cause: Cause | None  # The reason of an early end, or None.
+    cause: Cause | None  # Cause of the gang's early end, or None.
     releases: bool  # True if all ranks have returned and may exit.
-    # The attempt's end, once the attempt has ended on all nodes. `GivenUp` does not include `began`.
+    # End of the attempt after the attempt has ended on all nodes, or None.
     over: AttemptEnded | GivenUp | None
 
 
@@ -157,11 +157,11 @@ def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
 def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
     """Return the possible reasons of a gang's end before all nodes have ended, most likely first.
 
-    The reasons are known early in two cases. In one case, the attempt has ended on the node that caused the end, and no
-    report can replace the cause. In the other case, all other nodes have ended or are silent. The caller then need not
-    wait for proof that a node is gone. The caller has checked that no reason leads to another attempt.
+    The reasons are known if the attempt has ended on the node that caused the end and no report can replace the cause.
+    The reasons are also known if the attempt has ended on all nodes that are not silent. The caller need not wait for
+    proof that a silent node is gone. The caller must check that no reason leads to another attempt.
 
-    Returns no reasons while the reasons are unknown, or if the server decided the end.
+    The result is empty while the reasons are unknown, or if the server decided the end.
     """
     if cause is None or cause.crew is None:
         return ()
@@ -190,7 +190,7 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
         return before
     found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
     if stop is not None and before is None:
-        # After a stop request, only a failed GPU or the certain loss of a node replaces the stop request as cause.
+        # After a stop request, only a failed GPU or a certainly lost node replaces the stop request as the cause.
         given_up = {crew.number for crew in crews if crew.over is not None and crew.over.given_up}
         proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or cause.crew in given_up]
         asked = Cause(crew=None, reason=STOPPED_BY[stop])
@@ -224,7 +224,7 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
     if cause is None:
         if all(_succeeded(crew) for crew in crews):
             return AttemptEnded(ends[0].reason, began=began, proven=proven)
-        # The attempt ended on all nodes without success, but no node reported a cause.
+        # The attempt failed on all nodes, but no node reported a cause.
         return AttemptEnded(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
     lost = ends[cause.crew] if cause.crew is not None else None
     if lost is not None and lost.given_up and lost.reason is cause.reason and proven:
@@ -235,7 +235,7 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
 def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:
     """Return the reason that best explains a gang's end.
 
-    A failure that a node reports after the cause may be more specific than the cause.
+    A node's later failure may be more specific than the cause.
     """
     if any(crew.over is not None and crew.over.reason is Reason.GPU_LOST for crew in crews):
         return Reason.GPU_LOST

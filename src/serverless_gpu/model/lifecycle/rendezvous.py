@@ -1,4 +1,4 @@
-"""Rendezvous of a gang: the nodes test connections to each other instead of using name resolution.
+"""Rendezvous of a gang, whose nodes test connections to each other instead of resolving names.
 
     each node     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
     server        has all offers             ─▶ sends them to every node
@@ -6,9 +6,9 @@
     server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: the nodes without a path
 
 The field `crew` is the number of a node within its gang. Nodes derive the shared secret from the gang's nonce, so a
-node does not mistake a foreign process for its peer. A foreign process may listen at 127.0.0.1 or at an address that
-two sites share. An address is usable only if every other node reached it, because NCCL and Gloo connect all ranks to
-each other.
+node does not mistake another program for its peer. Another program may listen at 127.0.0.1 or at an address that two
+sites share. An address is usable only if every other node reached it, because NCCL and Gloo connect all ranks to each
+other.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 SAVED_MAX = 32
-"""Maximum number of earlier attempts in a rendezvous offer. A node lists the newest attempts."""
+"""Maximum number of earlier attempts in a rendezvous offer. The offer lists the newest earlier attempts."""
 ADDRESSES_MAX = 16
 """Maximum number of addresses in a rendezvous offer. A machine with Docker can have dozens of bridges."""
 PROBE_S = 3.0
-"""Timeout in seconds for one address. A node tries all addresses at the same time."""
+"""Timeout in seconds of a connection test. A node tests all addresses at the same time."""
 PROBLEM_CHARACTERS_MAX = 200
 FAR_TIMES, FAR_US = 10, 1_000
-"""Thresholds for a distant address: 10 times the nearest address's connection time, and 1,000 µs."""
+"""A distant address exceeds 10 times the nearest address's connection time and 1,000 µs."""
 
-# Valid characters of the kernel's interface names, without the comma, which separates names for NCCL.
+# Valid interface names of the kernel, without the comma, which separates names for NCCL.
 _INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")
 _Way = tuple[int, int, str]
 """Key of a connection test: number of the connecting node, number of the target node, and the address."""
@@ -101,16 +101,16 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
-    """A gang with two nodes that cannot reach each other."""
+    """Failed rendezvous of a gang with two nodes that cannot reach each other."""
 
     pair: tuple[int, int]  # Numbers of the node that cannot connect, and of the unreachable node.
-    sentence: str  # The names of the two nodes and the tried addresses, as text for users.
+    sentence: str  # Message for users with the names of both nodes and the tried addresses.
 
 
 def word(nonce: str, *, frm: int, to: int) -> bytes:
     """Return the 32-byte secret by which node `to` recognizes a connection from node `frm`.
 
-    Each gang has its own nonce. The peer answers with the secret for the opposite direction.
+    The secret depends on the gang's nonce. The peer answers with the secret for the opposite direction.
     """
     return hashlib.sha256(f"{nonce}:{frm}:{to}".encode()).digest()
 
@@ -118,10 +118,10 @@ def word(nonce: str, *, frm: int, to: int) -> bytes:
 def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequence[str]) -> Chosen | Apart:
     """Return how the nodes of a gang connect, or two nodes that cannot reach each other.
 
-    All nodes use the same kind of address, as NCCL and Gloo require: IPv4, else IPv6, else loopback for supervisors on
-    the same machine. For each node, the function selects the first address of that kind that all other nodes reached.
-    The function respects the node's order of addresses, because connection time does not indicate bandwidth. The
-    function only skips a distant address while a near address exists.
+    All nodes use the same kind of address, as NCCL and Gloo require. The function prefers IPv4 to IPv6, and IPv6 to
+    loopback addresses of one machine. For each node, the function selects the first address of the chosen kind that all
+    other nodes reached. The function respects the node's order of addresses, because connection time does not indicate
+    bandwidth. The function skips a distant address only if a near address exists.
 
     Raises ValueError if nodes are missing or duplicate, or have invalid ports.
     """
@@ -153,10 +153,10 @@ def is_interface(name: str) -> bool:
 
 
 def kind_of(address: str) -> str:
-    """Return the kind of an address, or "" if other nodes cannot use it (such as link-local)."""
+    """Return the kind of an address, or "" for an address that other nodes cannot use, such as link-local."""
     try:
         ip = ipaddress.ip_address(address)
-    except ValueError:  # An address with a scope is also invalid, because only its own node can use the address.
+    except ValueError:  # An address with a scope is also invalid, because only the address's node can use the address.
         return ""
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if ip.is_link_local or ip.is_unspecified or ip.is_multicast or "%" in address:
@@ -178,7 +178,7 @@ def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried],
 
 
 def _slowest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], address: Address) -> int | None:
-    """Return the longest time that any node needed to reach an address, or None after a failure."""
+    """Return the longest time that a node needed to reach an address, or None if a node failed."""
     found = [tried.get((other.crew, offer.crew, address.address)) for other in offers if other.crew != offer.crew]
     times = [one.microseconds for one in found if one is not None and one.microseconds is not None]
     return max(times) if len(times) == len(found) else None
@@ -221,7 +221,7 @@ def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[s
 def variables(chosen: Chosen, crew: int) -> dict[str, str]:
     """Return the environment variables that configure ranks for the rendezvous.
 
-    The variables contain the interface for NCCL and Gloo, and the attempt from which all ranks continue.
+    The variables set the interface for NCCL and Gloo, and the attempt whose checkpoint all ranks load.
     """
     interface = chosen.interfaces[crew]
     return {

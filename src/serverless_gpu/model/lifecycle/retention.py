@@ -1,11 +1,11 @@
-"""Retention of run directories: limits the age first, then the total size.
+"""Retention policy that limits the age and the total size of run directories.
 
     entries (id, end time, size) · policy (age, bytes, spared) · now   →   ids, oldest first
 
-The functions are pure. `node/attempt/retention.py` reads and deletes the run directories, but never deletes runs that
-have not ended. The policy also retains runs for `spared_ns` after their end, because the caller may not have read the
-results yet. Only ended runs count toward the size limit. Otherwise one huge active run would expel all ended runs.
-After a clock moves back, ages are negative and the policy deletes nothing.
+`node/attempt/retention.py` reads and deletes the run directories, but never deletes active runs. The policy also
+retains runs for `spared_ns` after their end, because the caller may not have read the results yet. Only ended runs
+count toward the size limit. If active runs counted, one huge run would displace all ended runs. After a clock moves
+back, ages are negative and the policy deletes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_GIB = 20.0
 
 
 class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """The directory of one run."""
+    """Directory of one run, with its size and end time."""
 
     run_id: str
     ended_ns: int | None  # End time in nanoseconds since 1970, or None before the run ends.
@@ -34,7 +34,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     age_ns: int | None = round(DEFAULT_DAYS * DAY_NS)  # Maximum age after the end of the run, or None for no limit.
     # Maximum total size of all ended runs in bytes, or None for no limit.
     size_bytes_max: int | None = round(DEFAULT_GIB * 2**30)
-    spared_ns: int = HOUR_NS  # Minimum age of a run directory for deletion.
+    spared_ns: int = HOUR_NS  # Minimum age of a run directory before deletion.
 
 
 def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> tuple[RunDirectory, ...]:
@@ -48,7 +48,7 @@ def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> t
         too_old = policy.age_ns is not None and age_ns > policy.age_ns
         too_much = policy.size_bytes_max is not None and total > policy.size_bytes_max
         if age_ns < policy.spared_ns:
-            break  # All later entries in the order are younger.
+            break  # All remaining run directories are younger.
         if too_old or too_much:
             chosen.append(entry)
             total -= entry.size_bytes

@@ -1,33 +1,34 @@
-"""The lifecycle of one run under a server, as a table: events in, instructions out.
+"""State machine of a server's run: a transition table from events to instructions.
 
     QUEUED ─▶ STARTING ─▶ RUNNING ─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
        ▲         └────────────┴─────────┤ ⇅
        │                                │ UNREACHABLE (and back to the earlier state, or a later one)
        └──── a new attempt ◀────────────┘
 
-The module decides how the server interprets reports about a run. The module uses no clocks, database or nodes.
-`attempt_lifecycle.py` handles the events within one attempt, driven by the attempt's supervisor. The run's table only
-receives the supervisor's reports.
+The transition table decides how the server interprets reports about a run. The module reads no clock and uses neither
+the database nor nodes. `attempt_lifecycle.py` handles the events within one attempt, which the attempt's supervisor
+reports. This module receives only those supervisor reports.
 
-Tests check five guarantees:
+Tests check five guarantees of the run lifecycle:
 
-- A run ends once. A terminal state has an empty row in the transition table.
+- A run ends once. Terminal states have empty rows in the transition table.
 
-- The server starts a new attempt only after proof that the preceding attempt has ended. Proof is the attempt's own
-  report (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
-  (`Forgotten`). Silence is no proof.
+- The server starts a new attempt only after proof that the preceding attempt has ended. The server accepts four proofs:
+  the attempt's report (`AttemptEnded` with `proven`), a node reboot, the hard fence (`GivenUp`), or an operator's
+  command (`Forgotten`). A missing report does not prove that the attempt has ended.
 
-- A server that was restored from a backup does not start queued runs of the backup, because the runs may have started
-  since the backup.
+- A server restored from a backup does not start the backup's queued runs, because those runs may have started since the
+  backup.
 
-- User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). A failure before user code
-  is the platform's fault, and the server automatically retries the run a few times.
+- User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). The server automatically
+  retries a run a few times if it failed before user code started.
 
-- A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached the
-  time limit or were lost, without newly saved data. Preempted attempts do not count.
+- A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive lost or timed-out
+  attempts without a new checkpoint. Preempted attempts do not count toward `unsaved_max`.
 
-A final stop request (cancel, timeout, budget) replaces a stop request after which the run may continue (preempt,
-drain), never vice versa. If every rank returned before the stop request arrived, the run is SUCCEEDED.
+A final stop request (cancel, timeout, budget) replaces a resumable stop request (preempt, drain). A resumable stop
+request never replaces a final stop request. If every rank returned before the stop request arrived, the run is
+SUCCEEDED.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
     Reason.SERVER_RESTORED
 }
-"""Final reasons of attempts without an orderly end. User code may have stopped at any point."""
+"""Final reasons of lost attempts, whose user code may have stopped at any point."""
 
 FAULT_RETRIES_MAX = 3
 """Maximum number of new attempts with `retry_on_infra` after infrastructure failures."""
@@ -65,19 +66,19 @@ FAULTS = LOST | {Reason.GPU_LOST}
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
-# Reasons after finished user code. Another attempt would cost the same without a better result, or produce a second
+# Final reasons of attempts whose user code finished. Another attempt of such a run would fail again or produce a second
 # result.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
 _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
     Reason.UNSATISFIABLE,
     Reason.NO_PROGRESS,
-}  # An operator or user must act before another attempt.
+}  # For these reasons, an operator or user must act before another attempt.
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 class RunInstruction(StrEnum):
-    """Instructions to the caller of `advance`, for the transaction that writes the run."""
+    """Instructions that the caller of `advance` executes in the transaction that writes the run."""
 
     SEND_STOP = "send_stop"
     REQUEUE = "requeue"
@@ -85,7 +86,7 @@ class RunInstruction(StrEnum):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run, with all inputs of the next decision."""
+    """The state of a run, with all inputs for its next state transition."""
 
     run_id: str
     fence: int = 0  # Number of the current attempt, which only increases, or 0 before any attempt.
@@ -99,8 +100,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     before: State | None = None  # The last known state of an UNREACHABLE run, else None.
     # Remaining attempts after GPU or node failures, or 0 unless the user requested `retry_on_infra`.
     faults_left: int = 0
-    # True if another attempt follows the time limit: the server set the limit (`max_run_s`), and the user set
-    # `resume`.
+    # True if the run starts another attempt after the server's time limit (`max_run_s`), because the user set `resume`.
     goes_on_at_limit: bool = False
     saved: int = 0  # Number of the newest attempt with a known checkpoint, else 0.
     unsaved: int = 0  # Number of consecutive attempts, up to the last ended attempt, without a new checkpoint.
@@ -127,7 +127,7 @@ class Silent(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A report arrived. The reported `state` is STARTING, RUNNING or STOPPING."""
+    """The server received a report from the attempt, with `state` STARTING, RUNNING or STOPPING."""
 
     state: State
 
@@ -143,23 +143,24 @@ class AttemptEnded(msgspec.Struct, frozen=True):
 
     reason: Reason
     began: bool
-    # True if all processes have ended. False if the node could not kill a process, so that no attempt may follow.
+    # True if all processes of the attempt have ended. If the node could not kill a process, the server starts no
+    # further attempt.
     proven: bool = True
     uncounted: bool = False  # True if the next attempt does not count toward `infra_left`.
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """The attempt has certainly ended without a report: its node rebooted, or the hard fence passed."""
+    """The attempt ended without a report because its node rebooted or the hard fence passed."""
 
     reason: Reason
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """An operator knows that the node is dead."""
+    """An operator has declared the attempt's node dead."""
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The server was restored from a backup with the run in the queue.
+    """An operator restored the server from a backup that contains the run as a queued run.
 
     The run may have started after the backup.
     """
@@ -187,17 +188,17 @@ _Handler = Callable[..., Step]
 
 
 class IllegalRunTransition(Exception):
-    """Raised if the table has no row for an event in the run's state. The run does not change."""
+    """Raised if the transition table has no entry for an event in the run's state."""
 
     def __init__(self, run: Run, event: Event) -> None:
         super().__init__(f"run {run.run_id} (fence {run.fence}): {type(event).__name__} in {run.state}")
 
 
 def advance(run: Run, event: Event) -> Step:
-    """Return the run after an event, and the instructions to carry out.
+    """Return the run's state after an event, and the instructions for the caller.
 
-    The caller need not write an unchanged run. Raises IllegalRunTransition if the transition table has no row for the
-    event.
+    The caller need not write an unchanged run to the database. Raises IllegalRunTransition if the transition table has
+    no entry for the event.
     """
     handler = TABLE[run.state].get(type(event))
     if handler is None:
@@ -206,12 +207,12 @@ def advance(run: Run, event: Event) -> Step:
 
 
 def over_because(event: AttemptEnded | GivenUp | Forgotten) -> Reason:
-    """Return the reason why an attempt ended, after which the run may continue."""
+    """Return the reason why an attempt ended, even if the run may continue with another attempt."""
     return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
 
 
 def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
-    """Return True if a run ends with its attempt for each of the given final reasons."""
+    """Return True if each of the given final reasons of an attempt also ends the run."""
     ends = (advance(run, AttemptEnded(reason, began=began)) for reason in reasons)
     return all(RunInstruction.CONCLUDE in instructions for _, instructions in ends)
 
@@ -219,7 +220,7 @@ def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
 def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
     """Return the pause in seconds before a requeued run may start.
 
-    An immediate retry after a platform failure would likely fail again.
+    The pause follows a platform failure, because an immediate retry would likely fail again.
     """
     if last is None or began or last in _DISPLACED or not 0 < retries_used <= INFRA_RETRIES_MAX:
         return 0.0
@@ -249,7 +250,8 @@ def _stop(run: Run, event: StopAsked) -> Step:
     if run.stop is not None and not is_stronger:
         return run, ()
     run = replace(run, stop=event.why)
-    if run.state is State.UNREACHABLE:  # The run stays UNREACHABLE. After the next report, the run is STOPPING.
+    if run.state is State.UNREACHABLE:
+        # An unreachable run changes to STOPPING only after the next report from its node.
         return replace(run, before=State.STOPPING), (RunInstruction.SEND_STOP,)
     return replace(run, state=State.STOPPING), (RunInstruction.SEND_STOP,)
 
@@ -262,15 +264,15 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
     at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
-        # If another attempt would follow without the stop request, the stop request is the reason of the run's end.
+        # If only the stop request prevents another attempt, the run ends with the reason of the stop request.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, AttemptEnded) and not event.proven:
-        # A remaining process of the ended attempt could run concurrently with the next attempt.
+        # A surviving process of this attempt could run concurrently with the next attempt.
         return _conclude(run, reason)
     if untouched:
         if reason in _DISPLACED or (isinstance(event, AttemptEnded) and event.uncounted):
-            return _requeue(run)  # Case: an operator moved the run, or a node became silent, before user code started.
+            return _requeue(run)  # An operator moved the run, or its node stopped reporting, before user code started.
         return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
     if at_limit:
         return _resume(run, reason)
@@ -296,7 +298,7 @@ def _resume(run: Run, reason: Reason) -> Step:
 
 
 def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
-    """Queue a run for another attempt after user code began, within the usage policy's limit."""
+    """Requeue a run whose user code began, unless its usage policy allows no further attempt."""
     if not run.began:
         return _requeue(replace(run, **spent))
     if has_used_attempts(run):
@@ -305,7 +307,7 @@ def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
 
 
 def has_used_attempts(run: Run) -> bool:
-    """Return True if the usage policy allows no attempt after the current one, once its user code starts."""
+    """Return True if the usage policy allows no further attempt once the current attempt starts user code."""
     return run.attempts_max is not None and run.ran + 1 >= run.attempts_max
 
 
@@ -330,7 +332,7 @@ def _nothing(run: Run, _: Event) -> Step:
 
 
 def _later(one: State, other: State) -> State:
-    """Return the later of two states, because an attempt never moves back."""
+    """Return the later of two states, because an attempt never returns to an earlier state."""
     return max(one, other, key=_ORDER.index)
 
 

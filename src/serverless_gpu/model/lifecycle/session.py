@@ -1,12 +1,12 @@
-"""A session that holds devices, allocates them to runs in order, and ends after too much idle time.
+"""Sessions hold devices, allocate the devices to their runs in order, and end after an idle limit.
 
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
-The module only contains values and functions that return the next value. The module uses no clocks, sockets or locks.
-The session's process carries out the decisions (`node/supervisor/session.py`).
+The module contains only values and pure functions, without clocks, sockets or locks. The session process
+(`node/supervisor/session.py`) executes the decisions of this module.
 
 The session serves runs in the order of their requests. A small run never overtakes a large run, because the large run
-could otherwise wait forever. A device without proof of its release after a run stays unfit until the next inspection.
+could otherwise wait forever. A device whose release the node could not prove stays unfit until the next inspection.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class DeviceRequest(msgspec.Struct, frozen=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a session, with all inputs of the next decision."""
+    """The state of a session, with all inputs for its next decision."""
 
     devices: tuple[Device, ...]  # All devices of the session, in LOCAL_RANK order.
     idle_ns: int | None  # Start of the idle time, or None while a run has or awaits devices.
     loans: dict[str, tuple[Device, ...]] = {}  # Run → allocated devices.
-    queue: tuple[DeviceRequest, ...] = ()  # Waiting runs, first come first served.
-    unfit: frozenset[str] = frozenset()  # Identifiers of devices without proof of their release.
-    warned: bool = False  # True after the session has warned the user about the approaching end.
+    queue: tuple[DeviceRequest, ...] = ()  # Waiting runs in the order of their requests.
+    unfit: frozenset[str] = frozenset()  # Identifiers of devices whose release the node could not prove.
+    warned: bool = False  # True after the session has warned the user about its approaching end.
 
     @property
     def idle(self) -> tuple[Device, ...]:
-        """Return the devices without a run."""
+        """Return the session devices that no run uses."""
         lent = {device.uuid for devices in self.loans.values() for device in devices}
         return tuple(device for device in self.devices if device.uuid not in lent)
 
@@ -56,7 +56,7 @@ def ask(state: SessionState, request: DeviceRequest) -> SessionState:
 
 
 def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
-    """Return the state after allocating devices to queued runs, and the runs with new devices."""
+    """Allocate devices to queued runs, and return the next state and the runs that received devices."""
     served: list[str] = []
     while state.queue and state.queue[0].count <= len(state.lendable):
         first, *rest = state.queue
@@ -93,7 +93,7 @@ def waiting_text(state: SessionState, request: DeviceRequest) -> str:
 
 
 def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
-    """Return the effect of elapsed time on an idle session.
+    """Decide whether an idle session warns its user, ends or continues.
 
     Returns the next state, a message for the user or "", and True if the session ends.
     """
@@ -108,14 +108,14 @@ def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[Sessio
         sentence = f"the session has been idle for {since} and will release its {_counted(state)} in {left}"
         return (
             msgspec.structs.replace(state, warned=True),
-            f"{sentence}; call a function of the session to keep it",
+            f"{sentence}. Call a function of the session to keep the devices",
             False,
         )
     return state, "", False
 
 
 def wake_ns(state: SessionState, limit_ns: int) -> int | None:
-    """Return the next time at which `idle_action` has an effect, or None."""
+    """Return the time at which an idle session next warns or ends, or None while a run uses the session."""
     if state.idle_ns is None:
         return None
     return state.idle_ns + (limit_ns if state.warned else int(limit_ns * _WARN_AT))

@@ -1,4 +1,4 @@
-"""The scheduler: selects the runs that start next, and their devices.
+"""The scheduler: selects the runs that start next and the devices for each run.
 
     changes: runs arrive, start, end; nodes join, leave ────┐
     policy: shares, half-life, reservations, guard ─────────┼─▶ Planner.decide(now) ─▶ placements, preemptions
@@ -21,5 +21,5 @@
     duration_estimates.py      expected durations of runs
     concurrency_limits.py      limits from policies and budgets
 
-All modules of the package compute from values only, without a clock, a database or a network.
+The modules of this package use no clock, database or network.
 """

@@ -1,4 +1,4 @@
-"""Availability over time: the devices of one type on one node, the runs that hold them, and bookings.
+"""Device availability over time: free devices of one type on one node, running runs, and bookings.
 
     free
       8 ┤              ┌──────────            releases: runs release their devices, at a likely or a latest time
@@ -8,10 +8,10 @@
 
 Each node has three availability profiles: by likely ends of runs, by latest ends of runs, and by guessed ends. The
 scheduler enters a gang's reservation into the latest-end profile only if all runs have time limits. A run that starts
-before the gang must then end in time by the likely-end and the latest-end profile. The guess profile is for gangs that
-must start next while the ends of runs are unknown. Gangs in the guess profile have waited beyond the guard, or their
-team has used less than its share. A run that starts before a gang with a guessed reservation must end in time by the
-guess.
+before the gang must then end before the gang's start in the likely-end and latest-end profiles. The guessed-end profile
+serves gangs that must start next while the end times of other runs are unknown. Such gangs have waited beyond the guard
+time, or their team has used less than its fair share. A run that starts before a gang with a guessed reservation must
+have a guessed end before the gang's start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, Run
 class DeviceTimeline:
     """The number of free devices of one type on one node over time.
 
-    now: the current time. free: devices that are free now. releases: known times at which more devices become free.
+    `now` is the current time, and `free` is the number of currently free devices. `releases` lists the known times at
+    which runs release devices.
     """
 
     def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
@@ -37,9 +38,9 @@ class DeviceTimeline:
         self._earliest: dict[tuple[int, float, float], float] = {}
 
     def free(self, but: str = "") -> int:
-        """Return the number of free unbooked devices now, negative if bookings lack devices.
+        """Return the number of free unbooked devices, negative if bookings exceed the free devices.
 
-        The function ignores bookings of the run `but`.
+        The function ignores the bookings of run `but`.
         """
         return self._free - sum(
             count for start, _, count, whose in self._bookings if start <= self._now and whose != but
@@ -58,7 +59,7 @@ class DeviceTimeline:
         return min([self.free(but), *(self._at(start, but) for start in starts)])
 
     def until(self, count: int) -> float:
-        """Return the time until which a run can use devices: the earliest booking that would lack devices."""
+        """Return the start of the earliest booking that would lack devices while a run uses `count` devices."""
         if count > self.free():
             return self._now
         starts = sorted(start for start, *_ in self._bookings if start > self._now)
@@ -72,7 +73,7 @@ class DeviceTimeline:
             insort(self._releases, (end, count))
 
     def like(self, other: DeviceTimeline) -> DeviceTimeline:
-        """Copy the bookings of another timeline, and return this timeline."""
+        """Replace the bookings with a copy of another timeline's bookings, and return this timeline."""
         self._bookings = list(other._bookings)
         self._earliest.clear()
         return self
@@ -101,7 +102,7 @@ class DeviceTimeline:
         at: float = self._now
         for index in range(len(steps) + 1):
             until = steps[index][0] if index < len(steps) else math.inf
-            if until > at:  # Add up all changes at the same time before the check.
+            if until > at:  # Apply all changes at one time before checking the free devices.
                 if free < count:
                     begun = None
                 elif begun is None:
@@ -122,10 +123,9 @@ class PromiseBook:
     """Reservations of devices of one type on one node."""
 
     def __init__(self, likely: DeviceTimeline, bound: DeviceTimeline) -> None:
-        # `bound`: profile by the latest ends of runs.
-        # `likely`: profile by the likely ends of runs.
+        # `bound` is the latest-end profile, and `likely` is the likely-end profile.
         self.likely, self.bound = likely, bound
-        # Profile by guessed ends, if a reservation on the node needs a guess.
+        # Guessed-end profile, or None if no reservation on the node needs a guess.
         self.guess: DeviceTimeline | None = None
         # Runs with reservations, in order of reservation, each with its number of devices.
         self.names: list[tuple[str, int]] = []
@@ -140,7 +140,7 @@ class PromiseBook:
     def most(self, ends: Ends, but: str) -> int:
         """Return the number of devices that a run can use now without delaying a run with a reservation.
 
-        The function ignores the booking of the run `but`.
+        The function ignores bookings of the run `but`.
         """
         return min(profile.most(end, but) for profile, end in zip(self._profiles(), ends, strict=False))
 
@@ -150,13 +150,13 @@ class PromiseBook:
             profile.take(count, end)
 
     def keep(self, run_id: str, count: int, now: int) -> None:
-        """Hold devices for a run as they become free."""
+        """Hold devices for a run as other runs release the devices."""
         for profile in self._profiles():
             profile.book(run_id, count, (now, math.inf))
         self.names.append((run_id, count))
 
     def promise(self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None) -> None:
-        """Reserve devices for a run. `bound` is None if the latest time is unknown."""
+        """Reserve devices for a run. If the latest start time is unknown, `bound` is None."""
         self.likely.book(run_id, count, likely)
         if self.guess is not None:
             self.guess.book(run_id, count, likely)
@@ -165,7 +165,7 @@ class PromiseBook:
         self.names.append((run_id, count))
 
     def suppose(self, run_id: str, count: int, guess: tuple[float, float]) -> None:
-        """Reserve devices for a run by a guess. The caller must set `guess` first."""
+        """Reserve devices for a run in the guessed-end profile, which the caller must set first."""
         if self.guess is not None:
             self.guess.book(run_id, count, guess)
         self.names.append((run_id, count))
@@ -180,7 +180,7 @@ Ends = tuple[float, float, float]
 
 _S = 1_000_000_000
 OVERDUE_NS = 60 * _S
-"""Assumed nanoseconds until an overdue run releases its devices. The server is already stopping the run."""
+"""Assumed nanoseconds until an overdue run, which the server is already stopping, releases its devices."""
 
 
 class HeldDevices:
@@ -189,16 +189,14 @@ class HeldDevices:
     __slots__ = ("_guess_ns", "bound_ns", "count", "likely_ns", "running", "size")
 
     def __init__(self, running: RunningRun, count: int) -> None:
-        # `count`: number of devices.
         self.running, self.count = running, count
         self.size = sum(share.count for share in running.shares)  # Number of the run's devices on all nodes.
-        # `bound_ns`: latest time at which the run releases the devices, infinite if unknown. `likely_ns`: likely time
-        # at which the run releases the devices, infinite if unknown.
+        # Likely and latest time at which the run releases the devices, infinite if unknown.
         self.likely_ns, self.bound_ns = ends(running)
         self._guess_ns = 0.0
 
     def guess(self, now_ns: int, medians: Medians) -> float:
-        """Return the likely release time of the devices, or a guess from other runs of the same size."""
+        """Return the likely release time of the devices, or a guess from other runs of equal size."""
         if not math.isinf(self.likely_ns):
             return self.until(now_ns)[0]
         if self._guess_ns <= now_ns:
@@ -208,7 +206,7 @@ class HeldDevices:
         return self._guess_ns
 
     def until(self, now_ns: int) -> tuple[float, float]:
-        """Return the likely and the latest release time, as estimated now."""
+        """Return the likely and the latest time at which the run releases its devices."""
         bound = self.bound_ns if self.bound_ns > now_ns else now_ns + OVERDUE_NS
         if self.likely_ns > now_ns:
             return min(self.likely_ns, bound), bound
@@ -230,15 +228,14 @@ class Leavers:
     """Counts the devices of preemptible runs and of stopping runs."""
 
     def __init__(self) -> None:
-        # Devices by node and type: a number per priority class, then a number for stopping runs. Entries without
-        # devices are
+        # Device counts by node and type: one count per priority class, then the count for stopping runs.
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.counts)
 
     def count(self, running: RunningRun, share: DeviceShare, number: int) -> None:
-        """Add `number` devices of a run, or remove devices for a negative number."""
+        """Add `number` devices of a run to the counts, or subtract devices if `number` is negative."""
         if not (running.wanted.preemptible or running.is_leaving):
             return
         key = (share.node_id, share.gpu_type)

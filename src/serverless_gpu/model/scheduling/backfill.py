@@ -7,7 +7,8 @@
               shows no time.
     keep      Hold devices as they become free, on the nodes where the gang lacks the fewest devices.
 
-Each reservation is in the `PromiseBook` of a node (`availability_timeline.py`), which is valid for one pass.
+The scheduler stores each reservation in the node's `PromiseBook` (`availability_timeline.py`), which is valid for one
+pass.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from serverless_gpu.model.scheduling.preemption import may_use
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation, TimedShape
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]
-"""Sort row of a node: likely and latest time of free devices, name and identifier, node, type and number."""
+"""Sort row of a node: likely and latest release time, node name and id, node, device type and count."""
 Need = tuple[NodeDevices, str, int, float, float]
-"""A node, a type and a number of devices, with the likely and the latest time at which the devices are free."""
+"""A node, a device type and a device count, with the likely and latest time at which the devices are free."""
 _ROUNDS_MAX = 16
 _TURNS_MAX = 4
-"""Maximum number of searches for nodes that a gang may still use at its start."""
+"""Maximum number of searches for nodes that a gang may still use at its start time."""
 _SLACK_NS = 60e9
-"""Maximum delay in nanoseconds of a valid reservation, because a run may start one pass late."""
+"""Tolerated delay of a reservation in nanoseconds, because a run may start one pass late."""
 _Row = tuple[int, str, str, NodeDevices]
 Chosen = list[tuple[NodeDevices, str, int]]
 """Device allocations: nodes, types and numbers of devices."""
 
 
 class ReservationSearch:
-    """Finds devices and a start time for a blocked gang, `by_guess` if ends of other runs are unknown."""
+    """Finds devices and a start time for a blocked gang, from guessed ends of runs if `by_guess`."""
 
     def __init__(
         self, capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False
@@ -51,12 +52,12 @@ class ReservationSearch:
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
         self._is_several = is_several(capacity, wanted, ask)
-        self._closing: set[int] = set()  # Node groups that the gang may no longer use at its start.
+        self._closing: set[int] = set()  # Node groups that the gang may no longer use at its start time.
 
     # --- reservations ---
 
     def promise(self) -> Reservation | None:
-        """Reserve the devices that likely become free first, or return None if the time is unknown."""
+        """Reserve the devices that likely become free first, or return None if the release times are unknown."""
         for _ in range(_TURNS_MAX):
             needs = self._needs()
             if not needs or math.isinf(max(need[3] for need in needs)):
@@ -84,7 +85,7 @@ class ReservationSearch:
         )
 
     def _closes(self, needs: list[Need], at: float) -> set[int]:
-        """Return node groups that the gang may use now, but not at its start."""
+        """Return node groups that the gang may use now but not at its start time."""
         groups = {id(need[0].group): need[0].group for need in needs if not need[0].group.is_plain}
         return {
             key
@@ -93,7 +94,7 @@ class ReservationSearch:
         }
 
     def may_have(self, shares: tuple[DeviceShare, ...]) -> bool:
-        """Return True if the gang still needs and may use its reserved devices."""
+        """Return True if the gang may still use its reserved devices, and their number still fits."""
         for share in shares:
             where = self._floor.places.get(share.node_id)
             if where is None or not self._is_usable(where, share.gpu_type):
@@ -109,7 +110,7 @@ class ReservationSearch:
         return any(share.node_id in places and places[share.node_id].node.away for share in shares)
 
     def again(self, promised: Reservation) -> Reservation | None:
-        """Renew a reservation of an earlier pass, or return None if the devices are late."""
+        """Renew a reservation of an earlier pass, or return None if its devices become free too late."""
         if not self.may_have(promised.shares):
             return None
         rows = [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in promised.shares]
@@ -117,7 +118,7 @@ class ReservationSearch:
         likely, bound = self._together(needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
         if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
-            return None  # A run of a higher class uses some of the reserved devices.
+            return None  # A run of a higher priority class uses some of the reserved devices.
         self._enter(needs, min(likely, bound), bound)
         at_ns = math.ceil(min(told, bound))
         return msgspec.structs.replace(promised, at_ns=at_ns, likely_ns=_learned(likely, at_ns))
@@ -136,7 +137,7 @@ class ReservationSearch:
     def _together(self, needs: list[Need]) -> tuple[float, float]:
         """Return the earliest time at which all nodes of a gang have enough devices simultaneously.
 
-        Devices that are free earlier on one node may be reserved for another run at the gang's start.
+        The search repeats, because a booking of another run may occupy early-free devices at the gang's start time.
         """
         likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
         for _ in range(_ROUNDS_MAX if len(needs) > 1 else 0):
@@ -166,7 +167,7 @@ class ReservationSearch:
     # --- node selection ---
 
     def _needs(self) -> list[Need]:
-        """Return the devices with the earliest likely start of the gang, on one or more nodes."""
+        """Return the devices that allow the earliest likely start of the gang, on one or more nodes."""
         if self._is_several:
             kinds = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
             kinds |= {(where.node.pool, name) for where, name in self._beside() if where.node.crews}
@@ -194,7 +195,7 @@ class ReservationSearch:
                     yield group, name
 
     def _beside(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield usable nodes outside of the sorted groups: single nodes, and nodes with reservations."""
+        """Yield usable nodes that the sorted groups omit: single nodes and nodes with reservations."""
         books, places = self._floor.books, self._floor.places
         singles = self._floor.reach(self._ask.shape).singles
         for where, types, _ in singles.values():
@@ -242,11 +243,10 @@ class ReservationSearch:
                 yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
 
     def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
-        """Return whole nodes of a pool and type with the earliest likely start, and a partly used node.
+        """Return the whole nodes and partly used node of a pool and type with the earliest start.
 
-        The result includes the time and the number of nodes. Each additional whole node leaves fewer devices for the
-        partly used node, but is free later. The search therefore tries to find the partly used node after each whole
-        node.
+        Each additional whole node is free later but leaves fewer devices for the partly used node. The search therefore
+        looks for a partly used node after each added whole node.
         """
         left, whole = self._count or 0, self._floor.reach(self._ask.shape).whole
         needs = list[Need]()
@@ -269,7 +269,7 @@ class ReservationSearch:
         return best
 
     def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
-        """Return whole nodes and the earliest partly used node, or an empty result."""
+        """Return the whole nodes with the earliest partly used node, or an empty list."""
         taken = {need[0].node.id for need in needs}
         for likely, bound, _, _, node_id, where in self._merged(kind, count):
             if node_id not in taken:
@@ -277,7 +277,7 @@ class ReservationSearch:
         return []
 
     def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
-        """Yield nodes by the time at which `count` devices are free. A `count` of 0 is all devices of a node."""
+        """Yield nodes by the time at which `count` devices (0 for all devices) are free."""
         pool, gpu_type = kind
         beside = list[PartReady]()
         for where, name in self._beside():
@@ -305,7 +305,7 @@ class ReservationSearch:
     # --- held devices ---
 
     def keep(self, nearly: float) -> Reservation | None:
-        """Hold devices for the gang as they become free, on the nodes with the fewest missing devices.
+        """Hold released devices for the gang on the nodes with the fewest missing devices.
 
         `nearly` is the fraction of the gang's devices that must already be free.
         """
@@ -326,7 +326,7 @@ class ReservationSearch:
         return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _nearest(self) -> tuple[int, Chosen] | None:
-        """Return the lowest number of missing devices for the gang on one node, and the node."""
+        """Return the node that lacks the fewest devices for the gang, and the number of missing devices."""
         rows: dict[str, list[_Row]] = {}
         for where, name in self._candidates():
             needed = self._needed(where, name)
@@ -338,10 +338,10 @@ class ReservationSearch:
         return lacking, [(where, gpu_type, self._needed(where, gpu_type))]
 
     def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
-        """Return the lowest number of missing devices for a multi-node gang, and the nodes.
+        """Return the nodes that lack the fewest devices for a multi-node gang, and that number.
 
-        Sorts nodes with the most free devices first, and the partly used node last. Returns None if all nodes together
-        have too few devices, free or not.
+        The method sorts nodes by descending free devices, with the partly used node last. Returns None if the nodes'
+        total devices, including busy devices, are too few.
         """
         rows: dict[Kind, list[_Row]] = {}
         for where, name in self._usable():
@@ -366,7 +366,7 @@ class ReservationSearch:
         return lacking, chosen
 
     def _candidates(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield candidates for the fewest missing devices: each group's node with the most free devices."""
+        """Yield the node with the most free devices of each group, as a candidate for holding devices."""
         capacity, shape = self._floor, self._ask.shape
         reach = capacity.reach(shape)
         if self._count is None or reach.is_lent or reach.singles or not capacity.is_plain:
@@ -383,7 +383,7 @@ class ReservationSearch:
                 yield capacity.places[node_id], name
 
     def _is_near(self, count: float) -> bool:
-        """Return True if enough devices may be free, as a quick check before the search."""
+        """Return False if the nodes clearly have fewer than `count` free devices."""
         reach = self._floor.reach(self._ask.shape)
         indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
         most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
@@ -409,7 +409,7 @@ class ReservationSearch:
 def _sooner(
     best: tuple[tuple[float, int], list[Need]] | None, needs: list[Need]
 ) -> tuple[tuple[float, int], list[Need]] | None:
-    """Return the device option that is free sooner, or on a tie the option with fewer nodes."""
+    """Return the device option with the earlier start time, or on a tie the option with fewer nodes."""
     if not needs:
         return best
     found = (max(need[3] for need in needs), len(needs)), needs
@@ -417,5 +417,5 @@ def _sooner(
 
 
 def _learned(likely: float, at_ns: int | None) -> int | None:
-    """Return the likely start time if clearly before the latest start time, else None."""
+    """Return the likely start time, or None unless it is clearly before the latest start time."""
     return math.ceil(likely) if at_ns is not None and likely < at_ns - _SLACK_NS else None

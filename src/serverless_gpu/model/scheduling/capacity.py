@@ -5,9 +5,9 @@
       order   stored between passes; only nodes that changed, or whose estimate expired, are sorted again
     reach   groups and types that a shape may use; computed once, until a node of another kind joins
 
-Best fit selects the node with the fewest remaining free devices, so that whole nodes stay free for gangs. A node with
-held or reserved devices leaves the index for the pass (`book`). The node's `PromiseBook` then decides which runs may
-start on the node.
+Best fit selects the node with the fewest remaining free devices, so that whole nodes stay free for gangs. During a
+pass, the index omits a node with held or reserved devices (`book`). The node's `PromiseBook` then decides which runs
+may start on the node.
 
 `Capacity` also stores the runs of absent nodes, because a device is free only after its run has ended.
 """
@@ -48,11 +48,11 @@ from serverless_gpu.model.scheduling.values import (
 _P = TypeVar("_P")
 Row = tuple[Any, ...]
 Look = Callable[[_P, int], tuple[Row | None, float]]
-"""Returns the sort row of a node at a given time, or None for an unsorted node, and the row's expiry time."""
+"""Returns the sort row of a node, or None to omit the node, and the time at which the row expires."""
 _REBUILT = 4
 """`NodeOrder` sorts all rows again if more than a quarter of its nodes are stale."""
 _ORDERS_MAX = 64
-"""Maximum number of stored sort orders per node group and type. The group drops the oldest order first."""
+"""Maximum number of stored sort orders per node group and type, beyond which the group drops the oldest order."""
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
 
@@ -78,18 +78,18 @@ class Capacity:
     # --- changes ---
 
     def see_pool(self, pool: Pool) -> None:
-        """Add or update a pool."""
+        """Add a pool, or update its settings."""
         if self.terms.pools.get(pool.name) != pool:
             self.terms = PoolTerms(policy=self.terms.policy, pools={**self.terms.pools, pool.name: pool})
             self.change()
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Apply another queue policy from now on."""
+        """Replace the queue policy for future decisions."""
         self.terms = PoolTerms(policy=policy, pools=self.terms.pools)
         self.change()
 
     def see(self, node: Node) -> None:
-        """Add or update a node."""
+        """Add a node, or update its reported state."""
         place = self.places.get(node.id)
         if place is not None and place.node == node:
             return
@@ -141,7 +141,7 @@ class Capacity:
         self.change()
 
     def take(self, running: RunningRun) -> None:
-        """Record that a run uses devices."""
+        """Record that a run uses its allocated devices."""
         for share in running.shares:
             runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
             runs[running.wanted.run_id] = HeldDevices(running, share.count)
@@ -176,12 +176,12 @@ class Capacity:
             place.group.index[gpu_type].remove(place, place.free[gpu_type], place.usable(gpu_type))
 
     def change(self) -> None:
-        """Discard the computed reach of all shapes, which the next query computes again."""
+        """Discard the cached nodes of all shapes, which the next query computes again."""
         self._reaches.clear()
         self.is_plain = all(group.is_plain for group in self.groups.values())
 
     def turns_ns(self, now_ns: int) -> int | None:
-        """Return the next time at which a node's calendar changes, or None for never."""
+        """Return the next time at which a node's calendar changes, or None without a future change."""
         turns = (group.sample.turns_ns for group in self.groups.values() if not group.is_plain)
         return min((at for at in turns if at is not None and at > now_ns), default=None)
 
@@ -198,7 +198,7 @@ class Capacity:
         return book
 
     def guess(self, place: NodeDevices, gpu_type: str, now_ns: int) -> DeviceTimeline:
-        """Return the guessed availability of a node, and store it with the node's reservations, if any."""
+        """Return the guessed-end profile of a node, and store the profile with existing reservations."""
         book = self.books.get((place.node.id, gpu_type))
         if book is not None and book.guess is not None:
             return book.guess
@@ -228,7 +228,7 @@ class Capacity:
                 place.group.index[gpu_type].add(place, place.free[gpu_type], place.usable(gpu_type))
 
     def forecast(self) -> Capacity:
-        """Return a copy for trial reservations, which do not change this capacity."""
+        """Return a copy of the capacity for trial reservations, which do not affect the original."""
         other = copy.copy(self)
         other.books, other._is_forecast = {}, True
         return other
@@ -236,12 +236,12 @@ class Capacity:
     # --- nodes in reach ---
 
     def is_possible(self, shape: Shape) -> bool:
-        """Return True if the nodes have enough devices for a shape, free or not."""
+        """Return True if the nodes have enough devices for a shape, including busy devices."""
         reach = self.reach(shape)
         return (shape.gpus or 1) <= (max(reach.whole, reach.most) if shape.several else reach.whole)
 
     def reach(self, shape: Shape) -> ShapeNodes:
-        """Return the nodes that a shape may use, free or not."""
+        """Return the nodes that a shape may use, including busy nodes."""
         reach = self._reaches.get(shape.number)
         if reach is None:
             if len(self._reaches) >= _REACHES_MAX:
@@ -279,7 +279,7 @@ class Capacity:
     def _only_type(
         self, groups: list[tuple[NodeGroup, Pool | None]], singles: list[tuple[NodeDevices, Pool | None]]
     ) -> str | None:
-        """Return the only GPU type in reach. Borrowed devices matter only without other devices."""
+        """Return the only GPU type that a shape may use, preferring GPUs that are not lent, or None."""
         for lent in (False, True):
             names = {name for group, pool in groups if (pool is not None) is lent for name in group.types()}
             for place, pool in singles:
@@ -316,7 +316,7 @@ def _types(shape: Shape, there: list[str], own: tuple[GpuType, ...], only: str |
 
 
 def _measured(reach: ShapeNodes) -> ShapeNodes:
-    """Set the size of the largest node in reach, and the maximum size of a gang on several nodes."""
+    """Set the size of the largest suitable node, and the maximum size of a gang on several nodes."""
     sizes: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for group, types, _ in reach.entries:
         for name in types:
@@ -345,10 +345,10 @@ def _stays(old: Node, new: Node) -> bool:
 
 
 class NodeOrder(Generic[_P]):
-    """Nodes of one group in one sort order.
+    """The nodes of one group in one sort order, updated incrementally.
 
-    members: the nodes of the group by identifier, updated by the group. look: returns the sort row of a node. All sort
-    rows are distinct.
+    `members` maps identifiers to the group's nodes, and the group updates the mapping. `look` returns the sort row of a
+    node. All sort rows are distinct.
     """
 
     __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")
@@ -361,11 +361,11 @@ class NodeOrder(Generic[_P]):
         self._expiries: list[tuple[float, str]] = []
 
     def mark(self, node_id: str) -> None:
-        """Mark a node as changed, added or removed."""
+        """Record that a node has changed, joined or left."""
         self._stale.add(node_id)
 
     def rows(self, now_ns: int) -> list[Row]:
-        """Return the sorted rows at the given time. The caller must not change or store the list."""
+        """Return the sorted rows of the nodes at a given time, in a list that callers must not modify."""
         expiries, stale = self._expiries, self._stale
         while expiries and expiries[0][0] <= now_ns:
             stale.add(heapq.heappop(expiries)[1])
@@ -389,7 +389,7 @@ class NodeOrder(Generic[_P]):
                 heapq.heappush(self._expiries, (expires_ns, node_id))
         if is_whole:
             self._rows = sorted(row for row, _ in seen.values() if row is not None)
-        if len(self._expiries) > 2 * len(seen):  # Rebuild, because most expiry entries belong to removed rows.
+        if len(self._expiries) > 2 * len(seen):  # Rebuild the heap when most expiry entries belong to removed rows.
             self._expiries = [(at, node_id) for node_id, (_, at) in seen.items() if not math.isinf(at)]
             heapq.heapify(self._expiries)
 
@@ -436,7 +436,7 @@ class Index:
                 del self.whole[free]
 
     def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
-        """Return the node with the fewest free devices beyond `count`, and their number."""
+        """Return the node with the fewest devices left over after allocating `count`, and that number."""
         for free in self.counts[bisect_left(self.counts, count) :]:
             for _, node_id, place in self.rows[free]:
                 if node_id not in avoid:
@@ -444,7 +444,7 @@ class Index:
         return None
 
     def most(self) -> Iterator[tuple[int, NodeDevices]]:
-        """Yield nodes with their numbers of free devices, in descending order."""
+        """Yield nodes with their free device counts, in descending order of the counts."""
         for free in reversed(self.counts):
             for *_, place in self.rows[free]:
                 yield free, place
@@ -460,7 +460,7 @@ class NodeGroup:
         self.sample, self.number = sample, number
         # True if no node of the group has an owner or a calendar.
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
-        # The strongest claim of a waiting run to the group's nodes. Runs with a weaker claim must wait.
+        # Strongest claim of a waiting run to the group's nodes. Runs with a weaker claim on these nodes must wait.
         self.claim = NO_CLAIM
         self.members: dict[str, NodeDevices] = {}
         self.order: list[tuple[str, str, NodeDevices]] = []
@@ -480,12 +480,12 @@ class NodeGroup:
             self.mark(place, gpu_type)
 
     def mark(self, place: NodeDevices, gpu_type: str) -> None:
-        """Record that the free devices of a node, or their runs, have changed."""
+        """Record that the free devices or the runs of a node have changed."""
         for order in self._kept.get(gpu_type, {}).values():
             order.mark(place.node.id)
 
     def rows(self, gpu_type: str, key: object, look: Look[NodeDevices], now_ns: int) -> list[Row]:
-        """Return the nodes in a stored sort order. `key` identifies the order and belongs to `look`."""
+        """Return the sorted rows of the group's nodes. `key` identifies the sort order that `look` defines."""
         kept = self._kept.setdefault(gpu_type, {})
         order = kept.get(key)
         if order is None:
@@ -506,7 +506,7 @@ class NodeGroup:
         return sorted(name for name, index in self.index.items() if index.totals)
 
     def rank(self, terms: PoolTerms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
-        """Return the group's rank for a run, with own nodes first and lent nodes last, or None."""
+        """Return the group's rank for a run: -1 for the owner's nodes, 1 for lent nodes, or None if unusable."""
         if pool is None and self.is_plain:
             return 0
         if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
@@ -515,7 +515,7 @@ class NodeGroup:
 
 
 class NodeDevices:
-    """A node and the runs on it."""
+    """A node with its free devices and its running runs."""
 
     __slots__ = ("entry", "free", "group", "node", "runs", "used")
 
@@ -527,7 +527,7 @@ class NodeDevices:
         self.free: dict[str, int] = {}
 
     def count(self, gpu_type: str) -> int:
-        """Return the number of free devices, from the reports of the node and its runs."""
+        """Return the number of the node's usable devices that no run holds."""
         return max(0, self.usable(gpu_type) - self.used[gpu_type])
 
     def usable(self, gpu_type: str) -> int:
@@ -545,7 +545,7 @@ class NodeDevices:
     def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
         """Return the likely and latest time at which `count` devices are free, and the estimate's expiry.
 
-        Unknown times are infinite.
+        An infinite time stands for an unknown time.
         """
         missing = count - self.free[gpu_type]
         if missing <= 0:
@@ -559,7 +559,7 @@ class NodeDevices:
         )
 
     def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
-        """Return the guessed time at which `count` devices are free. The latest time is unknown."""
+        """Return the guessed time at which `count` devices are free, with an infinite latest time."""
         missing = count - self.free[gpu_type]
         if missing <= 0:
             return now_ns, math.inf, math.inf
@@ -573,7 +573,7 @@ Readiness = tuple[float, float, float]
 
 
 def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
-    """Return the expiry of an estimate: at once while a run is over its limit, else the earliest end."""
+    """Return the expiry time of an estimate: now if a run exceeds its limit, else the earliest end."""
     is_over = any(one.bound_ns <= now_ns for one in held)
     return now_ns + 1 if is_over else min(ends, default=math.inf)
 
@@ -587,7 +587,7 @@ def _enough(releases: list[tuple[float, int]], missing: int) -> float:
 
 
 def together(sizes: Mapping[int, int]) -> int:
-    """Return the maximum number of devices of a gang on the maximum number of nodes."""
+    """Return the number of devices on the largest nodes, up to the maximum number of nodes of a gang."""
     most, nodes = 0, NODES_MAX
     for size in sorted(sizes, reverse=True):
         number = min(nodes, sizes[size])
@@ -597,7 +597,7 @@ def together(sizes: Mapping[int, int]) -> int:
 
 
 PartReady = tuple[float, float, int, str, str, NodeDevices]
-"""Likely and latest time at which devices of a node are free, number of unused devices, name, identifier and node."""
+"""Sort row of a node: likely and latest release time, unused devices, node name, node id and node."""
 Entry = tuple[NodeGroup, tuple[str, ...], Pool | None]
 Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
 
@@ -608,22 +608,22 @@ class ShapeNodes:
     __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
 
     def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
-        # `singles`: nodes outside of groups, by identifier: the caller's own machine, or the only suitable node.
-        # `entries`: node groups with the suitable types, and the pool that would lend the nodes.
+        # `singles`: individually suitable nodes by identifier, such as the caller's machine.
+        # `entries`: node groups with their suitable device types and the pool that would lend the nodes.
         self.entries, self.singles = entries, singles
         # `most`: maximum number of devices of a gang on several nodes.
         # `whole`: number of devices of a whole node.
         self.whole = self.most = 0
-        self.weight: float | None = None  # Divisor of a run's waiting time, computed at first use.
+        self.weight: float | None = None  # Divisor of a run's waiting time, computed on first use.
         groups = [(group.number, name) for group, types, _ in entries for name in types]
         alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
-        # Pairs of group number and type. Runs with a common pair compete for the same devices.
+        # Pairs of group number and device type. Runs that share a pair compete for the same devices.
         self.kind = frozenset((*groups, *alone))
         # True if a reserved pool would lend some of the nodes.
         self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
 
     def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
-        """Return a node's suitable types and lending pool, or None for a node out of reach."""
+        """Return a node's suitable device types and lending pool, or None for an unsuitable node."""
         single = self.singles.get(place.node.id)
         if single is not None:
             return single[1], single[2]
@@ -633,7 +633,7 @@ class ShapeNodes:
         return None
 
     def places(self) -> Iterator[tuple[NodeDevices, tuple[str, ...], Pool | None]]:
-        """Yield every node in reach."""
+        """Yield every node that the shape may use."""
         for group, types, pool in self.entries:
             for place in group.members.values():
                 yield place, types, pool

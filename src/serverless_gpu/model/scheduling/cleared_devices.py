@@ -1,4 +1,4 @@
-"""Clears devices for a waiting run: preempts other runs, and holds their devices until the start.
+"""Clears devices for a waiting run: preempts other runs and holds the released devices for that run.
 
     blocked ─▶ possible nodes, and runs there that may be preempted (`preemption.py`) ─▶ `PlannerState.clearing`
     at the start of each pass, in the order of the preemptions
@@ -7,8 +7,8 @@
       some will not become free     ─▶ discarded: a node or run did not release them; the run preempts again later
     the run starts elsewhere (as a guest, on other released devices) ─▶ the pass is stale: `take_back`, and a new pass
 
-The clearing state persists between passes. A new planner starts without clearing state. Devices of stopping runs are
-then available to the first entitled run in the queue. The first entitled run may differ from the intended run.
+The planner keeps the clearing state between passes. A new planner starts without clearing state. Its first entitled
+queued run may then take the released devices, even if the preemption served another run.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from serverless_gpu.model.scheduling.values import (
 SITES_MAX = 32
 """Maximum number of suitable nodes that one search compares for the least lost work."""
 LOOKED_MAX = 512
-"""Maximum number of nodes that one pass examines for preemption. The next pass continues with further nodes."""
+"""Maximum number of nodes that one scheduler pass examines for preemption."""
 
 Claim = tuple[bool, bool]
-"""The smallest distance of a waiting run from a full right to a node, as returned by `preemption.standing`."""
+"""Claim of a run to a node, as returned by `preemption.standing`, where the smallest value is a full right."""
 
 Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 
@@ -58,8 +58,7 @@ Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 class Clearing:
     """Clears devices for blocked runs during one pass.
 
-    state: the planner's state, in which preempted runs immediately count as stopping. start: callback that starts a
-    run.
+    In `state`, preempted runs immediately count as stopping. `start` is the callback that starts a run.
     """
 
     def __init__(self, state: PlannerState, start: Start) -> None:
@@ -70,14 +69,14 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
-        self._stayers: list[RunningRun] = []  # Requests of the preempted runs before the preemption.
+        self._stayers: list[RunningRun] = []  # Preempted runs, as they were before the preemption.
         self._cleared: list[str] = []  # Runs for which the current pass has cleared devices.
-        self.preemptions: list[Preemption] = []  # Preempted runs, which must stop.
-        # Next useful time for another preemption attempt without a state change, or None for never.
+        self.preemptions: list[Preemption] = []  # Preemptions that the current pass has decided.
+        # Next useful time for another preemption attempt without a state change, or None.
         self.wake_ns: int | None = None
 
     def serve(self) -> None:
-        """Start runs on free cleared devices, and hold cleared devices that will be free later."""
+        """Start runs on free cleared devices, and hold cleared devices that other runs will release later."""
         state = self._state
         for run_id, shares in list(state.clearing.items()):
             found = state.queue.where(run_id)
@@ -106,7 +105,7 @@ class Clearing:
         key = (
             ask.shape,
             "" if state.capacity.is_plain else wanted.owner,
-        )  # If a class may not preempt for the shape, lower classes may not preempt either.
+        )  # If a priority class may not preempt for the shape, lower classes may not preempt either.
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
         if not state.capacity.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
             return False
@@ -124,10 +123,10 @@ class Clearing:
         return True
 
     def take_back(self) -> None:
-        """Withdraw all preemptions of the pass, because the next pass decides again from the new state.
+        """Withdraw all preemptions of the pass, because the next pass decides again from a changed state.
 
-        The function also withdraws the preemptions for waiting runs, because some waiting runs rely on preemptions for
-        other runs.
+        The method withdraws even preemptions that still seem useful, because some runs rely on preemptions for other
+        runs.
         """
         state = self._state
         for held in self._stayers:
@@ -139,7 +138,7 @@ class Clearing:
                 del state.reservations[run_id]
 
     def _is_guest_soon(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Return True if a run can start as a guest in the next round, without a preemption."""
+        """Return True if a run can start as a guest in the next round without preempting other runs."""
         if self._is_last:
             return False
         if self._claims is None:
@@ -154,12 +153,12 @@ class Clearing:
         return False
 
     def _search(self, wanted: QueuedRun, ask: TimedShape) -> PreemptionPlan:
-        """Return the preemptions for a run, on nodes with the fewest missing devices."""
+        """Return the preemptions that free devices for a run, on nodes with the fewest missing devices."""
         state = self._state
         if is_several(state.capacity, wanted, ask):
             usable = gang_placement.usable(state.capacity, wanted, ask, state.now_ns)
             parts = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
-            # Consider nodes on which an attempt of the run failed only if all further nodes have too few devices.
+            # Consider nodes with a failed attempt of the run only if all other nodes have too few devices.
             well = [(where, name) for where, name in parts if where.node.id not in wanted.avoid]
             if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0):
                 parts = well
@@ -215,7 +214,7 @@ class Clearing:
         return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
     def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
-        """Return a node with its runs, or None if a run waits for devices of the node without a preemption."""
+        """Return a preemption site for a node, or None if the node has reservations without preemption."""
         capacity, count = self._state.capacity, ask.shape.gpus
         book = capacity.books.get((where.node.id, gpu_type))
         if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
@@ -230,7 +229,7 @@ class Clearing:
         )
 
     def _is_ripe(self, wanted: QueuedRun, site: Site) -> bool:
-        """Return True if the scheduler may preempt enough runs on a node now."""
+        """Return True if the scheduler may now preempt enough runs on a node for the waiting run."""
         terms, now_ns = self._state.capacity.terms, self._state.now_ns
         missing = site.need - site.free
         for running in site.holders:
@@ -261,7 +260,7 @@ class Clearing:
         state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _missing(self, wanted: QueuedRun, ask: TimedShape, share: DeviceShare) -> int | None:
-        """Return the number of devices that a share still lacks, or None if they will not become free."""
+        """Return the number of missing devices of a share, or None if no stopping run will release them."""
         state = self._state
         where = state.capacity.places.get(share.node_id)
         found = None if where is None else state.capacity.reach(ask.shape).of(where)
@@ -278,12 +277,12 @@ def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bo
     if wanted.gpus is None:
         return any(index.whole for index in indexes)
     if wanted.several_nodes and group.sample.crews and any(index.free >= wanted.gpus for index in indexes):
-        return True  # Several nodes together may have enough free devices.
+        return True  # Several nodes together may have enough free devices for the gang.
     return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
 
 
 def close_to_guests(state: PlannerState) -> list[NodeGroup]:
-    """Close nodes to runs without a right to the nodes, and return the groups for guest runs."""
+    """Close owned and lent nodes to guest runs, and return the groups of those nodes."""
     hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
     for group in hosts:
         group.claim = FULL_CLAIM
@@ -313,7 +312,7 @@ def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
     open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
         if not open_claims:
-            break  # No run has a stronger right to any of the group's nodes.
+            break  # All remaining groups already have a waiting run with a full right.
         if not (line.ask.shape.pool or line.owner in owners):
             continue  # A run without a pool whose owner has no node is a guest on every node.
         wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
@@ -337,6 +336,6 @@ def _has_guests(group: NodeGroup, state: PlannerState) -> bool:
 
 
 def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
-    """Return a node's sort row by its missing devices, for a whole node or N devices."""
+    """Return a node's sort row by its missing devices, counted from a whole node if `is_whole`."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)

@@ -1,17 +1,17 @@
-"""Concurrency limits: the runs that may start in one tick under policies and budgets.
+"""Concurrency limits: selects the runs that policies and budgets allow to start in one tick.
 
     queue, in order ─▶ GPUs at once: running + admitted before it + its own  >  cap?  ── yes ─▶ held back, with a reason
                   └──▶ budgets: do they cover its first reservation?  ── no ──────────────────▶ held back, with a reason
                   └──▶ admitted; its use is counted before the next run is checked
 
-An admitted run need not start in the same tick. The run's usage counts until the next tick, so that the scheduler never
-admits two runs for the same money. Runs of one user under a cap that want the same devices keep the order of the queue.
-Later runs do not overtake the earliest run that exceeds the cap, because a large run would otherwise never start. The
-module may admit two runs for different devices although only one run fits under the cap. The scheduler therefore calls
-`is_full` again at each placement.
+An admitted run need not start in the same tick. The scheduler counts the run's usage until the next tick, and thus
+never admits two runs for the same money. Runs of one user that want the same devices under a cap keep their queue
+order. Later runs do not overtake the earliest run that exceeds the cap, because a large run would otherwise never
+start. The module may admit two runs for different devices although only one run fits under the cap. The scheduler
+therefore calls `is_full` again at each placement.
 
-The module computes from values only. `server/scheduling/queue_snapshot.py` passes the waiting runs and the remaining
-amount of each budget.
+The module uses neither a clock nor a database. `server/scheduling/queue_snapshot.py` passes the waiting runs and the
+remaining amount of each budget.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int = 0  # Requested cores, or 0 if the user requested no cores.
     memory_bytes: int = 0
     mandatory: tuple[str, ...] = ()  # Usage policies that apply in addition to the subject's policy.
-    name: str = ""  # Name of the run. Earlier runs of the same owner and name predict the duration.
+    name: str = ""  # Run name, by which earlier runs of the same owner predict the duration.
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -48,10 +48,10 @@ class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetRooms(Protocol):
-    """The remaining amount of each budget, reduced by each admitted run."""
+    """The remaining amount of each budget after the holds of admitted runs."""
 
     def take(self, candidate: WaitingRun) -> str:
-        """Deduct a run's first hold from its budgets, and return the reason for a refusal or ""."""
+        """Deduct a run's first hold from its budgets. Return the reason if a budget refuses the hold, else ""."""
         ...
 
 
@@ -75,7 +75,7 @@ def held_back(
 def is_full(cap: int | None, used: int, count: int) -> bool:
     """Return True if more devices would exceed a user's cap under a policy.
 
-    A `cap` of None is no limit.
+    A `cap` of None stands for no limit.
     """
     return cap is not None and used + count > cap
 
@@ -83,14 +83,14 @@ def is_full(cap: int | None, used: int, count: int) -> bool:
 class _Counting:
     """Counts the devices of each user and policy while the caller iterates over the queue.
 
-    An admitted run counts against later runs for the same kind of devices in the same pool. A run for different devices
-    may start long before the admitted run. At placement, the scheduler checks the sum of all devices.
+    The class counts an admitted run only against later runs for the same device type and pool. Runs for other devices
+    may start long before the admitted run. At placement, the scheduler checks the cap against all devices of the user.
     """
 
     def __init__(self, using: Mapping[Key, int], caps: Mapping[str, int]) -> None:
         self._using, self._caps = using, caps
         self._taken: dict[_Line, int] = {}
-        # A run waits for devices under the same key. Later runs with the key do not overtake the waiting run.
+        # Keys with a waiting run, which later runs with the same key must not overtake.
         self._blocked: set[_Line] = set()
 
     def why_not(self, candidate: WaitingRun) -> str:
@@ -103,7 +103,7 @@ class _Counting:
         if cap is None:
             return ""
         allowed = f"usage policy {policy!r} allows {owner} {cap} GPUs at once"
-        # The client submitted the run before an administrator set the cap.
+        # Runs over the cap may have entered the queue before an administrator set the cap.
         if candidate.gpus is None or candidate.gpus > cap:
             wants = "every GPU of a node" if candidate.gpus is None else f"{candidate.gpus}"
             return f"{allowed}, and the run wants {wants}"

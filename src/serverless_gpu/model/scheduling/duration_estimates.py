@@ -3,9 +3,9 @@
     last 20 successful runs, newest first ─▶ fewer than 3: unknown
                                           └─▶ the duration that four of five of them did not exceed
 
-The estimate is conservative, because a run on devices that are reserved for later must end in time. The estimate is the
-80th percentile and not the maximum, because one hang must not distort the next 20 estimates. After a run exceeds its
-estimate, the estimate doubles each time, because most late runs run much longer.
+Estimates are conservative, because a run on devices with a later reservation must end in time. The module uses the 80th
+percentile instead of the maximum, because one hang must not distort the next 20 estimates. Each time a run exceeds its
+estimate, the module doubles the estimate, because most late runs run much longer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from itertools import islice
 from serverless_gpu.model.lifecycle.attempt import Limits
 
 START_S = Limits().start_ns / 1e9
-"""Seconds from the placement to the start of user code, unless the environment is still being prepared."""
+"""Seconds from the placement to the start of user code if the node already has the environment."""
 LEAVING_S = 60.0
-"""Seconds beyond the grace period until all processes have ended and the devices are verified free."""
+"""Seconds after the grace period until all processes have ended and the node has verified the devices free."""
 SAMPLES_MIN = 3
 SAMPLES_MAX = 20
 QUANTILE = 0.8
 SEEN_MAX = 200
 """Maximum number of ended runs that the planner stores per run size."""
 YOUNG_S = 3600.0
-"""Minimum elapsed seconds for a guess without earlier runs. The guess is twice the elapsed time."""
+"""Minimum elapsed seconds in a guess without earlier runs, which is twice the elapsed time."""
 CAP_TOLD_MAX_S = 86_400.0
-"""Maximum seconds of a default time limit that predicts the end of a run."""
+"""Longest default time limit, in seconds, from which the planner predicts the end of a run."""
 
 
 def says_no_end(*, expected_s: float | None, limit_s: float | None, capped: bool) -> bool:
@@ -46,7 +46,7 @@ def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S
 def expected_s(durations_s: Iterable[float]) -> float | None:
     """Return the expected seconds for which a run has devices, or None after too few earlier runs.
 
-    `durations_s` holds the durations of earlier successful runs of the owner and name, newest first.
+    `durations_s` contains the durations of earlier successful runs of the owner and name, newest first.
     """
     samples = sorted(islice(durations_s, SAMPLES_MAX))
     if len(samples) < SAMPLES_MIN:
@@ -57,16 +57,16 @@ def expected_s(durations_s: Iterable[float]) -> float | None:
 def longest_s(durations_s: Iterable[float]) -> float | None:
     """Return the longest recent duration of earlier runs, or None after too few earlier runs.
 
-    `durations_s` has the meaning of the parameter of `expected_s`.
+    `durations_s` contains the same durations as in `expected_s`.
     """
     samples = list(islice(durations_s, SAMPLES_MAX))
     return max(samples) if len(samples) >= SAMPLES_MIN else None
 
 
 def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float | None) -> tuple[float | None, bool]:
-    """Return the seconds from start to device release, and True for a declared limit.
+    """Return the seconds from start to device release, and True if they follow from a declared limit.
 
-    Returns None if the end is unknown. A learned duration replaces a longer declared limit.
+    Returns None if the run's end is unknown. A learned duration replaces a longer declared limit.
     """
     if expected_s is None or expected_s <= 0:
         return limit_s, limit_s is not None
@@ -82,7 +82,7 @@ def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float |
 class Medians:
     """Median device time of runs by number of devices, as a guess for runs without earlier runs.
 
-    The guess is good enough to order releases. The server never shows a time that depends on this guess.
+    The guess is accurate enough to order device releases. The server never shows a time that depends on a guess.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Medians:
         self._sorted: dict[int, list[float]] = {}
 
     def note(self, count: int, seconds: float) -> None:
-        """Record a run that has ended."""
+        """Record the duration of an ended run."""
         last = self._last.setdefault(count, deque())
         ordered = self._sorted.setdefault(count, [])
         if len(last) >= SEEN_MAX:
@@ -99,7 +99,7 @@ class Medians:
         insort(ordered, seconds)
 
     def length_s(self, count: int) -> float | None:
-        """Return the guessed duration for a number of devices, or None after too few runs."""
+        """Return the guessed duration of a run by its number of devices, or None after too few runs."""
         ordered = self._sorted.get(count, ())
         return ordered[(len(ordered) - 1) // 2] if len(ordered) >= SAMPLES_MIN else None
 

@@ -1,16 +1,16 @@
-"""Fair share: the decayed device usage of teams and users, and the next team and user to serve.
+"""Fair-share scheduling: decayed device usage of teams and users, and the next team and user to serve.
 
     counted(now) = used: GPU-seconds, halved after each half-life          while the run holds devices, every second
                  + an advance for each placement (`entry_penalty_s`)       until the run ends, then refunded in full
     turn         = the team with the least counted / weight, then the user of that team with the least counted / weight
 
-The advance makes waiting users take turns during a burst of runs. The advance is not a price, because the scheduler
-refunds the advance and finally counts only actual usage.
+The advance makes waiting users alternate during a burst of runs. The scheduler refunds the advance at the end of the
+run, so that only actual usage counts.
 
-A user without a team forms a team alone, ``"~name"``. A CPU slot counts as a small part of a GPU. Without this weight,
-a user who requests a thousand CPU slots would get every turn.
+A user without a team forms a one-user team, ``"~name"``. A CPU slot counts as a small fraction of a GPU. With full
+weight, a user's thousand CPU slots would exceed every other user's usage.
 
-Changes of a user's devices arrive without timestamps. The changes take effect at the next decision (`settle`).
+Changes of a user's devices arrive without timestamps and take effect at the next decision (`settle`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU_WEIGHT = 1 / 32
 """Weight of one CPU slot in the fair share, in GPUs."""
 _S = 1e9
 _FORGOTTEN = 1e-3
-"""Minimum GPU-seconds of an idle account. The scheduler removes smaller idle accounts."""
+"""GPU-seconds below which the scheduler removes an idle fair-share account."""
 _SWEEP_NS = 86_400 * 1_000_000_000
 
 Key = tuple[str, str]
@@ -36,7 +36,7 @@ _K = TypeVar("_K")
 
 
 def team_of(wanted: QueuedRun) -> str:
-    """Return the team whose fair share a run uses. A user without a team forms a separate team."""
+    """Return the team whose fair share a run uses. A user without a team forms a one-user team."""
     return wanted.team or f"~{wanted.owner}"
 
 
@@ -62,7 +62,7 @@ class _Account:
 class Fairness:
     """Fair-share accounts of teams and users.
 
-    policy: half-life, entry penalty and weights.
+    `policy` contains the half-life, the entry penalty and the weights.
     """
 
     def __init__(self, policy: QueuePolicy) -> None:
@@ -82,7 +82,7 @@ class Fairness:
         self._rate = 0.0 if math.isinf(half_life_s) else math.log(2) / max(half_life_s, 1e-9)
 
     def tell(self, used: Used) -> None:
-        """Replace the usage of ended runs. Running runs count from the start of their allocation."""
+        """Replace the usage of ended runs, and add the usage of running runs since their allocation."""
         self._replace(self._teams, used.teams, used.at_ns)
         self._replace(self._users, used.users, used.at_ns)
         for key, gpus, since_ns, advance in self._held.values():
@@ -98,7 +98,7 @@ class Fairness:
             account.value, account.at_ns = values.get(key, 0.0), at_ns
 
     def begin(self, run_id: str, wanted: QueuedRun, gpus: float, since_ns: int) -> None:
-        """Count a run's devices from the start of the allocation. `settle` applies the change."""
+        """Record that a run has used its devices since `since_ns`. `settle` adds the usage to the accounts."""
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
     def place(self, run_id: str, wanted: QueuedRun, gpus: float) -> None:
@@ -111,12 +111,12 @@ class Fairness:
             account.rate += gpus
 
     def end(self, run_id: str) -> None:
-        """Stop counting the devices of a run, and refund the advance. `settle` applies the change."""
+        """Record that a run has released its devices. `settle` updates the accounts and refunds the advance."""
         if self._begun.pop(run_id, None) is None and run_id in self._held:
             self._ended.append(run_id)
 
     def settle(self, now_ns: int) -> None:
-        """Update the accounts: stop counting ended runs now, and count started runs from their start."""
+        """Update the accounts: stop counting ended runs, and count started runs since their allocation."""
         self._now_ns = now_ns = max(now_ns, self._now_ns)
         for run_id in self._ended:
             key, gpus, since_ns, advance = self._held.pop(run_id)
@@ -134,8 +134,7 @@ class Fairness:
         self._begun.clear()
         if now_ns - self._swept_ns >= _SWEEP_NS:
             self._swept_ns = now_ns
-            # Remove accounts whose usage has decayed below the minimum. Otherwise every past user would keep an
-            # account.
+            # Remove accounts whose usage has decayed below the minimum.
             keys = {key for key, *_ in self._held.values()}
             teams = {team for team, _ in keys}
             self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
@@ -145,7 +144,7 @@ class Fairness:
         return account.rate > 0 or self._current(account) >= _FORGOTTEN
 
     def at(self, now_ns: int) -> Fairness:
-        """Return a copy of the accounts at a given time, so that queries do not affect decisions."""
+        """Return a copy of the fair-share accounts at a given time, so that queries do not affect decisions."""
         other = copy.copy(self)
         changed = {self._held[run_id][0] for run_id in self._ended} | {key for key, *_ in self._begun.values()}
         teams = {team: copy.copy(self._teams[team]) for team, _ in changed if team in self._teams}
@@ -174,7 +173,7 @@ class Fairness:
     def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
         """Return True if a team or user has used less than another team or user.
 
-        The difference must be at least `due` GPU-seconds. An `owner` of "" selects the whole team.
+        The usage difference must be at least `due` GPU-seconds. An `owner` of "" compares whole teams.
         """
         name, mine = (owner, self.user(team, owner)) if owner else (team, self.team(team))
         is_team = not owner and not team.startswith("~")
@@ -205,7 +204,7 @@ class Fairness:
         return team, user
 
     def _current(self, account: _Account) -> float:
-        """Return the current value of an account, and update the account unless in a copy from `at`."""
+        """Return the current value of an account. Store the value unless this object is a copy from `at`."""
         passed_ns = self._now_ns - account.at_ns
         if passed_ns <= 0:
             return account.value

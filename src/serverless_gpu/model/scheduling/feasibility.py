@@ -3,10 +3,10 @@
     nodes, pools, a request ─▶ never served? ── no ──▶ None
                                    └── yes ─▶ Shortage: why, and the request with another type, fewer devices or a pool
 
-The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the module's
-remaining functions to explain why a queued run waits forever. A pool with `single_principal` runs the code of one
-principal. Runs of other principals wait for a `single_principal` pool with the reason `isolation`. An administrator can
-change the isolation, so isolation never makes a run unsatisfiable.
+The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the other
+functions to explain why a queued run waits forever. A pool with `single_principal` runs only the code of one principal.
+Runs of other principals wait for that pool with the reason `isolation`. Isolation never makes a run unsatisfiable,
+because an administrator can change the isolation setting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHOICES_MAX = 6
 
 
 class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A feasible variant of a request. Only fields that differ from the original request are set."""
+    """A feasible variant of a request, with values only for changed fields."""
 
     gpus: int | None = None
     gpu_type: str | None = None
@@ -53,7 +53,7 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
-    """Return the reason why no node could ever serve a run, or None if any node could."""
+    """Return the reason why no node could ever serve a run, or None if a node could serve the run."""
     state = PlannerState(QueuePolicy())
     for pool in pools:
         state.capacity.see_pool(pool)
@@ -97,7 +97,7 @@ def _changed(wanted: QueuedRun, choice: FeasibleRequest) -> QueuedRun:
 def _best(choices: Iterable[FeasibleRequest]) -> Iterator[FeasibleRequest]:
     """Yield the best alternative per pool and type, with the largest number of devices.
 
-    The function omits a change of pool and type if a change of only the pool or only the type is enough.
+    The function omits alternatives that change pool and type if changing one of the two is enough.
     """
     seen: set[tuple[str, str, str | None]] = set()
     for choice in choices:
@@ -134,7 +134,7 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str
 
 
 def impossible(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return the reason why no current node can ever serve a run, or "" if any node can."""
+    """Return the reason why no current node can ever serve a run, or "" if a node can serve the run."""
     if not capacity.places:
         return "no node has joined this server yet"
     return "" if could_be(capacity, wanted, ask) else _sentence(capacity, wanted)
@@ -256,7 +256,7 @@ def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
 
 
 def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]]:
-    """Return the sizes of nodes for a multi-node gang, by pool and type, in descending order."""
+    """Return the node sizes for a multi-node gang, by pool and device type, in descending order."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name, node in nodes:
         if node.crews and node.total[name]:
@@ -283,7 +283,7 @@ def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str)
 
 
 def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
-    """Return the option that would let a single-node gang fit on several nodes, or ""."""
+    """Return a hint on the option that would let a single-node gang use several nodes, or ""."""
     count = wanted.gpus or 0
     if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
         return ""

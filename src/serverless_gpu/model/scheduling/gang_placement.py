@@ -12,8 +12,8 @@ A gang on several nodes:
        1. as few nodes as possible
        2. on a tie, the fewest devices left over on the partly used node, then smaller nodes
 
-"Could" considers all devices of a node: the gang waits for a large node that is in use, drained or silent. A node of an
-older version (without `Node.crews`) only runs gangs that fit on that node alone.
+Here, "could" considers all devices of a node. The gang therefore waits for a large node even if that node is in use,
+drained or silent. A node with an older version (without `Node.crews`) runs only gangs that fit on that single node.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Kind = tuple[str, str]
 _PAIRS_MAX = 4
 _NOBODY: frozenset[str] = frozenset()
 _Spread = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
-"""Sort key (number of nodes, unused devices on the last node, largest size), and the gang's shares."""
+"""Sort key (number of nodes, unused devices on the last node, largest node size) and device shares of a gang."""
 Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
-"""Sort key of a node (rank, unused devices, name and identifier), and the node, type and number of devices."""
+"""Sort key of a node (rank, unused devices, name and identifier) with the node, device type and device count."""
 
 
 def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices on which a run can start now, or None. The caller records them with `take`."""
+    """Return devices on which a run can start now, or None. Callers record the result with `take`."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(capacity, wanted, ask):
         ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
@@ -53,7 +53,7 @@ def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -
 
 
 def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
-    """Return True if a gang can use all given devices now, considering other runs' reservations."""
+    """Return True if a gang can use all given devices now without delaying other runs' reservations."""
     for share in shares:
         book = capacity.books.get((share.node_id, share.gpu_type))
         if capacity.places[share.node_id].free[share.gpu_type] < share.count:
@@ -64,7 +64,7 @@ def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun,
 
 
 def take(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
-    """Record devices that a run uses from now on in the reservations of their nodes."""
+    """Record in the nodes' reservations that a run uses the given devices from now on."""
     for share in shares:
         book = capacity.books.get((share.node_id, share.gpu_type))
         if book is not None:
@@ -84,7 +84,7 @@ def _options(
             index = group.index[name]
             if count is None:
                 for size, row in index.whole.items():
-                    # The nodes of the group differ only in their names, and the row is sorted by name.
+                    # Nodes of a group differ only in their names, so the first name is the best choice.
                     for _, node_id, where in row:
                         if node_id not in avoid and where.node.total[name] == size:
                             yield (rank, 0, *where.entry[:2]), where, name, size
@@ -126,7 +126,7 @@ def _beside(
 
 
 def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
-    """Yield nodes and types that a run may use now, free or not."""
+    """Yield nodes and device types that a run may use now, including busy nodes."""
     for where, types, pool in capacity.reach(ask.shape).places():
         if not where.node.away and where.group.rank(capacity.terms, wanted, pool, now_ns) is not None:
             for name in types:
@@ -134,7 +134,7 @@ def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) 
 
 
 def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[NodeDevices, str], now_ns: int) -> bool:
-    """Return True if a run may use a device type of a node now, free or not."""
+    """Return True if a run may use a device type of a node now, even if the devices are busy."""
     where, name = at
     found = capacity.reach(ask.shape).of(where)
     if found is None or name not in found[0] or where.node.away:
@@ -143,18 +143,18 @@ def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[
 
 
 def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
-    """Return the number of free unreserved devices, negative if a reservation lacks devices."""
+    """Return the number of free unreserved devices, negative if reservations exceed free devices."""
     book = capacity.books.get((where.node.id, gpu_type))
     return where.free[gpu_type] if book is None else book.likely.free()
 
 
 def is_several(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
-    """Return True when a run may use several nodes, and no single node could ever hold the run."""
+    """Return True if a run may use several nodes, and no single node could ever hold the run."""
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(capacity, wanted, ask)
 
 
 def largest(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
-    """Return the size of the largest node that a run may ever use, free or not."""
+    """Return the number of devices of the largest node that a run may ever use."""
     reach = capacity.reach(ask.shape)
     if capacity.is_plain and not reach.is_lent:
         return reach.whole
@@ -162,7 +162,7 @@ def largest(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
 
 
 def most(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, int]:
-    """Return the maximum size of a gang on several nodes, by pool and type."""
+    """Return the maximum size of a multi-node gang, by pool and device type."""
     sizes: defaultdict[Kind, Counter[int]] = defaultdict(Counter)
     for group, types, _ in capacity.reach(ask.shape).entries:
         if group.sample.crews and could_use(wanted, group.sample, capacity.terms) and is_open(wanted, group.sample):
@@ -185,8 +185,8 @@ def are_one(capacity: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
 def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
     """Yield sets of nodes to avoid, the strictest set first.
 
-    The strictest sets contain the nodes on which the run failed, and one node of each pair that could not connect. The
-    next set contains only the nodes on which the run failed. The last set is empty.
+    The strictest sets contain the nodes on which the run failed, and one node of each pair that could not connect. A
+    looser set contains only the nodes on which the run failed. The last set avoids no node.
     """
     pairs = sorted(tuple(sorted(pair)) for pair in wanted.apart)[:_PAIRS_MAX]
     if pairs:
@@ -202,8 +202,8 @@ def spread(
 ) -> tuple[DeviceShare, ...] | None:
     """Return devices on several nodes on which a gang can start now, or None.
 
-    The function uses lent devices only if all further devices are not enough. Devices that the scheduler holds for the
-    gang count as free.
+    The function uses lent devices only if other devices are not enough. Devices that the scheduler holds for the gang
+    count as free.
     """
     stocks = _stocks(capacity, wanted, ask, now_ns)
     count = ask.shape.gpus or 0
@@ -219,7 +219,7 @@ def spread(
 
 
 class _Beside:
-    """A node outside of the indexes: a single node, or a node with reservations."""
+    """A node that the group indexes omit: a single node or a node with reservations."""
 
     __slots__ = ("is_whole", "left", "rank", "spare", "where")
 
@@ -231,7 +231,7 @@ class _Beside:
 
 
 class _Stock:
-    """The free devices of one type in one pool: ranked indexes of nodes, and unindexed nodes."""
+    """Free devices of one type in one pool: ranked node indexes and unindexed nodes."""
 
     def __init__(self, indexes: list[tuple[int, Index]], beside: list[_Beside]) -> None:
         self.indexes, self.beside = indexes, beside
@@ -242,12 +242,12 @@ class _Stock:
         yield from (one.rank for one in self.beside)
 
     def up_to(self, last: int) -> _Stock:
-        """Return the free devices of the nodes up to a preference rank."""
+        """Return the free devices of all nodes up to a preference rank."""
         indexes = [(rank, index) for rank, index in self.indexes if rank <= last]
         return _Stock(indexes, [one for one in self.beside if one.rank <= last])
 
     def gathered(self, gpu_type: str, count: int, avoid: frozenset[str]) -> _Spread | None:
-        """Return the best combination of nodes for a gang, or None."""
+        """Return the best combination of nodes for a gang, or None if too few devices are free."""
         free = sum(index.free for _, index in self.indexes) + sum(one.spare for one in self.beside)
         if free < count:
             return None
@@ -258,10 +258,9 @@ class _Stock:
         return min(found, key=lambda option: option[0]) if found else None
 
     def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Spread | None:
-        """Return whole nodes up to a size, and the partly used node with the fewest unused devices.
+        """Return whole nodes up to a size, and the partly used node that leaves the fewest unused devices.
 
-        No chosen whole node has more devices than the gang still needs, because a larger node becomes the partly used
-        node.
+        A node with more devices than the gang still needs becomes the partly used node.
         """
         left, taken = count, set(avoid)
         shares: list[DeviceShare] = []
@@ -296,7 +295,7 @@ class _Stock:
                 yield size, node_id
 
     def _part(self, count: int, avoid: set[str]) -> tuple[int, str] | None:
-        """Return the node with the fewest free devices beyond `count`, and their number."""
+        """Return the fewest devices that remain free after allocating `count` on one node, and that node."""
         rows = [
             (best[0], *best[1].entry[:2]) for _, index in self.indexes if (best := index.best(count, avoid)) is not None
         ]
@@ -312,7 +311,7 @@ class _Stock:
 
 
 def sizes(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[str, int]]:
-    """Yield types and sizes of the nodes that a run may ever use."""
+    """Yield device types and device counts of the nodes that a run may ever use."""
     for group, types, _ in capacity.reach(ask.shape).entries:
         if could_use(wanted, group.sample, capacity.terms) and is_open(wanted, group.sample):
             yield from ((name, size) for name in types for size in group.index[name].totals)

@@ -1,14 +1,14 @@
-"""The planner: applies changes to the scheduler's state, decides in passes, and answers queries.
+"""The planner: applies changes to the scheduler state, decides in passes, and answers queries.
 
     apply   changes ─▶ queue (waiting runs), capacity (nodes and their runs), fairness (past use)
     decide  one pass over the classes: placements, preemptions and reservations. Another pass follows if a run started
             on other devices than expected. The last pass decides the preemptions.
     why     from the state after the pass: free devices, reservations, queue order (`wait_explanation.py`)
 
-The planner stores this state between passes: running and waiting runs, past use, and latest times with their devices
+Between passes, the planner stores running and waiting runs, past usage, and announced latest start times
 (`backfill.py`). The planner also stores cleared devices (`cleared_devices.py`) and the durations of ended runs
-(`duration_estimates.py`), which a new planner does not have. With a new planner, devices of stopping runs are available
-to the first entitled run in the queue. Queries do not change the state.
+(`duration_estimates.py`), which a new planner does not have. A new planner gives the devices of stopping runs to the
+first entitled run in the queue. Queries do not change the planner's state.
 
 One pass over one class of the queue (`ClassPass`):
 
@@ -18,8 +18,8 @@ One pass over one class of the queue (`ClassPass`):
       it does not       ─▶ the line is closed for this pass. A gang reserves devices if their release times are known
                            (the first `reservations` gangs), or holds devices if most of them are free already
 
-During a pass, free devices only decrease and reservations only increase. If a run does not fit at one point of a pass,
-it does not fit at a later point. A pass examines only the heads of queue lines, and each line only once.
+During a pass, free devices only decrease and reservations only increase. A run that does not fit at one point of a pass
+therefore does not fit later in the pass. A pass examines only the heads of queue lines, and examines each line once.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
 """Maximum number of passes per decision.
 
-Another pass follows if a run no longer needs the devices that the planner held for the run. If the last allowed pass
-also needs another pass, the planner preempts no run, and the next decision follows soon.
+Another pass follows if a run no longer needs the devices that the planner held for the run. If the last allowed pass is
+also stale, the planner preempts no run and decides again within a second.
 """
 
 
 class Planner:
-    """Decides which runs start, from all waiting and running runs and their nodes. Not thread-safe.
+    """Decides which waiting runs start, based on all runs and nodes. Not thread-safe.
 
     The decisions are deterministic: the same changes and times in the same order produce the same decisions.
 
-    policy: the operator's queue settings.
+    `policy` contains the operator's queue settings.
     """
 
     def __init__(self, policy: QueuePolicy | None = None) -> None:
@@ -87,7 +87,7 @@ class Planner:
     # --- changes ---
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Apply changes without a decision. A repeated change has no effect."""
+        """Apply changes to the planner's state without a decision. A repeated change has no effect."""
         state = self._state
         for change in changes:
             match change:
@@ -113,7 +113,7 @@ class Planner:
                     state.promises[reservation.run_id] = reservation
 
     def _start(self, running: RunningRun) -> None:
-        """Record that a run uses devices."""
+        """Record that a run uses its allocated devices."""
         state, run_id = self._state, running.wanted.run_id
         state.queue.remove(run_id)
         known = state.running.get(run_id)
@@ -158,7 +158,7 @@ class Planner:
         return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
-        """Return the time of the next change without an event: a start delay, the guard, or a calendar."""
+        """Return the next time at which a start delay, the guard time or a node calendar changes the plan."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.capacity.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
@@ -177,11 +177,11 @@ class Planner:
         return wait_explanation.why(self._state, run_id, now_ns)
 
     def estimate(self, wanted: QueuedRun, now_ns: int) -> StartEstimate:
-        """Return the estimated start of a run, without changing the state."""
+        """Return the estimated start of a run, without changing the planner's state."""
         return wait_explanation.estimate(self._state, wanted, now_ns)
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return True if the planner knows a waiting run, without a search of the queue as in `why`."""
+        """Return True if a run waits, without the slower queue search of `why`."""
         return self._state.queue.find(run_id) is not None
 
     def impossible(self, wanted: QueuedRun) -> str:
@@ -193,7 +193,7 @@ class Planner:
         return wait_explanation.queue(self._state, now_ns, limit)
 
     def promises(self) -> dict[str, Reservation]:
-        """Return the announced latest start times that persist between decisions, by run."""
+        """Return the announced latest start times by run, which the planner keeps between decisions."""
         return dict(self._state.promises)
 
     def reservations(self) -> tuple[Reservation, ...]:
@@ -201,7 +201,7 @@ class Planner:
         return tuple(self._state.reservations.values())
 
     def told_reservations(self, now_ns: int) -> tuple[Reservation, ...]:
-        """Return the reservations, without times that depend only on a default limit of days."""
+        """Return the reservations, omitting start times that depend only on a default time limit of days."""
         return wait_explanation.reservations(self._state, now_ns)
 
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
@@ -212,33 +212,33 @@ class Planner:
 class ClassPass:
     """One pass over all priority classes.
 
-    state: the state of the planner, in which placed runs immediately count as started.
+    In the planner's `state`, placed runs immediately count as started.
     """
 
     def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
-        self.placements: list[Placement] = []  # Placements in the order of the decisions.
-        # `is_stale`: True if a run started on devices other than its held or cleared devices. The unused held devices
-        # are then available to further runs, and preempted runs may not have to stop. `is_new`: True if a run received
-        # its first latest start time. The scheduler then serves that run first, so later reservations may move and free
-        # devices.
+        self.placements: list[Placement] = []  # Placements in decision order.
+        # `is_stale`: True if a run started on devices other than its held or cleared devices. Another pass can then
+        # give the unused held devices to other runs and avoid preemptions. `is_new`: True if a run received its first
+        # latest start time. The scheduler then serves that run first, which may change later reservations.
         self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
-        self._firm: set[object] = set()  # Users and device kinds with a reservation that persists between passes.
+        # Users and device kinds with a reservation that the planner keeps between passes.
+        self._firm: set[object] = set()
         self._teams: dict[str, _Team] = {}
         self._most: list[tuple[float, str]] = []  # The waiting teams with the most usage.
-        # Device kinds and teams with held devices, because the team has used less than its share.
+        # Pairs of device kind and team for which the pass holds devices, because the team has used less than its share.
         self._behind: set[object] = set()
-        self._kinds: set[object] = set()  # Device kinds with held devices, because most of the devices are free.
+        self._kinds: set[object] = set()  # Device kinds with devices held for a nearly fitting gang.
 
     def run(self) -> None:
-        """Place runs: first runs with cleared devices, and guest runs last."""
+        """Place runs, starting with runs that have cleared devices and ending with guest runs."""
         hosts = close_to_guests(self._state)
         self.clearing.serve()
         for priority in sorted(self._state.queue.classes):
             self._serve(priority)
-        for _ in range(_ROUNDS_MAX):  # A round may place runs for which further runs had to wait.
+        for _ in range(_ROUNDS_MAX):  # Guest runs may have waited for runs that the preceding round placed.
             if not hosts or not open_to_guests(self._state, hosts):
                 break
             self._number = self._state.number = self._number + 1
@@ -247,7 +247,7 @@ class ClassPass:
                 self._serve(priority)
 
     def _serve(self, priority: int) -> None:
-        """Place the fitting runs of one priority class."""
+        """Place the runs of one priority class that fit now."""
         self._redeem(priority)
         self._serve_guarded(priority)
         fairness = self._state.fairness
@@ -266,9 +266,9 @@ class ClassPass:
                 heapq.heappop(teams)
 
     def _serve_guarded(self, priority: int) -> None:
-        """Place runs beyond the guard, the oldest first.
+        """Place runs that have waited beyond the guard time, the oldest first.
 
-        Per device kind, the first blocked run receives the devices that become free.
+        For each device kind, the first blocked run receives the devices that other runs release.
         """
         state = self._state
         since_ns = state.guarded_ns(self._now_ns)
@@ -308,7 +308,7 @@ class ClassPass:
         return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
-        """Place the next fitting run of a team, and return True if a run started."""
+        """Place the next run of a team that fits now, and return True if a run started."""
         while team.users:
             _, owner = team.users[0]
             if self._serve_user(team.heads(owner, self._now_ns)):
@@ -318,7 +318,7 @@ class ClassPass:
         return False
 
     def _serve_user(self, heads: list[_Head]) -> bool:
-        """Place the next fitting run of a user, and return True if a run started."""
+        """Place the next run of a user that fits now, and return True if a run started."""
         while heads:
             line = heads[0][3]
             wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
@@ -384,10 +384,9 @@ class ClassPass:
         return ask.shape.is_walled(number, ask.spans(wanted))
 
     def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
-        """Record the further runs that do not fit either.
+        """Record other runs that cannot fit in this pass.
 
-        The record covers all runs of the shape, only runs of an equal or longer duration, or only runs of the same
-        owner.
+        The record covers all runs of the shape, runs of equal or longer duration, or runs of the same owner.
         """
         capacity, ask = self._state.capacity, line.ask
         shape = ask.shape
@@ -395,13 +394,16 @@ class ClassPass:
             line.blocked = self._number
         elif capacity.reach(shape).is_lent:
             ask.blocked = self._number
-        elif capacity.books:  # A longer run does not fit either.
+        elif capacity.books:  # A run of equal or longer duration does not fit either.
             shape.wall(self._number, ask.spans(wanted))
         else:
             shape.blocked = self._number
 
     def _reserve(self, line: QueueLine, wanted: QueuedRun) -> bool:
-        """Reserve or hold devices for a blocked gang. Returns True if the next run of the line may try too."""
+        """Reserve or hold devices for a blocked gang.
+
+        Returns True if the pass may examine the next run of the queue line.
+        """
         state, ask = self._state, line.ask
         if wanted.run_id in state.reservations or self.clearing.clear(wanted, ask):
             return True
@@ -428,11 +430,11 @@ class ClassPass:
     def _keep_share(self, seeker: ReservationSearch, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
         """Hold devices for a gang whose team or user has used less than its share.
 
-        For a gang smaller than a node, the scheduler holds devices as they become free, which is soon. Whole nodes
-        would be idle for long, so the scheduler reserves whole nodes by a guess. Other runs may start on the reserved
-        nodes before the gang if they end in time by the guess. Under lasting overload, the scheduler always finds a run
-        that ends in time by the guess. After some days, the scheduler therefore holds one node. Otherwise a team of
-        gangs would never receive its share.
+        For a gang smaller than a node, the scheduler holds released devices, because the gang can soon start. Held
+        whole nodes would stay idle for long, so the scheduler reserves whole nodes at a guessed start time. Other runs
+        may start on the reserved nodes if their guessed end is before the gang's start. Under lasting overload, such
+        runs could delay the gang forever. After `node_patience_s`, the scheduler therefore holds one whole node for a
+        waiting gang.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
         capacity = self._state.capacity
@@ -443,9 +445,10 @@ class ClassPass:
         return ReservationSearch(capacity, wanted, ask, self._now_ns, by_guess=True).promise()
 
     def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
-        """Record a reservation.
+        """Record a reservation of a blocked run.
 
-        The latest start time of a user's first gang of a device kind stays fixed. All other start times may move.
+        The latest start time of a user's first gang of a device kind stays fixed. The start times of the user's other
+        gangs may move.
         """
         if reservation is None:
             return False
@@ -460,7 +463,7 @@ class ClassPass:
         return self._note(reservation)
 
     def _redeem(self, priority: int) -> None:
-        """Start runs whose reserved devices are free, and renew all remaining reservations."""
+        """Start runs whose reserved devices are free, and renew the reservations of all other runs."""
         state = self._state
         for run_id, promised in sorted(state.promises.items(), key=lambda entry: (entry[1].at_ns or 0, entry[0])):
             found = state.queue.where(run_id)
@@ -479,7 +482,8 @@ class ClassPass:
             return
         again = seeker.again(promised)
         if again is None:
-            if not seeker.is_away(promised.shares):  # The reservation stays valid if the node reconnects in time.
+            # A reservation on an absent node stays valid, because the node may reconnect in time.
+            if not seeker.is_away(promised.shares):
                 del state.promises[wanted.run_id]
             return
         state.promises[wanted.run_id] = _as_told(again)
@@ -492,7 +496,7 @@ class ClassPass:
         return self._state.capacity.reach(ask.shape).kind
 
     def _is_behind(self, line: QueueLine) -> bool:
-        """Return True if a gang's share lags so far that the scheduler holds devices for the gang."""
+        """Return True if a gang's team or user is far enough behind for holding devices."""
         state, team = self._state, self._teams.get(line.team)
         gpus = line.ask.shape.gpus or state.capacity.reach(line.ask.shape).whole
         if team is None:
@@ -509,12 +513,12 @@ class ClassPass:
 
 
 def _as_told(reservation: Reservation) -> Reservation:
-    """Return the part of a reservation that persists, because each pass recomputes likely times."""
+    """Return a reservation without its likely start time, which each pass computes again."""
     return msgspec.structs.replace(reservation, likely_ns=None)
 
 
 class _Team:
-    """The users of a team in order of usage, and the heads of their queue lines.
+    """Users of a team in order of usage, with the heads of the users' queue lines.
 
     `most` contains the two users with the most usage.
     """

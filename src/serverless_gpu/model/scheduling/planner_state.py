@@ -1,8 +1,9 @@
-"""The planner's state: queue, capacity, fairness, and the results of the last pass.
+"""Planner state: queue, capacity, fair-share accounts, and results of the last pass.
 
     class ─▶ team ─▶ user ─▶ line      a line: runs of one user with equal requests, the oldest first
 
-A pass compares the heads of queue lines, never all waiting runs. Held runs, which may not start yet, are in no line.
+A pass compares only the heads of queue lines instead of all waiting runs. Queue lines omit held runs, which may not
+start yet.
 """
 
 from __future__ import annotations
@@ -32,27 +33,25 @@ LineKey = tuple[int, str, str, int]
 
 
 class PlannerState:
-    """All waiting and running runs, and the nodes for them."""
+    """State of the planner: all waiting and running runs, nodes and fair-share accounts."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy  # The operator's queue settings.
-        # `fairness`: past use of teams and users.
-        # `capacity`: nodes and the runs on them.
+        # `fairness` stores the past usage of teams and users, and `capacity` stores the nodes with their runs.
         self.queue, self.capacity, self.fairness = Queue(), Capacity(policy), Fairness(policy)
-        self.running: dict[str, RunningRun] = {}  # Running runs with devices, by identifier.
+        self.running: dict[str, RunningRun] = {}  # Running runs with their devices, by run identifier.
         # Reservations of the last pass by run, in queue order.
         self.reservations: dict[str, Reservation] = {}
         self.ended: list[RunningRun] = []  # Runs that have released their devices since the last pass.
-        # Announced latest start times with their devices, which persist between passes.
+        # Announced latest start times with reserved devices, which the planner keeps between passes.
         self.promises: dict[str, Reservation] = {}
-        # Runs for which the scheduler preempted other runs, each with the devices that the scheduler holds until the
-        # start.
+        # Runs for which the scheduler preempted other runs, each with the devices held for the run.
         self.clearing: dict[str, tuple[DeviceShare, ...]] = {}
         self.number = 0
         self.now_ns = 0  # Time of the last pass.
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Apply another queue policy from now on."""
+        """Replace the queue policy for future decisions."""
         self.policy = policy
         self.fairness.set_policy(policy)
         self.capacity.set_policy(policy)
@@ -71,13 +70,13 @@ class PlannerState:
         self.reservations.clear()
 
     def guarded_ns(self, now_ns: int, *, times: int = 1) -> float:
-        """Return the latest queue time of runs that waited beyond the guard, multiplied by `times`."""
+        """Return the latest queue time of runs that have waited longer than `times` times the guard."""
         return now_ns - times * self.policy.guard_s * _S
 
     def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:
         """Return a run's priority among its user's runs: waiting time divided by weight.
 
-        A larger gang waits longer, and each run that starts before the gang extends the wait. The weight of a gang
+        Large gangs wait longer, because each run that starts before the gang extends the wait. A gang's weight
         therefore grows only with the square root of its size. A gang of whole nodes has a lower weight, because whole
         nodes are rarely free.
         """
@@ -106,9 +105,9 @@ class QueueLine:
     def __init__(self, key: LineKey, ask: TimedShape) -> None:
         self.key, self.ask = key, ask
         _, self.team, self.owner, _ = key
-        self.rows: list[tuple[int, str, QueuedRun]] = []  # Queue time, identifier and request of each run.
-        # `skipped`: number of runs at the head of the line that the current pass examined without placing them.
-        # `blocked`: like `TimedShape.blocked`, but only for the line's owner.
+        self.rows: list[tuple[int, str, QueuedRun]] = []  # Queue time, run identifier and request of each run.
+        # `skipped`: number of leading runs of the line that the current pass examined but could not place. `blocked`:
+        # like `TimedShape.blocked`, but only for the line's owner.
         self.blocked = self.skipped = 0
 
 
@@ -138,7 +137,7 @@ class Queue:
         return self._held.get(run_id) if entry is None else entry[0]
 
     def where(self, run_id: str) -> tuple[QueuedRun, QueueLine | None] | None:
-        """Return the request of a waiting run and its queue line, or None as line of a held run."""
+        """Return a waiting run's request and queue line. The queue line of a held run is None."""
         held = self._held.get(run_id)
         return self._waiting.get(run_id) if held is None else (held, None)
 
@@ -147,7 +146,7 @@ class Queue:
         return iter(self._held.values())
 
     def put(self, wanted: QueuedRun) -> None:
-        """Add a run, or replace its request."""
+        """Add a waiting run to the queue, or replace its request."""
         if self.find(wanted.run_id) == wanted:
             return
         self.remove(wanted.run_id)
@@ -158,7 +157,7 @@ class Queue:
             self._line_up(wanted)
 
     def remove(self, run_id: str) -> QueuedRun | None:
-        """Remove a run and return its request."""
+        """Remove a run from the queue, and return its request or None."""
         entry = self._waiting.pop(run_id, None)
         if entry is None:
             return self._held.pop(run_id, None)
@@ -195,7 +194,7 @@ class Queue:
         return None
 
     def lines(self) -> Iterator[QueueLine]:
-        """Return all queue lines, which are never empty."""
+        """Return all queue lines, each with at least one run."""
         return iter(self._lines.values())
 
     def ask(self, wanted: QueuedRun) -> TimedShape:

@@ -1,23 +1,23 @@
-"""Preemption: selects the runs that stop for another run, and defines the right to use a node.
+"""Preemption: selects runs that stop for another run, and defines the right to use a node.
 
     a run is blocked ─▶ possible nodes (sites) ─▶ runs there that may be preempted ─▶ the cheapest sufficient set
                                                   │
       by right      for runs of the lending pool, or of a node's owner with priority: at once
       by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times for each run
 
-The scheduler only preempts runs that can resume later (`preemptible`). The lost work of a preemption is the
-device-seconds since the run's start. The scheduler preempts the set of runs with the least lost work. The scheduler
-prefers preemption by right over preemption by class, and then the lowest sufficient class. The scheduler preempts no
-run without need, and prefers the youngest runs.
+The scheduler preempts only runs that can resume later (`preemptible`). The lost work of a preemption is the preempted
+run's device-seconds since its start. The scheduler prefers preemption by right over preemption by class, and prefers
+the lowest sufficient class. Among the remaining candidates, the scheduler preempts the set of runs with the least lost
+work, and never more runs than necessary.
 
-Preemption cannot loop. On each node, runs have one order, by right and then by class. Only a higher run preempts a
-lower run. The scheduler holds released devices for the run that needed the devices. A guest run starts only while no
-waiting run could preempt the guest by right.
+Preemption cannot loop. Runs on a node are ordered by their right to the node and then by priority class. A run can
+preempt only runs that are lower in this order. The scheduler holds the released devices for the run that caused the
+preemption. A guest run starts only while no waiting run could preempt the guest by right.
 
-Failure cases: the candidates for preemption may be too young. The plan then states the time at which a candidate is old
-enough. A non-preemptible run releases borrowed devices only at its end. A non-preemptible run may therefore only borrow
-if its declared time limit is at most the pool's `return_s`. The scheduler adds the time to start and to stop to that
-limit.
+If all preemption candidates are too young, the plan contains the time at which a candidate is old enough. A
+non-preemptible run releases borrowed devices only at its end. A non-preemptible run may therefore borrow devices only
+if its declared time limit is at most the pool's `return_s`. The declared time limit excludes the time for starting and
+stopping the run.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from serverless_gpu.model.scheduling.values import (
 )
 
 NO_CLAIM = (True, True)
-"""The weakest right to a node: a guest of its owner that borrows from its pool."""
+"""Weakest right to a node: a guest of the node's owner that also borrows from the node's pool."""
 FULL_CLAIM = (False, False)
-_NOBODY = BEST_EFFORT + 1  # With this value as the highest class, the scheduler preempts no run by class.
+_NOBODY = BEST_EFFORT + 1  # Class number below all priority classes, with which the search preempts no run by class.
 _NS = 1_000_000_000
 
 
 class PoolTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's pool settings. A pool without an entry is an on-demand pool."""
+    """The operator's queue and pool settings. A pool without settings is an on-demand pool."""
 
     policy: QueuePolicy
     pools: Mapping[str, Pool] = {}
@@ -58,20 +58,20 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A node on which all or some ranks of a gang could run."""
 
     node: Node
-    gpu_type: str  # Type of the devices on the node.
+    gpu_type: str  # Device type that the gang would use on the node.
     need: int  # Number of needed devices, or all usable devices of the node for a multi-node gang.
-    free: int  # Unreserved devices that are free, or whose runs are stopping.
+    free: int  # Number of unreserved devices that are free or belong to stopping runs.
     holders: tuple[RunningRun, ...] = ()  # Runs with devices on the node.
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The preemptions that free devices for a blocked gang."""
 
-    # Runs that must stop, or none if enough devices become free without preemption.
+    # Runs to preempt. The tuple is empty if enough devices become free without preemption.
     preemptions: tuple[Preemption, ...] = ()
-    # Devices to hold for the gang until its start, or none if no preemption is possible now.
+    # Devices to hold for the gang until its start. The tuple is empty if no preemption is possible now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None  # Time of the next preemption attempt, when a run will be old enough, or None for never.
+    wake_ns: int | None = None  # Time at which a run is old enough for preemption, or None.
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -95,7 +95,7 @@ def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
     if pool is None or not pool.reserved:
         return True
     in_time = wanted.preemptible and wanted.grace_s <= pool.return_s
-    # Compare only the declared limit, because the start alone may take longer than most pools allow.
+    # Compare only the declared limit, because starting a run may take longer than most pools' `return_s`.
     is_short = wanted.limit_s is not None and wanted.limit_s - wanted.beyond_s <= pool.return_s
     return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or is_short)
 
@@ -123,7 +123,7 @@ def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> boo
 
 
 def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, bool]:
-    """Return a run's distance from a full right to a node. A run preempts runs with a larger distance.
+    """Return a run's distance from a full right to a node. Runs may preempt runs with a larger distance.
 
     The distance has two flags: the run is a guest of the node's owner, and the run borrows from the pool.
     """
@@ -144,7 +144,7 @@ def has_guests(node: Node, terms: PoolTerms) -> bool:
 
 
 def plan_preemption(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, now_ns: int) -> PreemptionPlan | None:
-    """Return the runs to preempt so that a blocked gang can start, or None."""
+    """Return the runs to preempt so that a blocked gang can start, or None if preemption can never help."""
     search = _Search(wanted, terms, now_ns)
     for highest in search.levels(sites):
         search.highest = highest
@@ -156,7 +156,7 @@ def plan_preemption(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, 
 
 
 def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms) -> int | None:
-    """Return the earliest time at which a run may preempt another run on a node, or None for never."""
+    """Return the earliest time at which a run may preempt another run on a node, or None if forbidden."""
     if has_guests(node, terms):
         mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
         if mine < other:
@@ -167,7 +167,7 @@ def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms
 
 
 def _by_class(wanted: QueuedRun, running: RunningRun, policy: QueuePolicy) -> int | None:
-    """Return the earliest time of a preemption by a higher priority class, or None for never."""
+    """Return the earliest time at which a higher-class run may preempt another run, or None if forbidden."""
     held = running.wanted
     if held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
         return None
@@ -180,7 +180,7 @@ def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
 
 
 class _Search:
-    """Finds preemptible runs for one waiting run, computed once per site."""
+    """Finds the runs that one waiting run may preempt, and caches the result per site."""
 
     def __init__(self, wanted: QueuedRun, terms: PoolTerms, now_ns: int) -> None:
         # `highest`: the highest priority class that the search may currently preempt.
@@ -189,7 +189,7 @@ class _Search:
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
 
     def levels(self, sites: Sequence[Site]) -> list[int]:
-        """Return the priority classes to preempt, the lowest first, or `_NOBODY` for no class."""
+        """Return the class levels to try, the lowest class first, with `_NOBODY` for no preemption by class."""
         classes = {level for site in sites for level, _ in self._askable(site)}
         if any(site.free >= site.need for site in sites) or sum(max(0, site.free) for site in sites) >= self._count:
             classes.add(_NOBODY)
@@ -202,7 +202,7 @@ class _Search:
     def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
         """Return the preemptible runs on a site with their class.
 
-        The class of runs that must stop by right is below all priority classes.
+        Runs that the waiting run may preempt by right have a class below all priority classes.
         """
         known = self._known.get(id(site))
         if known is not None:
@@ -219,7 +219,7 @@ class _Search:
             count = _count(running, site)
             devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
             found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
-        self._known[id(site)] = (site, found)  # Keep a reference to the site, so that Python does not reuse its id.
+        self._known[id(site)] = (site, found)  # The stored reference to the site prevents Python from reusing its id.
         return found
 
 
@@ -245,12 +245,12 @@ def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
 
 
 class _MultiNodeSearch:
-    """Finds whole nodes and a partly used node, of one pool and type, that together fit a gang.
+    """Finds nodes of one pool and type for a gang: whole nodes and a partly used node.
 
-    The search tries nodes with the least lost work per device first. A preempted run releases its devices on all its
-    nodes, so the search examines all nodes of the run again. The search preempts no run unless the whole gang fits.
+    The search tries nodes with the least lost work per device first. A preempted run releases devices on all its nodes,
+    so the search then re-examines those nodes. The search preempts no run unless the whole gang fits.
 
-    search: finds the preemptible runs. sites: nodes, each with all its usable devices.
+    `search` finds the preemptible runs. `sites` are the nodes, each with all its usable devices.
     """
 
     def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
@@ -291,7 +291,7 @@ class _MultiNodeSearch:
         return _clear(self._search, site)
 
     def _take(self, plan: _Plan) -> set[str]:
-        """Choose a node, and return the further nodes of runs that must stop on the node."""
+        """Choose a node for the gang. Return the other nodes of runs that the plan preempts on that node."""
         self._chosen.append(plan)
         self._left -= plan.site.need
         del self._rest[plan.site.node.id]
@@ -327,15 +327,15 @@ def _clear(search: _Search, site: Site) -> _Plan | None:
 
 
 _Candidate = tuple[int, int, RunningRun]
-"""Lost work from preempting a run, the number of devices that the preemption frees on the site, and the run."""
+"""Lost work of preempting a run, number of devices that the run releases on the site, and the run."""
 
 
 def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate] | None:
     """Return runs that free the missing devices with at most twice the minimum lost work.
 
-    The search adds runs with the least lost work per device first. Each run that completes a set produces a candidate
-    set. The search then continues without the completing run. The search therefore prefers one large run over many
-    small runs if the large run has less lost work.
+    The search adds runs in ascending order of lost work per device. Each run that frees the last missing devices
+    produces a candidate set. The search then continues without that run. The search therefore selects one large run
+    instead of many small runs if the large run has less lost work.
     """
     most = sum(count for _, count, _ in candidates)
     if most < lacking:
@@ -358,7 +358,7 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
 
 
 def _needed(way: Sequence[_Candidate], lacking: int) -> list[_Candidate]:
-    """Return a set of runs without runs whose preemption is unnecessary."""
+    """Return the given runs without those whose preemption is unnecessary."""
     spare = sum(count for _, count, _ in way) - lacking
     kept: list[_Candidate] = []
     for candidate in sorted(way, key=lambda found: (-found[0], found[2].wanted.run_id)):
@@ -374,7 +374,7 @@ def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
 
 
 def _count(running: RunningRun, site: Site) -> int:
-    if len(running.shares) == 1:  # The run only has devices on the site.
+    if len(running.shares) == 1:  # The run has devices only on this site.
         return running.shares[0].count
     return sum(
         share.count for share in running.shares if share.node_id == site.node.id and share.gpu_type == site.gpu_type
@@ -382,7 +382,7 @@ def _count(running: RunningRun, site: Site) -> int:
 
 
 def _ripe_at(wanted: QueuedRun, site: Site, terms: PoolTerms) -> int | None:
-    """Return the time at which preemption on a site can free enough devices, or None for never."""
+    """Return the time at which preemption on a site can free enough devices, or None if impossible."""
     lacking = site.need - site.free
     ripening = [
         (ripe_ns, _count(running, site))
@@ -413,16 +413,16 @@ def _preemption_plan(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms
 
 
 def _reason_text(wanted: QueuedRun, held: QueuedRun, node: Node, terms: PoolTerms) -> str:
-    """Return the reason for a preemption as text for the owner of the preempted run."""
+    """Return a text that explains a preemption to the owner of the preempted run."""
     is_visitor, borrows = standing(held, node, terms)
     if is_visitor and wanted.owner == node.owner:
         return (
-            f"{node.name} belongs to {node.owner}, and the run {wanted.title} has priority on this node; this run "
-            "resumes when devices are free"
+            f"node {node.name} gives priority to its owner {node.owner}, whose run {wanted.title} preempts this run "
+            "until devices are free"
         )
     if borrows and wanted.pool == node.pool:
         return (
-            f"pool {node.pool!r} lent the devices and needs them for its run {wanted.title}; this run resumes on "
-            "other devices"
+            f"pool {node.pool!r} needs its lent devices for the run {wanted.title}, so this run resumes on other "
+            "devices"
         )
-    return f"preempted for {wanted.title}, which is {CLASSES[wanted.priority]}; this run resumes when devices are free"
+    return f"the run {wanted.title} of class {CLASSES[wanted.priority]} preempts this run until devices are free"

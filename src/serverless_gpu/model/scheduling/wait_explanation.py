@@ -1,7 +1,7 @@
-"""Explanations of waits, start estimates and queue order, computed on demand from the last pass.
+"""Explains waits, estimates starts and lists the queue, on demand from the results of the last pass.
 
-The module makes no scheduling decisions. The time of a query may grow with the length of the queue, so callers query
-one run at a time.
+The module makes no scheduling decisions. The duration of a query may grow with the queue length, so callers query one
+run at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SOON_NS = 60e9
 HOLDERS_MAX = 32
 """Maximum number of device holders in a wait explanation."""
 Rank = tuple[int, bool, float, float, float, int, str]
-"""Sort key for the position of a run in the queue. The run with the smallest key is next."""
+"""Sort key of a waiting run, where the smallest key identifies the next run."""
 
 
 def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
@@ -66,7 +66,7 @@ def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
 def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
     """Return the waiting runs in the order of service.
 
-    Sorts runs that no devices can ever serve after all servable runs, and held runs last.
+    Unservable runs follow all servable runs, and held runs come last.
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
@@ -139,7 +139,7 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
 
 
 def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
-    """Return the reason why the release time of devices is unknown."""
+    """Return the reason why the scheduler cannot estimate when devices become free."""
     if next(iter(gang_placement.usable(state.capacity, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
         return closed.words or "the run may not use any suitable node now"
@@ -153,7 +153,7 @@ def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: lis
     open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0]) or _says_no_end(other)]
     if not open_ended:
         one = "several nodes" if is_several(state.capacity, wanted, ask) else "one node"
-        return f"it is unknown when enough devices of {one} become free"
+        return f"the scheduler cannot estimate when enough devices of {one} become free"
     named = ", ".join(first_few(sorted(set(open_ended))))
     return f"no timeout was declared for {named}, and too few similar runs have ended to learn from"
 
@@ -165,7 +165,7 @@ def _says_no_end(wanted: QueuedRun) -> bool:
 def _rests_on_caps(
     state: PlannerState, shares: Iterable[DeviceShare], ahead: Iterable[QueuedRun], at_ns: int, now_ns: int
 ) -> bool:
-    """Return True if a time depends on a run whose only time limit is a default of days."""
+    """Return True if a start time depends on a run whose only time limit is a default of days."""
     if any(_says_no_end(other) and now_ns + (other.limit_s or 0.0) * 1e9 <= at_ns for other in ahead):
         return True
     return any(
@@ -177,7 +177,7 @@ def _rests_on_caps(
 
 
 def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
-    """Return True if a reservation's time depends only on default limits of days."""
+    """Return True if a reservation's start time depends on default time limits of days."""
     books = [state.capacity.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
     names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
     ahead = [other for other in map(state.queue.find, sorted(names)) if other is not None]
@@ -185,7 +185,7 @@ def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
 
 
 def reservations(state: PlannerState, now_ns: int) -> tuple[Reservation, ...]:
-    """Return the reservations without times that follow from default limits of days."""
+    """Return the reservations, omitting start times that depend on default time limits of days."""
     return tuple(
         msgspec.structs.replace(kept, at_ns=kept.likely_ns, is_bound=False)
         if kept.at_ns is not None and _is_far(state, kept, now_ns)
@@ -203,10 +203,9 @@ def _nodes(state: PlannerState, shares: tuple[DeviceShare, ...]) -> tuple[str, .
 
 
 class _Order:
-    """The order of the queue at one time. The class caches values that all runs of a user share.
+    """The order of the queue at one time, with cached values per user.
 
-    The entries of a queue line are in queue order. The entries ahead of another run are therefore at the start of the
-    line.
+    A queue line is sorted in queue order, so the runs ahead of a given run are at the start of the line.
     """
 
     def __init__(self, state: PlannerState, now_ns: int) -> None:
@@ -222,7 +221,7 @@ class _Order:
         """Return the sort key of a run: by class, guard, team and user, then by waiting time."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
-            # Runs that waited beyond the guard are in order of age alone.
+            # The scheduler orders runs that waited beyond the guard only by their queue time.
             return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)
         key = (team_of(wanted), wanted.owner)
         shares = self._shares.get(key)
@@ -260,7 +259,7 @@ class _Explained:
         self._reservation: Reservation | None = state.reservations.get(wanted.run_id)
 
     def wait(self, place: int) -> Wait:
-        """Return the wait, with the run's position in the queue."""
+        """Return the wait of the run, with its position in the queue."""
         if self._is_several:
             return self._several(place)
         nearest = self._nearest()
@@ -301,7 +300,7 @@ class _Explained:
         )
 
     def _spare(self, chosen: Chosen) -> tuple[int | None, float]:
-        """Return the time at which other runs need the held devices, and the longest fitting time limit."""
+        """Return the time at which other runs need the devices, and the longest fitting time limit."""
         if any(where.free[name] < count for where, name, count in chosen):
             return None, 0.0
         books = [(self._floor.books.get((where.node.id, name)), count) for where, name, count in chosen]
@@ -320,8 +319,8 @@ class _Explained:
     def _nearest(self) -> tuple[NodeDevices, str] | None:
         """Return the node that explains the wait.
 
-        The function prefers a node with enough held devices, then the reserved node, then the node with the fewest
-        missing devices.
+        The method prefers a node with enough devices held for other runs. The next choices are the reserved node and
+        the node with the fewest missing devices.
         """
         kept = min(self._kept(), key=lambda option: option[:2], default=None)
         if kept is not None and self._wanted.run_id not in self._state.clearing:
@@ -345,7 +344,7 @@ class _Explained:
     def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
         """Yield nodes with enough free devices that the scheduler holds for other runs.
 
-        Users see the free devices and expect an explanation why the run does not start on them.
+        Users who see these free devices expect an explanation why the run does not start there.
         """
         reach = self._floor.reach(self._ask.shape)
         for node_id, name in self._floor.books:
@@ -357,7 +356,7 @@ class _Explained:
                 yield *where.entry[:2], where, name
 
     def _keeper(self, where: NodeDevices, gpu_type: str) -> str:
-        """Return the title of the next run for which the scheduler holds devices of a node."""
+        """Return the title of the first run for which the scheduler holds devices of a node, or ""."""
         book = self._floor.books.get((where.node.id, gpu_type))
         others = (run_id for run_id, _ in book.names if run_id != self._wanted.run_id) if book is not None else ()
         for run_id in others:
@@ -367,7 +366,7 @@ class _Explained:
         return ""
 
     def _start(self, where: NodeDevices, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
-        """Return the start time, True for a latest start, and the likely start, or None if unknown."""
+        """Return the start time, True if it is a latest start time, and the likely start time."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
@@ -376,12 +375,12 @@ class _Explained:
         share = DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count)
         if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
             return None, False, None
-        return int(likely), False, None  # The run has no reservation, so the start may be later.
+        return int(likely), False, None  # Without a reservation, the run may start later than this time.
 
     def _promised(self) -> tuple[int | None, bool, int | None]:
-        """Return the time of the reservation, True for a latest time, and the learned time.
+        """Return the reserved start time, True if it is a latest start time, and the learned start time.
 
-        A time in the past is invalid, because a run is late or the devices were lost.
+        A reserved start time in the past is invalid, because a run is late or a node lost its devices.
         """
         kept = self._reservation
         if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:
@@ -394,7 +393,7 @@ class _Explained:
         return kept.at_ns, kept.is_bound, likely_ns
 
     def _holders(self, rows: list[tuple[NodeDevices, str]], *, lacking: int = 0) -> tuple[DeviceHolder, ...]:
-        """Return the runs that hold devices, the earliest release first.
+        """Return the runs that hold devices of the given nodes, the earliest release first.
 
         `lacking` is the number of devices that preemption must free, or 0 without preemption.
         """
@@ -426,7 +425,7 @@ class _Explained:
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
 
     def _asked(self, row: tuple[NodeDevices, str], lacking: int) -> dict[str, int]:
-        """Return the runs that the scheduler will preempt on a node, with times, or none if too few."""
+        """Return the preemption times of the runs on a node, or an empty result if these runs are not enough."""
         where, name = row
         asked: dict[str, int] = {}
         for held in sorted(where.runs.get(name, {}).values(), key=lambda held: held.running.since_ns):
@@ -480,7 +479,7 @@ class _Explained:
         )
 
     def _before_turn(self, where: NodeDevices, gpu_type: str) -> tuple[float, str]:
-        """Return the longest time limit that ends before a node's calendar changes, or a reason."""
+        """Return the longest time limit that ends before a node's calendar changes, or 0 with an explanation."""
         turns_ns = where.node.turns_ns
         if turns_ns is None:
             return 0.0, ""
@@ -526,10 +525,10 @@ class _Explained:
     def _chosen(self) -> Chosen:
         """Return the devices that explain the wait of a gang on several nodes.
 
-        The function prefers enough held devices, then the reserved devices, then the nodes with the fewest missing
-        devices. If all usable nodes together have too few devices, the result is all usable nodes. The missing devices
-        are then in quarantine, or in use outside of the server. The result is empty if the gang may not use some nodes
-        now.
+        The method prefers nodes with enough devices held for other runs. The next choices are the reserved devices and
+        the nodes with the fewest missing devices. If quarantine or use outside of the server leaves too few devices,
+        the method returns all usable nodes. If some nodes are currently closed to the gang, the method returns an empty
+        list.
         """
         seeker = ReservationSearch(self._floor, self._wanted, self._ask, self._now_ns)
         found = seeker.nearest(kept=True)
@@ -551,7 +550,7 @@ def _part(where: NodeDevices, gpu_type: str, count: int) -> GangPart:
 
 
 def _claimed(where: NodeDevices, wanted: QueuedRun, capacity: Capacity) -> str:
-    """Return the message about the owner or pool that excludes a guest run from a node, or ""."""
+    """Return a message about the owner or pool that excludes a guest run from a node, or ""."""
     node = where.node
     if standing(wanted, node, capacity.terms) <= where.group.claim:
         return ""

@@ -3,10 +3,10 @@
     needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd
     └─ need ───────────────┘  └─ free ───┘  └─ holder ────── release ─────────────────────┘  └─ place ─┘
 
-"until 14:20 at the latest" is declared (`timeout`), and "until about 14:20" is learned from earlier runs. The message
-omits an unknown time. The message rounds a latest time up to the minute, so that the displayed time is never too early.
-Each list in a message has at most three names. The module also contains the messages about principals that share one
-operating-system user.
+The text "until 14:20 at the latest" shows a declared time (`timeout`). The text "until about 14:20" shows a time
+learned from earlier runs. The message omits unknown times. The message rounds a latest time up to the minute, so that
+the displayed time is never too early. Each list in a message has at most three names. The module also contains the
+messages about principals that share one operating-system user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REVOKE = "sgpu pool set {pool} --isolation unset"
 _MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
 _UNSEEN = "the scheduler has not examined the run yet"
-# Wait reasons whose text replaces all further parts of the message.
+# Wait reasons whose text replaces all other parts of the message.
 _INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)
 
 
@@ -64,7 +64,7 @@ def ordinal(number: int) -> str:
 
 
 def first_few(texts: Sequence[str]) -> list[str]:
-    """Return a list of texts truncated to a few entries, with the number of omitted texts."""
+    """Return the first texts of a list, with a final entry for the number of omitted texts."""
     more = len(texts) - NAMED_MAX
     return [*texts[:NAMED_MAX], f"{more} more"] if more > 0 else list(texts)
 
@@ -81,7 +81,7 @@ def _needing(wait: Wait) -> str:
 
 
 def _there(wait: Wait, clock: Clock) -> list[str]:
-    """Return text about the free devices on the expected node, and the holders of missing devices."""
+    """Return message parts about free devices on the node and holders of missing devices."""
     if wait.reason is WaitReason.CALENDAR:
         return [_calendar(wait, clock), *_holding(wait.holders, clock)]
     if wait.reason is WaitReason.AWAY and not wait.node:
@@ -125,7 +125,7 @@ def _calendar(wait: Wait, clock: Clock) -> str:
 
 
 def _holding(holders: Sequence[DeviceHolder], clock: Clock) -> list[str]:
-    # Merge runs with the same title into one entry with the latest release.
+    # Merge runs with the same title into one entry with the latest release time.
     merged: dict[tuple[str, bool, bool], DeviceHolder] = {}
     for holder in holders:
         key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
@@ -167,7 +167,7 @@ def _together(one: DeviceHolder, other: DeviceHolder) -> DeviceHolder:
 
 
 def _joined(nodes: str, node: str) -> str:
-    """Return node names with another name appended. Beyond the maximum, "others" replaces the last names."""
+    """Append a node name to a list of names, replacing names beyond `NAMED_MAX` by "others"."""
     names = nodes.split(", ")
     if node in names:
         return nodes
@@ -175,7 +175,7 @@ def _joined(nodes: str, node: str) -> str:
 
 
 def _start(wait: Wait, clock: Clock) -> list[str]:
-    """Return text about the start time, and about the time limit with which the run would start now."""
+    """Return the message parts about the start time and about a time limit that allows an immediate start."""
     parts = []
     if wait.at_ns is not None:
         learned = "" if wait.likely_ns is None else f", about {clock(wait.likely_ns)} by earlier runs of those names"
@@ -200,11 +200,11 @@ def latest(at_ns: int, clock: Clock) -> str:
 
 
 def isolation_sentence(pools: Sequence[str]) -> str:
-    """Return the reason why a run of a second principal waits, and the remedy."""
+    """Return a message about the isolation that makes a second principal's run wait, with the remedy."""
     verb = "runs" if len(pools) == 1 else "run"
     return (
         f"{_named(pools)} {verb} the code of one principal only, because all runs there share one operating-system "
-        f"user; an administrator can accept that: `{REMEDY.format(pool=pools[0])}`"
+        f"user. An administrator can allow other principals: `{REMEDY.format(pool=pools[0])}`"
     )
 
 
@@ -215,15 +215,15 @@ def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared
     who, found = ", ".join(first_few(principals)), []
     if shared:
         found.append(
-            f"all runs in {_named(shared)} share one operating-system user: the code of {who} can read secrets "
-            "and results of other users, and on this server's machine the server's key and tokens; "
-            f"`{REVOKE.format(pool=shared[0])}` ends the sharing for new runs"
+            f"all runs in {_named(shared)} share one operating-system user. The code of {who} can read secrets "
+            "and results of other users. On the server's machine, this code can also read the server's key and tokens. "
+            f"End the sharing for new runs with `{REVOKE.format(pool=shared[0])}`"
         )
     if closed or not shared:
         waiting = closed or ["default"]
         found.append(
-            f"runs of {who} wait in {_named(waiting)} with the reason isolation: all runs there share one "
-            f"operating-system user; to accept that: `{REMEDY.format(pool=waiting[0])}`"
+            f"runs of {who} wait in {_named(waiting)} with the reason isolation, because all runs there share one "
+            f"operating-system user. To allow these principals, use `{REMEDY.format(pool=waiting[0])}`"
         )
     return found
 

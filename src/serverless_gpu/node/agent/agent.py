@@ -1,17 +1,17 @@
-"""The agent of one user and home: keeps interpreters warm and gives every run a supervisor.
+"""The agent of one home directory: keeps interpreters warm and assigns a supervisor to each run.
 
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
                               ──▶ next: the agent prepares another supervisor and another stem
 
-After the hand-over, client and supervisor communicate directly. The agent makes no decisions about a run. One thread
-runs one event loop. The loop blocks for at most about 2 ms, for example to check a zygote's files. Once a minute, the
-loop blocks longer to inspect the GPUs.
+After the hand-over, client and supervisor communicate directly. The supervisor, not the agent, makes all decisions
+about the run. The agent has one thread with one event loop. The event loop blocks for at most about 2 ms, for example
+to check a zygote's files. Once a minute, the event loop blocks longer to inspect the GPUs.
 
-Failure cases: If the agent is killed, attempts continue while zygotes and standby processes end. The next call starts a
-new agent, which finds attempts by their sockets. If two agents start at once, only one agent acquires the lock. If a
-supervisor dies, the agent writes the missing `stopped.json` and receipt. If too many runs start at once, the agent
-queues the excess runs. The agent sends each waiting client the queue position of its run.
+If an operator kills the agent, attempts continue, but zygotes and standby processes end. The next call starts a new
+agent, which finds running attempts by their sockets. If two agents start at once, only one agent acquires the lock. If
+a supervisor dies, the agent writes the missing `stopped.json` and receipt. The agent queues runs beyond the maximum
+number of attempts. The agent sends each waiting client the queue position of its run.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ ATTEMPTS_MAX = 64
 QUEUED_MAX = 4_096
 CLIENTS_MAX = 512
 IDLE_S = 600.0
-# Seconds after a hand-over before the agent refills its standby processes: new ranks get the CPU cores first.
+# Delay in seconds before the agent replaces a used standby process, so that new ranks get the CPU cores first.
 _REFILL_S = 0.1
 _TURN_S = 5.0
-_IDLE_WORK_S = 10.0  # Seconds without a run before the agent does deferred work.
+_IDLE_WORK_S = 10.0  # Idle seconds before the agent compiles the modules of restored environments.
 _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
     """Run the agent until it is idle for ten minutes.
 
-    The agent closes `ready_fd` once it accepts connections.
+    The agent closes `ready_fd` when it is ready for connections.
     """
     if os.fork():
-        os._exit(0)  # The agent is reparented to init, so a long-lived caller does not keep it as a zombie process.
+        os._exit(0)  # The kernel reparents the agent to init, which reaps the agent after its end.
     linux.set_name(AGENT)
-    linux.outlive_ranks()  # Supervisors inherit this protection from the OOM killer; other children reset it.
+    linux.outlive_ranks()  # Supervisors inherit this protection from the OOM killer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = os.open(
         protocol.agent_socket(Path(sockets)).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -84,7 +84,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
     except BlockingIOError:
         os._exit(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Each queued run needs a file descriptor.
+    # The agent needs a file descriptor for each queued run.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     os.ftruncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())  # Clients print this pid if the agent does not answer.
@@ -95,7 +95,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
 
 
 class Agent:
-    """The agent's event loop, and the state of all processes that the agent controls."""
+    """Event loop of the agent, with the state of all processes that the agent controls."""
 
     def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
         self._home = home
@@ -122,7 +122,7 @@ class Agent:
         self._stem_owners = StemOwners()
         self._principals = Principals(environ)
         self._clients: dict[int, Channel] = {}
-        self._inside: dict[int, str] = {}  # client descriptor → owner of the attempt in which the client runs
+        self._inside: dict[int, str] = {}  # Owners of the attempts in which clients run, by client descriptor.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
         self._used_ns = self._clock.boottime_ns()
@@ -133,7 +133,7 @@ class Agent:
         self._attempts.prepare()
 
     def serve(self) -> None:
-        """Serve until the agent has been idle for too long or a client sends `Retire`."""
+        """Serve clients until the agent exceeds its idle limit or a client sends `Retire`."""
         while not self._retired:
             is_idle = not self._attempts.count() and not self._queue
             if is_idle and self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9:
@@ -168,18 +168,18 @@ class Agent:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            # Without free descriptors, accept would return at once in a busy loop.
+            # The pause avoids a busy loop while `accept` fails for lack of free descriptors.
             select.select([], [], [], _BREATH_S)
             return
         channel = Channel(sock)
         if len(self._clients) >= CLIENTS_MAX:
             message = (
-                f"the agent of this node already has {CLIENTS_MAX} idle clients, its maximum; end a waiting "
+                f"the agent of this node already has {CLIENTS_MAX} idle clients, the maximum. End a waiting "
                 "client and try again"
             )
             self._refuse(channel, protocol.Refused(code="agent_unavailable", message=message))
             return
-        sock.settimeout(1.0)  # Each client is a process of this user; a stopped client must not block the agent.
+        sock.settimeout(1.0)  # The timeout prevents a stopped client from blocking the agent.
         fd = channel.fileno()
         self._clients[fd] = channel
         self._inside[fd] = self._stem_owners.owner_of(sock)
@@ -191,13 +191,13 @@ class Agent:
         try:
             received = protocol.receive(channel)
         except (OSError, msgspec.MsgspecError) as error:
-            self._answer(channel, protocol.Refused(code="agent_unavailable", message=f"not understood: {error}"))
+            self._answer(channel, protocol.Refused(code="agent_unavailable", message=f"invalid message: {error}"))
             received = None
         if received is None:
             self._drop(channel)
             return
         self._used_ns = self._clock.boottime_ns()
-        close_all(received[1])  # Clients send no descriptors.
+        close_all(received[1])  # The agent accepts no descriptors from clients.
         match received[0]:
             case protocol.Launch() as launch:
                 owner = combined(launch.owner, self._inside[channel.fileno()])
@@ -250,7 +250,7 @@ class Agent:
                 client,
                 protocol.Refused(
                     code="agent_unavailable",
-                    message=f"the agent already has {QUEUED_MAX} queued runs, its maximum; try again later",
+                    message=f"the agent already has {QUEUED_MAX} queued runs, the maximum. Try again later",
                 ),
             )
         elif self._attempts.count() >= ATTEMPTS_MAX:
@@ -259,13 +259,13 @@ class Agent:
             self._start(launch, client)
 
     def _enqueue(self, launch: protocol.Launch, client: Channel) -> None:
-        """Queue a run. The client may cancel the run, or disconnect and leave the run queued."""
+        """Queue a run, which the client may cancel or leave queued after disconnecting."""
         entry = (launch, client)
         ahead = len(self._queue) + ATTEMPTS_MAX
         self._queue.append(entry)
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(entry))
         with contextlib.suppress(OSError):
-            protocol.send(client, protocol.WaitingNote(sentence=f"{ahead} runs of this home are ahead of this one"))
+            protocol.send(client, protocol.WaitingNote(sentence=f"{ahead} runs of this home are ahead of this run"))
 
     def _hear_queued(self, entry: tuple[protocol.Launch, Channel]) -> None:
         client = entry[1]
@@ -340,7 +340,7 @@ class Agent:
         *,
         fetched: bool = False,
     ) -> None:
-        """Give a run its stem, in the caller's environment or in a restored environment."""
+        """Provide a stem to a run's supervisor, in the caller's environment or a restored environment."""
         context, said = launch.context, "live"
         if environment is not None:
             context, said = environment.context(context), environment.text(fetched=fetched)
@@ -364,7 +364,10 @@ class Agent:
         wanted: protocol.EnvironmentRequest | None,
         keeper: SupervisorLink | None = None,
     ) -> None:
-        """Keep an interpreter warm until its session ends. The first run reports problems."""
+        """Keep an interpreter warm until its session ends.
+
+        If the interpreter cannot start, the session's first run reports the problem.
+        """
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)
@@ -402,7 +405,7 @@ class Agent:
         self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
-            # If no process can start now, the next run tries again and reports the error.
+            # If the process cannot start now, the next run tries again and reports the error.
             with contextlib.suppress(OSError):
                 self._attempts.prepare()
             self._zygotes.refill()

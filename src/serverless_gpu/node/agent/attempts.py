@@ -1,17 +1,17 @@
-"""The agent's attempts: their supervisors, and the owners of their stems.
+"""Attempts of the agent: their supervisors and the owners of their stems.
 
 The agent has one standby supervisor, one supervisor per running attempt, and the supervisors that an earlier agent
-started. The agent sends a supervisor its attempt once, over a channel, with the client's socket. Later, end of file on
-the channel reports that the supervisor has ended.
+started. The agent sends the attempt and the client's socket to a supervisor over a channel. End of file on that channel
+tells the agent that the supervisor has ended.
 
     rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem that the agent made: its owner
 
 A rank can call the local agent like any process with the same uid. The agent therefore ignores the owner that a rank
-claims, and determines the owner from the process tree. Every descendant of a stem stays below the stem in the process
-tree, even after a double fork, because the stem is a subreaper.
+claims, and determines the owner from the process tree. A stem is a subreaper, so every descendant stays below the stem
+in the process tree, even after a double fork.
 
-The owner is `UNKNOWN_OWNER` if the process has ended before the agent checks it, or if an earlier agent made the
-process's stem. A run with an unknown owner shares no zygote.
+The owner is `UNKNOWN_OWNER` if the process ends before the agent's check, or if an earlier agent created the stem. The
+agent never shares a zygote with a run of an unknown owner.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.process_tree import ProcessIdentity, look_at
 from serverless_gpu.node.processes.spawn import clean_process
 
-_LOCK_TRIES = 5  # Lock attempts, 10 ms apart: the kernel closes the descriptors of a dead supervisor one by one.
+# Number of tries to lock, 10 ms apart, while the kernel closes the descriptors of a dead supervisor.
+_LOCK_TRIES = 5
 _STEM = "sgpu-stem"
 _STEMS_MAX = 4_096
 _DEPTH_MAX = 4_096
@@ -60,7 +61,7 @@ class SupervisorLink:
         self.kind: Kind = "function"
         self.adopted = False
         self.directory: Path | None = None
-        self.ended_ns: int | None = None  # Boottime at which the channel closed, in nanoseconds.
+        self.ended_ns: int | None = None  # Time on the boottime clock at which the channel closed, in nanoseconds.
         self.key: Key | None = None  # Key of the zygote that a session keeps running.
         self.environment = ""  # Address of the snapshot that the attempt's ranks use.
 
@@ -73,7 +74,7 @@ class SupervisorLink:
             os.close(fd)
 
     def give_problem(self, problem: str, reason: Reason = Reason.START_FAILED) -> None:
-        """Report to the supervisor why it gets no stem."""
+        """Report to the supervisor the reason for a missing stem."""
         with contextlib.suppress(OSError):
             protocol.send(self.channel, protocol.Stem(problem=problem, reason=reason))
 
@@ -84,7 +85,7 @@ class SupervisorLink:
 
 
 class Attempts:
-    """All supervisors of one agent."""
+    """All supervisors of one agent, with their attempts."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Attempts:
             self._standby = self._spawn()
 
     def assign(self, message: protocol.Assign, client: Channel) -> SupervisorLink:
-        """Give an attempt and its client's socket to a supervisor. Raises OSError if that fails."""
+        """Send an attempt and its client's socket to a supervisor. Raises OSError if no supervisor can start."""
         supervised, self._standby = self._standby or self._spawn(), None
         try:
             protocol.send(supervised.channel, message, (client.fileno(),))
@@ -162,12 +163,13 @@ class Attempts:
                 received = protocol.receive(Channel(sock))
             except ConnectionRefusedError:
                 sock.close()
-                path.unlink(missing_ok=True)  # The supervisor of this socket has ended.
-                # The fence does not matter here, because the uplink settles the attempts of a server.
+                # The supervisor of this socket has ended. The uplink settles attempts of a server, so this code can
+                # ignore the fence.
+                path.unlink(missing_ok=True)
                 self._bury_at(self._home.attempt(path.stem, 1))
                 continue
             except (OSError, msgspec.MsgspecError):
-                # The supervisor runs but is busy, stopped or of another version, so this agent does not control it.
+                # The supervisor is busy, stopped or of another version, so this agent cannot control the attempt.
                 sock.close()
                 continue
             if received is None or not isinstance(received[0], protocol.AttemptSnapshot):
@@ -182,11 +184,11 @@ class Attempts:
             self._watch(supervised)
 
     def tend(self) -> bool:
-        """Settle attempts whose supervisor has ended. Return True if any attempt was settled."""
+        """Settle attempts whose supervisor has ended. Return True if the method settled any attempt."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
-                # The agent starts the next standby supervisor later, because the same cause may kill it too.
+                # The agent delays the next standby supervisor, because the same cause may also kill the replacement.
                 self._standby = None
             if supervised in self._busy:
                 self._busy.remove(supervised)
@@ -208,7 +210,7 @@ class Attempts:
         try:
             has_facts, has_ended = bool(first_facts(directory)), (directory / "stopped.json").exists()
             if has_ended and not has_used_devices(directory):
-                return  # The client withdrew this launch and is deleting the directory.
+                return  # The client withdrew the launch and is deleting the attempt directory.
             if not has_remote(directory):
                 if has_facts or not has_ended:
                     settle_loss(directory, self._clock, seen_ns=seen_ns)
@@ -217,7 +219,7 @@ class Attempts:
                 if not has_ended:
                     write_json(directory / "stopped.json", lost_ending(directory, self._clock))
         except OSError:
-            return  # The write failed. Readers of the directory find an attempt without `stopped.json`.
+            return  # After a failed write, the attempt directory has no `stopped.json`.
         finally:
             os.close(lock)
 
@@ -264,8 +266,8 @@ class Attempts:
         supervised.channel.close()
 
     def _hear(self, supervised: SupervisorLink) -> None:
-        # An adopted supervisor treats the agent as an attached client. The agent ignores the supervisor's other
-        # messages.
+        # An adopted supervisor treats the agent as an attached client. The agent ignores client messages from this
+        # supervisor.
         try:
             received = protocol.receive(supervised.channel)
         except (OSError, msgspec.MsgspecError):
@@ -277,7 +279,7 @@ class Attempts:
         elif isinstance(received[0], protocol.Standby):
             supervised.pid = received[0].pid
         elif isinstance(received[0], protocol.Refused):
-            # The supervisor refused a duplicate launch, so the attempt itself is not affected.
+            # The supervisor refused only a duplicate launch, so the attempt continues.
             supervised.directory = None
 
 
@@ -287,7 +289,7 @@ class _Stem(NamedTuple):
 
 
 class StemOwners:
-    """Maps each stem that this agent has given to a run to the run's owner."""
+    """Maps stems to the owners of the runs that use the stems."""
 
     def __init__(self) -> None:
         self._stems: dict[int, _Stem] = {}
@@ -301,7 +303,7 @@ class StemOwners:
             self._stems.pop(next(iter(self._stems)))
 
     def owner_of(self, sock: socket.socket) -> str:
-        """Return the owner of the attempt in which a Unix socket's peer runs; "" for the user of this node."""
+        """Return the owner of the attempt in which a Unix socket's peer runs, or "" for the node's own user."""
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid: int = struct.unpack("3i", credentials)[0]
         if pid == 0:
@@ -323,14 +325,14 @@ class StemOwners:
 
 
 def combined(said: str, inside: str) -> str:
-    """Return the owner of a run, from its launch and from the attempt `inside` which a rank launched it."""
+    """Return the owner of a run from the claimed owner and the owner of the enclosing attempt."""
     if UNKNOWN_OWNER in (said, inside):
         return UNKNOWN_OWNER
     return f"{said}, inside a run of {inside}" if said and inside else said or inside
 
 
 def _ancestors(pid: int) -> list[int] | None:
-    """Return a process and its ancestors, nearest first; None if the process has ended."""
+    """Return a process and its ancestors, nearest first, or None if the process has ended."""
     found: list[int] = []
     while pid > 0 and len(found) < _DEPTH_MAX:
         try:

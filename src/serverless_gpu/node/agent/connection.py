@@ -1,8 +1,8 @@
-"""Connects to the agent of this node and starts it if necessary.
+"""Connects to the agent of this node, and starts the agent if necessary.
 
 Failure cases: Without an agent, or with a stale socket, the caller starts a new agent. Two callers that start an agent
-at the same time connect to the same agent. If the machine or the home lacks a requirement for runs, no agent starts. If
-the agent does not start, the error contains the agent's output.
+at the same time connect to the same agent. The caller starts no agent if the machine or the home directory cannot
+support runs. If the agent does not start, the error contains the agent's output.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
         deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
         pause_s = 0.01
         while SystemClock().boottime_ns() < deadline_ns:
-            answer = _try_connect(path)  # Another thread may have started the agent meanwhile.
+            answer = _try_connect(path)  # Another thread may have started the agent in the meantime.
             if answer is not None:
                 return answer
-            _start_agent(home)  # Repeated, because an exiting agent may still hold the lock.
+            _start_agent(home)  # The loop repeats the start, because an exiting agent may still hold the lock.
             answer = _try_connect(path)
             if answer is not None:
                 return answer
@@ -85,7 +85,7 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
             pid = path.with_suffix(".lock").read_text(encoding="ascii", errors="replace").strip() or pid
         raise AgentUnavailable(
             f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
-            hint=f"end the agent with `kill -9 {pid}`; running attempts continue, and the next call starts "
+            hint=f"end the agent with `kill -9 {pid}`. Running attempts continue, and the next call starts "
             "another agent",
         ) from None
     except (OSError, msgspec.MsgspecError):

@@ -1,23 +1,22 @@
-"""Manages the agent's restored environments: restores each once and keeps it while in use.
+"""Manages restored environments: restores each environment once and keeps used environments.
 
     have(wanted) ─ available ───────────────▶ ready, at once
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; progress meanwhile
     restoring process ──RestoreDone + lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
 
-An environment stays on the disk while any process has a copy of its lock's descriptor. The agent holds the locks of the
-most recently used environments, so that no garbage collection removes the environment of the next call. Every zygote
-and stem in an environment has a copy of the descriptor. No function in this module blocks.
+An environment stays on the disk while any process has a copy of its lock's descriptor. The agent holds the locks of
+recently used environments, so that garbage collection cannot remove the next call's environment. Every zygote and stem
+in an environment holds a copy of the lock's descriptor. No function in this module blocks.
 
 Failure cases:
 
 If the disk is full, the agent drops unused environments and repeats the restore once. If the second restore fails, the
 attempt ends with the reason `NODE_DISK`, and the server tries another node.
 
-If the restoring process dies, the agent starts another process, which repeats the restore once per environment.
+If the restoring process dies, the agent starts another process, which repeats each restore once. If the restore fails,
+the agent reports the reason to all waiting runs. The next run starts the restore again.
 
-If the restore fails, all waiting runs receive the reason. The next run tries the restore again.
-
-If a restored environment was deleted, the agent restores it again.
+If a process deleted a restored environment, the agent restores the environment again.
 
 If a rank changed an environment through a link, the restoring process repairs the environment. The restoring process
 checks linked files before each start, and mounted files every `LOOK_S` seconds.
@@ -68,7 +67,7 @@ _SHORT = 12
 _PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PATHS = ("VIRTUAL_ENV", "PYTHONUSERBASE")
 _HOOK_MODULES = ("sitecustomize", "usercustomize")
-_TORCH_POINTS = b"[torch.backends]"  # Group of the entry points that `import torch` loads.
+_TORCH_POINTS = b"[torch.backends]"  # Entry-point group that `import torch` loads.
 _REASONS = {
     StorageError.code: Reason.NODE_DISK,
     EnvironmentCorrupt.code: Reason.ENV_CORRUPT,
@@ -85,7 +84,7 @@ class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Work(msgspec.Struct, kw_only=True):
-    """An environment that is being restored."""
+    """A restore in progress, with the runs that wait for the environment."""
 
     want: RestoreRequest
     waiters: list[EnvironmentWaiter]
@@ -110,11 +109,13 @@ class RestoredEnvironments:
         self._log = log
         self._environ = environ
         self._selector = selector
-        # Ends every idle interpreter that uses an environment; returns True if any interpreter ended.
+        # Callback that ends all idle interpreters of an environment, and returns True if an interpreter ended.
         self._let_go = let_go
         self._clock = clock or SystemClock()
-        self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # The most recently used environment is last.
-        self._looked_ns: dict[EnvironmentRequest, int] = {}  # request → boottime of the last check of the environment
+        # Restored environments by request, with the most recently used environment last.
+        self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}
+        # Time of the last check of each environment, on the boottime clock.
+        self._looked_ns: dict[EnvironmentRequest, int] = {}
         self._work: dict[EnvironmentRequest, _Work] = {}
         self._unfinished: set[str] = set()  # Addresses of restored environments that still have modules to compile.
         self._number = 0
@@ -140,7 +141,7 @@ class RestoredEnvironments:
         waiter: EnvironmentWaiter,
         entered: Callable[[str], bool],
     ) -> None:
-        """Provide an environment to the waiter, at once or after the restore.
+        """Provide a restored environment to a waiting run, at once or after the restore.
 
         `entered(address)` returns True if an interpreter already runs in that snapshot.
         """
@@ -165,7 +166,7 @@ class RestoredEnvironments:
     def tend(self, *, idle: bool) -> None:
         """Compile one restored environment completely if `idle` is True (no run needs the cores)."""
         if idle and self._unfinished and self._channel is not None and not self._work:
-            with contextlib.suppress(OSError):  # `_hear` detects a restoring process that has died.
+            with contextlib.suppress(OSError):  # `_hear` handles the death of the restoring process.
                 self._number += 1
                 send(self._channel, CompileRequest(number=self._number, snapshot=self._unfinished.pop()))
 
@@ -253,11 +254,11 @@ class RestoredEnvironments:
         known = self._known.pop(work.want.wanted, None)
         fetched = known is None or not known.is_one_with(environment)
         if known is not None and not fetched:
-            environment = known  # The restoring process checked the environment and found it unchanged.
+            environment = known  # The restoring process found the checked environment unchanged.
         else:
             self._unfinished.add(environment.address)
         if environment.mended:
-            with contextlib.suppress(OSError):  # A full disk rejects writes to the log.
+            with contextlib.suppress(OSError):  # Writing to the log fails on a full disk.
                 os.write(self._log, f"environment {environment.short}: {environment.mended}\n".encode())
         self._known[work.want.wanted] = environment
         self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
@@ -281,7 +282,7 @@ class RestoredEnvironments:
             waiter.failed(reason, message)
 
     def _start_over(self) -> None:
-        """Repeat the work of a dead restoring process in a new process. Give up work that failed twice."""
+        """Repeat failed restores in a new restoring process, up to `TRIES_MAX` times each."""
         self._close()
         for work in list(self._work.values()):
             work.tries += 1
@@ -303,7 +304,7 @@ class RestoredEnvironments:
 class RestoredEnvironment:
     """A restored snapshot on this node.
 
-    Closes `lock`, the descriptor that prevents the deletion of the environment.
+    The lock descriptor `lock` prevents the deletion of the environment until Python collects this object.
     """
 
     def __init__(self, snapshot: Snapshot, restored: RestoredTree, lock: int, environments: Path) -> None:
@@ -326,8 +327,7 @@ class RestoredEnvironment:
     def is_there(self) -> bool:
         """Return True while all directories of the environment are the originally restored directories.
 
-        A directory that was deleted and made again is a different directory. Mounts of running processes still show the
-        old directory.
+        If a process deletes and recreates a directory, mounts of running processes still show the old directory.
         """
         return None not in self._identities and tuple(map(_identity, self._places)) == self._identities
 
@@ -341,10 +341,7 @@ class RestoredEnvironment:
         return self.address[:_SHORT]
 
     def text(self, *, fetched: bool) -> str:
-        """Return the line about the environment for the receipt.
-
-        `fetched` is True if this run caused the restore.
-        """
+        """Return the receipt's line about the environment. `fetched` is True if this run caused the restore."""
         count = len(self.snapshot.addresses())
         parts = [f"snapshot {self.short}", f"{count} unit{'' if count == 1 else 's'}", self.mode]
         if self._restored.why:
@@ -358,11 +355,11 @@ class RestoredEnvironment:
         return ", ".join(parts)
 
     def context(self, caller: Context) -> Context:
-        """Return the caller's context with the paths of the restored environment."""
+        """Return the caller's context with its paths changed to the restored environment."""
         cwd = original(caller.cwd)
 
         def there(path: str) -> str:
-            """Return a caller's path in the restored environment, or unchanged if outside of the environment."""
+            """Return the restored path of a caller's path, or the same path if outside of the environment."""
             if not path:  # An empty path or list entry denotes the working directory.
                 return moved(self.snapshot, self.tree, cwd) or path
             return moved(self.snapshot, self.tree, os.path.normpath(os.path.join(cwd, path))) or path
@@ -387,10 +384,10 @@ class RestoredEnvironment:
         )
 
     def misfit(self, loaded: LoadedModules, older: RestoredEnvironment) -> str:
-        """Return why an interpreter of an older environment cannot serve this environment, or "" if it can."""
+        """Return the reason why an interpreter of an older environment cannot serve this environment, or ""."""
         if self.mode != "overlay" or older.mode != "overlay":
             return "each environment made of links needs its own interpreter"
-        if not older.is_there():  # The files that the interpreter loaded can no longer be compared.
+        if not older.is_there():  # The agent can no longer compare the files that the interpreter loaded.
             return "the interpreter's original environment was deleted"
         changed = changed_units(older.snapshot, self.snapshot)
         tops = {address: _tops(self._unit(address)) for address in changed}
@@ -402,7 +399,8 @@ class RestoredEnvironment:
         return fits(loaded, older.snapshot, self.snapshot, units)
 
     def _needed(self) -> tuple[str, ...]:
-        """Return the directories that the environment needs. A tree of links does not need its units."""
+        """Return the directories that the environment needs, which exclude the units of an environment made of
+        links."""
         if not self.mounts:
             return (self.tree,)
         made = self._units.parent / "trees" / self.address / "overlay"

@@ -1,8 +1,8 @@
 """The nursery: a clean interpreter that has imported the supervisor's code and forks supervisors.
 
-A supervisor starts in 60 ms from scratch and in 2 ms by a fork. The agent does not fork supervisors itself, because
-they would inherit its descriptors and state. The nursery has one thread, opens no files and makes no decisions. The
-nursery also forks the session holders. The nursery exits when the agent closes the channel, but its supervisors
+A supervisor starts in 60 ms from scratch and in 2 ms by a fork. The nursery forks supervisors because children of the
+agent would inherit its descriptors and state. The nursery has one thread, opens no files and makes no decisions. The
+nursery also forks the session holders. When the agent closes the channel, the nursery exits, and its supervisors
 continue.
 """
 
@@ -30,12 +30,13 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
     """Fork a supervisor for each received descriptor until the agent exits."""
     linux.set_name("sgpu-nursery")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel reaps the children. The agent detects the end of a child by its channel.
+    # The kernel reaps the nursery's ended children. The agent detects the end of a supervisor by end of file on its
+    # channel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
-    SystemClock().boot_id()  # Loads the text codec once in the nursery instead of once in each supervisor.
-    gc.freeze()  # Keeps the garbage collector from writing to pages that all supervisors share.
+    SystemClock().boot_id()  # The nursery loads the text codec once for all supervisors.
+    gc.freeze()  # The freeze prevents the garbage collector from writing to memory pages that all supervisors share.
     while (received := channel.receive()) is not None:
         (fd,) = received[1]
         if os.fork() == 0:
@@ -48,13 +49,14 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
 
 
 def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Run one supervisor: wait for an attempt or session, control it, exit."""
+    """Run one supervisor, which controls one attempt or session and then exits."""
     linux.set_name("sgpu-supervisor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     machine = NvmlProvider(forks=True)
-    machine.devices()  # NVML initialization takes tens of milliseconds, so a standby supervisor does it in advance.
+    # A standby supervisor initialises NVML in advance, because the initialisation takes tens of milliseconds.
+    machine.devices()
     with contextlib.suppress(OSError):
         protocol.send(channel, protocol.Standby(pid=os.getpid()))
     received = protocol.receive(channel)

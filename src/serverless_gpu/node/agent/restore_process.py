@@ -3,14 +3,14 @@
     agent ──RestoreRequest──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
           ◀── RestoreProgress, RestoreDone + descriptor of the lock, RestoreFailed ──┘
 
-The agent must not wait for disks and stores, and must not fork because it uses NVML in a thread. Each restore runs in a
-child because a store's client may have threads, which do not survive a fork. The restoring process itself never opens a
-store.
+The agent must not wait for disks or stores. The agent also must not fork, because it uses NVML in a thread. Each
+restore runs in a child process, because a store's client may have threads, which do not survive a fork. The restoring
+process itself never opens a store.
 
 Failure cases: If the store, the disk or the environment fails, the child sends `RestoreFailed` with the error's code.
-If a child is killed, the restoring process sends `RestoreFailed`. If the restoring process is killed, its children end
-too. The agent then starts another restoring process, which reuses the unpacked units. If the agent exits, the restoring
-process reads end of file and exits.
+If a child process is killed, the restoring process sends `RestoreFailed`. If the restoring process is killed, the
+kernel also kills its child processes. The agent then starts another restoring process, which reuses the unpacked units.
+If the agent exits, the restoring process reads end of file and exits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _can_mount: set[Path] = set()
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
     """Request to restore an environment.
 
-    `environ` contains the variables that open the store.
+    `environ` contains the environment variables for opening the store.
     """
 
     number: int
@@ -61,7 +61,7 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
 
 
 class CompileRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Finish"):
-    """Request to compile the remaining modules of a restored environment while no other work is pending."""
+    """Request to compile the remaining modules of a restored environment at low priority."""
 
     number: int
     snapshot: str
@@ -75,7 +75,7 @@ class RestoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
 
 
 class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
-    """Answer that an environment is restored, with a descriptor that holds the environment's lock."""
+    """Answer for a restored environment, with a descriptor that holds the environment's lock."""
 
     number: int
     restored: RestoredTree
@@ -83,7 +83,7 @@ class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
 
 
 class RestoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer that an environment could not be restored."""
+    """Answer that the restore of an environment failed."""
 
     number: int
     code: str
@@ -119,7 +119,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    children: dict[int, int] = {}  # pid of a child → number of its request
+    children: dict[int, int] = {}  # Maps the pid of each child to its request number.
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
         if wake_read in ready:
@@ -132,7 +132,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
                 os._exit(0)
             request = _requests.decode(received[0])
             if isinstance(request, RestoreRequest) and request.wanted.mode != "links":
-                # Tested in the parent process, so that later children inherit the cached result.
+                # The parent process tests mounts, so that later children inherit the cached result.
                 mount_problem(Path(environments))
             children[_fork(request, channel, Path(environments))] = request.number
 
@@ -150,7 +150,7 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
                 _restore(request, channel, environments)
             else:
                 os.nice(_NICE)
-                # The disk is full; each rank compiles the modules that it imports.
+                # If the disk is full, each rank compiles the modules that it imports.
                 with contextlib.suppress(ServerlessGpuError):
                     compile_rest(request.snapshot, UnitCache(environments))
             code = 0
@@ -163,7 +163,7 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
 
 
 def _reap(children: dict[int, int], channel: Channel) -> None:
-    """Reap children and report to the agent each child that was killed or crashed."""
+    """Reap child processes, and send the agent a message for each child that was killed or crashed."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             number = children.pop(ended[0], None)
@@ -178,7 +178,7 @@ def _restore(want: RestoreRequest, channel: Channel, environments: Path) -> None
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        # The agent treats the code of `StorageError` as a full disk, on which other processes may free space.
+        # The agent interprets the code of `StorageError` as a full disk.
         cause = error.__cause__
         is_full_disk = isinstance(error, DiskFull) or (isinstance(cause, OSError) and is_full(cause))
         code = EnvironmentProblem.code if isinstance(error, StorageError) and not is_full_disk else error.code
@@ -206,15 +206,16 @@ def _restored_in_time(want: RestoreRequest, environments: Path, channel: Channel
 def restored(
     want: RestoreRequest, environments: Path, report: Callable[[ProgressPoint], None]
 ) -> tuple[RestoreDone, int]:
-    """Restore an environment. Return the answer and the descriptor of the environment's lock.
+    """Restore an environment. Return the agent's answer and the environment's lock descriptor.
 
-    Raises EnvironmentProblem. Raises StorageError for a full disk or for a disk without symbolic links.
+    Raises EnvironmentProblem. Raises StorageError if the disk is full or does not support symbolic links.
     """
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = UnitCache(environments)
-    # The child holds the lock for the whole restore. Processes that use the environment get copies of the descriptor.
+    # The child holds the environment's lock during the restore. Processes that use the environment get copies of the
+    # lock descriptor.
     lock = cache.hold(address)
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
@@ -235,7 +236,7 @@ def way_for(asked: Mode, environments: Path) -> RestoreMethod:
     if asked == "overlay":
         raise EnvironmentUnsupported(
             f"SERVERLESS_GPU_RESTORE=overlay is set, but this machine cannot mount environments: {problem}",
-            hint="unset SERVERLESS_GPU_RESTORE to use links; run `sgpu doctor` to see how to enable mounts",
+            hint="unset SERVERLESS_GPU_RESTORE to use links, or run `sgpu doctor` to see how to enable mounts",
         )
     return _links(environments, f"no mounts: {problem}")
 
@@ -263,14 +264,14 @@ def mount_problem(environments: Path) -> str:
 
 def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[ProgressPoint], None]:
     """Return a function that sends progress messages a few times per second."""
-    told = [0, 0]  # Boottime of the last message, in a list so that the inner function can change it.
+    told = [0, 0]  # Boottime of the last progress message, in a list that `report` can change.
 
     def report(progress: ProgressPoint) -> None:
         now_ns = clock.boottime_ns()
         if now_ns - told[0] < _REPORT_S * 1e9:
             return
         told[0] = now_ns
-        with contextlib.suppress(OSError):  # The agent has exited, so this process exits soon.
+        with contextlib.suppress(OSError):  # The agent has exited, so the restoring process also exits.
             send(channel, RestoreProgress(number=number, sentence=sentence(progress)))
 
     return report

@@ -1,15 +1,15 @@
-"""The zygotes of one agent: chooses the interpreter for a caller, and explains a cold start.
+"""The agent's zygote pool: chooses the interpreter for a caller and explains cold starts.
 
     owner and context ─▶ key ─▶ running zygote, unchanged, with the same packages?  ─yes▶ a stem of it: warm
                      │ no
                      ▼
                      a new zygote, or (if none can be kept) an interpreter for this run only: cold, with a reason
 
-A restored environment is part of the key. Without a zygote of the requested snapshot, the pool may move a zygote of
-another snapshot (`Zygote.move`). All files that the zygote has loaded must be equal in the old and the new snapshot.
+A zygote's key includes the restored environment. If no zygote has the requested snapshot, the pool may move a zygote
+from another snapshot (`Zygote.move`). All files that the zygote has loaded must be equal in both snapshots.
 
-The pool keeps the zygotes of open sessions and a few more. Over the limit, the pool ends the least recently used
-zygote. The pool ends every zygote after ten idle minutes.
+The pool keeps the zygotes of open sessions and at most four others. Above this limit, the pool ends the least recently
+used zygote. The pool also ends zygotes that were idle for ten minutes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Giver = Callable[[Stem, int], None]
 
 
 class ZygotePool:
-    """All zygotes of an agent, by key."""
+    """All zygotes of an agent, indexed by `Key`."""
 
     def __init__(
         self, home: Home, log: int, cgroups: CgroupRoot, selector: selectors.BaseSelector, clock: Clock
@@ -52,10 +52,10 @@ class ZygotePool:
         self._clock = clock
         self._zygotes: dict[Key, Zygote] = {}
         self._one_shots: list[Zygote] = []  # Interpreters without preloaded modules, each for one run.
-        # key of an interpreter that cannot stay warm → (reason, boottime of the failure)
+        # Maps the key of an interpreter that cannot stay warm to the reason and the boottime of its failure.
         self._cold: dict[Key, tuple[str, int]] = {}
-        self._gone: dict[Key, str] = {}  # key → reason why its last zygote ended
-        self._kept: frozenset[Key] = frozenset()  # Keys of open sessions.
+        self._gone: dict[Key, str] = {}  # Maps each key to the reason why its last zygote ended.
+        self._kept: frozenset[Key] = frozenset()  # Zygote keys of open sessions.
         self._preload = preload(os.environ)
         self._ending: list[Containment] = []  # Cgroup containments of ended zygotes that still have processes.
         self.became_ready = False
@@ -66,7 +66,7 @@ class ZygotePool:
         return bool(self._ending)
 
     def statuses(self) -> tuple[ZygoteStatus, ...]:
-        """Return the status of each zygote, and of each interpreter that cannot have a zygote."""
+        """Return the status of each zygote and of each interpreter that cannot stay warm."""
         warm = (
             ZygoteStatus(
                 pid=each.process.pid,
@@ -91,10 +91,10 @@ class ZygotePool:
             self._warm(key, request).ranks = max(1, ranks)
 
     def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
-        """Hand a stem for this caller to a run, now or later. Raises OSError if the interpreter cannot start.
+        """Give a caller's run a stem from a zygote. Raises OSError if the interpreter cannot start.
 
-        The zygote keeps `ranks` standby processes for the next run. `give` receives the stem, its warmth with the
-        reason, and a descriptor that the receiver must close. `fail` receives the reason of a failure.
+        The zygote keeps `ranks` standby processes for the next run. `give` receives the stem and a descriptor that the
+        receiver must close. If no stem can start, `fail` receives the reason.
         """
         context = request.context
         zygote, why = self._choose(request)
@@ -117,13 +117,13 @@ class ZygotePool:
         zygote.take_stem(take, fail)
 
     def is_entered(self, snapshot: str) -> bool:
-        """Return True if an interpreter runs or starts in a restored environment."""
+        """Return True if a zygote runs or starts in the restored environment `snapshot`."""
         return any(key.environment == snapshot for key in self._zygotes)
 
     def leave_environments(self) -> bool:
         """End interpreters in restored environments, unless a run waits for them.
 
-        Return True if any interpreter was ended.
+        Return True if the pool ended an interpreter.
         """
         leaving = [
             key
@@ -135,14 +135,14 @@ class ZygotePool:
         return bool(leaving)
 
     def refill(self) -> None:
-        """Keep one standby stem of each zygote."""
+        """Request a standby stem from each zygote that has none."""
         for zygote in self._zygotes.values():
             zygote.refill()
 
     def tend(self, kept: Collection[Key]) -> None:
         """End idle zygotes and used one-run interpreters.
 
-        Zygotes of open sessions (`kept`) stay.
+        The zygotes of open sessions (`kept`) stay alive.
         """
         self._kept = frozenset(key.elsewhere() for key in kept)
         now_ns = self._clock.boottime_ns()
@@ -160,7 +160,7 @@ class ZygotePool:
         self._ending = [one for one in self._ending if not one.end(now_ns)]
 
     def close(self) -> None:
-        """End all zygotes and their child processes. Wait up to a second."""
+        """End all zygotes and their child processes, and wait for at most a second."""
         for zygote in (*self._zygotes.values(), *self._one_shots):
             self._close(zygote)
         for _ in range(_CLOSING_LOOKS):
@@ -171,7 +171,7 @@ class ZygotePool:
             select.select([], [], [], _CLOSING_PAUSE_S)
 
     def _choose(self, request: ZygoteRequest) -> tuple[Zygote, str]:
-        """Return the interpreter for a caller, and the reason why it is not warm ("" if it is warm)."""
+        """Return the interpreter for a caller and the reason for a cold start ("" if the interpreter is warm)."""
         key, environment = request.key, request.environment
         if request.owner == UNKNOWN_OWNER:
             return self._one_shot(request), ("the server did not name the run's owner, and owners share no interpreter")
@@ -180,11 +180,11 @@ class ZygotePool:
             self._move_one(key, environment)
         zygote = self._zygotes.get(key)
         if key in self._cold and zygote is not None and zygote.ready:
-            del self._cold[key]  # The interpreter can be kept warm again.
+            del self._cold[key]  # The agent can keep the interpreter warm again.
         elif key in self._cold:
             why, since_ns = self._cold[key]
             if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
-                # The new zygote serves the next run. The present run does not wait for the zygote.
+                # The current run does not wait for the new zygote.
                 self._warm(key, request)
             return self._one_shot(request), why
         if zygote is not None:
@@ -202,7 +202,7 @@ class ZygotePool:
             self._discard(key, "the environment was deleted and restored again")
 
     def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
-        """Move a compatible zygote of another environment to this environment. Record why none is compatible."""
+        """Move a compatible zygote to this environment, or record why no zygote is compatible."""
         for other, zygote in sorted(self._zygotes.items(), key=lambda item: -item[1].used_ns):
             if other.elsewhere() != key.elsewhere():
                 continue
@@ -247,7 +247,7 @@ class ZygotePool:
             self.became_ready = True
 
     def _give_up(self, zygote: Zygote, why: str) -> None:
-        """Stop keeping a zygote for this key. For a while, runs get a new interpreter instead."""
+        """Stop keeping a zygote for its key. For ten seconds, runs get a new interpreter instead."""
         self._cold[zygote.key] = (why, self._clock.boottime_ns())
         while len(self._cold) > _REMEMBERED_MAX:
             self._cold.pop(next(iter(self._cold)))
@@ -255,7 +255,7 @@ class ZygotePool:
         self._let_go(zygote)
 
     def _let_go(self, zygote: Zygote) -> None:
-        """Close a zygote. A run that waits for its stem gets a new interpreter in the same environment."""
+        """Close a zygote. Each run that waits for its stems gets a new interpreter in the same environment."""
         waiting = zygote.release_takers()
         self._close(zygote)
         for taker in waiting:
@@ -267,7 +267,7 @@ class ZygotePool:
 
     def _remember(self, key: Key, why: str) -> None:
         self._gone[key] = why
-        while len(self._gone) > _REMEMBERED_MAX:  # A run that sets unusual start-up variables adds a key.
+        while len(self._gone) > _REMEMBERED_MAX:  # Each new combination of start-up variables adds a key.
             self._gone.pop(next(iter(self._gone)))
 
     def _discard(self, key: Key, why: str) -> None:

@@ -1,32 +1,33 @@
-"""One zygote of the agent: its process, its stems, the runs that wait for stems, and its containment.
+"""An agent's zygote: its process, stems, waiting runs and containment.
 
     key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel,
     standby stems, waiting runs
     launcher enters cgroups ──▶ zygote, its start-up code, their child processes ──▶ killed with the zygote
                                   └─ stem ──▶ moves to its own cgroups and outlives the zygote
 
-A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
-principals, and each of their stems, have their own user namespace (`inside/namespaces.py`). Without the user namespace,
-a rank could write the memory of another owner's zygote.
+A zygote serves one owner, because it runs code that its owner's ranks could have written. Each zygote of a server's
+principal, and each of its stems, has a separate user namespace (`inside/namespaces.py`). Without separate user
+namespaces, a rank could write the memory of another owner's zygote.
 
-A zygote is stale if a file that it loaded has changed. If a package changes that the zygote never loaded, ranks use the
-new version. A zygote can move to another restored environment if all of its loaded files are equal in both
-(`environment/restore/interpreters.py`). If the directories of an environment are deleted and made again, its zygote
-still uses the deleted directories. The agent ends a zygote that uses deleted directories.
+A zygote is stale if a loaded file has changed. If a package that the zygote has not loaded changes, ranks use the new
+version. A zygote can move to another restored environment if all of its loaded files are equal in both
+(`environment/restore/interpreters.py`). If an environment is deleted and restored again, its zygote still uses the
+deleted directories. The agent ends such zygotes.
 
 `.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Processes of start-up
-code belong to no run. No run pays for start-up processes, and no supervisor ends them.
+code belong to no run, so no run pays for them. No supervisor ends processes of start-up code.
 
 Failure cases:
 
-If the zygote cannot preload or dies, waiting runs get its output.
+If the zygote dies or cannot preload, waiting runs get the zygote's output.
 
-If forking the zygote is unsafe, the pool remembers the key. Each run then starts cold with a zygote without preload.
+If forking a zygote is unsafe, the pool records the zygote's key. Each run with this key then starts a zygote without
+preloaded modules.
 
-If the zygote dies while idle, the next run starts a new zygote and the receipt contains the reason.
+If an idle zygote dies, the next run starts a new zygote, and its receipt contains the reason.
 
-If no cgroup can be made, the agent kills the zygote's descendants instead. A detached process is a descendant while the
-zygote runs.
+If the agent cannot create a cgroup, it kills the zygote's descendants instead. The descendants include detached
+processes while the zygote runs.
 
 If a stem cannot leave the zygote's cgroups, the agent does not kill the stem and its ranks.
 """
@@ -73,7 +74,7 @@ _STEMS_MAX = 4_096
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
 _NAMES_MAX = 4
-StemTaker = Callable[[int, int], None]  # Called with the stem's pid and descriptor.
+StemTaker = Callable[[int, int], None]  # Receives the stem's pid and descriptor.
 ProblemTaker = Callable[[str], None]
 Stamp = tuple[int, int, int]
 
@@ -89,7 +90,7 @@ class Key(msgspec.Struct, frozen=True):
     uid: int = 0  # Uid of the zygote's sandbox; 0 without a sandbox.
 
     def elsewhere(self) -> Key:
-        """Return the key without its snapshot. A zygote may serve all keys with the same result."""
+        """Return the key without its snapshot. A zygote may move between keys with equal results."""
         return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
@@ -106,7 +107,7 @@ class ZygoteRequest(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Return the key that a zygote must have."""
+        """Return the key of a zygote that can serve this request."""
         variables = tuple(separating_variables(self.context.environ).items())
         address = "" if self.environment is None else self.environment.address
         uid = 0 if self.principal is None else self.principal.uid
@@ -114,13 +115,13 @@ class ZygoteRequest(NamedTuple):
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
-    """Return why a key without an earlier zygote has no warm zygote."""
+    """Return the reason for a cold start with a key that had no earlier zygote."""
     same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
     if not same:
         return "first run with this interpreter"
     same = [other for other in same if other.owner == key.owner]
     if not same:
-        return "first run of this owner with this interpreter: owners do not share interpreters"
+        return "first run of this owner with this interpreter, and owners do not share interpreters"
     nearest = min((set(key.variables) ^ set(other.variables) for other in same), key=len)
     names = sorted({name for name, _ in nearest})
     if len(names) > _NAMES_MAX:
@@ -130,7 +131,7 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
 
 
 class StemWaiter(NamedTuple):
-    """A run that waits for a stem, and the environment of that run."""
+    """A run that waits for a stem, with the run's environment."""
 
     environment: RestoredEnvironment | None
     take: StemTaker
@@ -152,18 +153,18 @@ class Zygote:
         log_path, log_fd = log
         self.channel = ours
         self.key = request.key
-        self.environment = environment  # Environment of new stems.
+        self.environment = environment  # Environment of the stems that the zygote forks next.
         self.loaded = LoadedModules()
         self._born_in = environment
         self.ready = False
-        self.why = ""  # Why the zygote had to be started.
-        self.cold = ""  # Reason why the zygote cannot be forked.
+        self.why = ""  # Reason why the agent had to start the zygote.
+        self.cold = ""  # Reason why the zygote cannot fork stems safely.
         self.dead = False
         self.context = context
         self.principal = principal
         self.used_ns = 0
         self.started_ns = 0
-        self.ranks = 1  # Number of ranks in the last run; the zygote keeps this number of processes on standby.
+        self.ranks = 1  # Number of ranks in the last run, and of standby processes for the next run.
         self._log_path = log_path
         self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
         self._cgroups = cgroups
@@ -172,7 +173,7 @@ class Zygote:
         self._apart = bool(owner and preload and principal is None)
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
-        self._stems: deque[tuple[int, int, int]] = deque()  # (pid, channel, pidfd) of each standby stem.
+        self._stems: deque[tuple[int, int, int]] = deque()  # The pid, channel and pidfd of each standby stem.
         # Environments of the requested stems, in the order of the requests.
         self._asked: deque[RestoredEnvironment | None] = deque()
         self._takers: deque[StemWaiter] = deque()
@@ -208,7 +209,7 @@ class Zygote:
         return bool(self._takers)
 
     def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
-        """Hand a stem to a run, now or later.
+        """Give a run a stem from standby, or the next stem that the zygote forks.
 
         `take` receives the stem's pid and owns its descriptor.
         """
@@ -221,19 +222,19 @@ class Zygote:
             if alive:
                 take(pid, fd)
                 return
-            os.close(fd)  # The standby stem has ended: the kernel may kill standby processes if memory is short.
+            os.close(fd)  # The kernel may have killed the standby stem because memory was short.
         self._takers.append(StemWaiter(self.environment, take, fail))
         waiting = sum(taker.environment is self.environment for taker in self._takers)
         if sum(asked is self.environment for asked in self._asked) < waiting:
             self.ask_stem()
 
     def refill(self) -> None:
-        """Request a stem unless one is on standby or requested."""
+        """Request a stem unless a stem is already on standby or requested."""
         if self.ready and not self.dead and not self._stems and not self._asked:
             self.ask_stem()
 
     def ask_stem(self) -> None:
-        """Request one more stem. A zygote that is still preloading answers after the preload."""
+        """Request another stem. A zygote that is still preloading modules answers later."""
         cgroups = self._cgroups.make()
         self.containment.note_stem_cgroups(cgroups)
         request: inside.Message = {
@@ -262,7 +263,7 @@ class Zygote:
         self._asked.append(self.environment)
 
     def _sandbox_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
-        """Add the sandbox of an attempt to the request for a stem. Return the descriptors, which the caller closes.
+        """Add the sandbox of an attempt to the request for a stem. Return descriptors for the caller to close.
 
         A sandbox shows neither the cgroups nor other environments, so the stem receives both as descriptors.
         """
@@ -291,10 +292,10 @@ class Zygote:
         return False
 
     def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
-        """Handle a message. Return True if the handler took over its descriptors.
+        """Handle a zygote's message. Return True if the handler took over the message's descriptors.
 
-        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. The descriptors of an
-        invalid message are still open.
+        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. The caller must close
+        the descriptors of an invalid message.
         """
         match message.get("event"):
             case "ready":
@@ -330,19 +331,19 @@ class Zygote:
         return self.environment.is_one_with(environment)
 
     def misfit(self, environment: RestoredEnvironment) -> str:
-        """Return why the zygote cannot move to another environment, or "" if it can."""
+        """Return the reason why the zygote cannot move to another environment, or ""."""
         if not self.ready or self._born_in is None:
             return "the warm interpreter was still starting, in another environment"
         return environment.misfit(self.loaded, self._born_in)
 
     def move(self, environment: RestoredEnvironment) -> None:
-        """Fork the next stems in another, compatible environment. Drop the old standby stems."""
+        """Fork later stems in another, compatible environment. End the current standby stems."""
         self.environment = environment
         self.key = msgspec.structs.replace(self.key, environment=environment.address)
         self._drop_stems()
 
     def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
-        """Record the files that the zygote has loaded, and all other bindings to its environment."""
+        """Record the files, libraries and names that the zygote has loaded from its environment."""
         tree = "" if self.environment is None else self.environment.tree
         self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
         if self.environment is not None:
@@ -354,23 +355,23 @@ class Zygote:
             )
 
     def stale(self) -> str | None:
-        """Return the first loaded file that has changed, or None."""
+        """Return the first loaded file that has changed since the zygote loaded it, or None."""
         for file, known in self._stamps.items():
             if stamp(file) != known:
                 return file
         return None
 
     def differs(self, packages: Mapping[str, str]) -> str | None:
-        """Describe a loaded module that the caller imports from another file, or return None."""
+        """Describe a loaded module that the caller imports from a different file, or return None."""
         for name, file in packages.items():
             theirs, mine = original(file), self._packages.get(name)
             if mine is not None and theirs != mine:
                 has = "Python's own" if name in sys.stdlib_module_names else mine
-                return f"{name} is {theirs} for the caller, the warm interpreter has {has}"
+                return f"{name} is {theirs} for the caller, but the warm interpreter has {has}"
         return None
 
     def fail(self) -> None:
-        """Report to all waiting runs that they get no stem."""
+        """Tell all waiting runs that the zygote has failed."""
         self.dead = True
         self._fail_takers(self._problem())
 
@@ -403,7 +404,7 @@ class Zygote:
                 taker.take(pid, fd)
                 return
         if environment is not self.environment:
-            os.close(fd)  # The stem was requested before the zygote moved to another environment.
+            os.close(fd)  # The agent requested the stem before the zygote moved to another environment.
             return
         try:
             self._stems.append((pid, fd, os.pidfd_open(pid)))
@@ -431,7 +432,7 @@ def stamp(file: str) -> Stamp:
 
 
 class Containment:
-    """The cgroups of one zygote, the v2 cgroup first, or empty if no cgroup can be made."""
+    """The cgroups of one zygote, the v2 cgroup first; empty if the agent cannot create cgroups."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self.paths = paths
@@ -441,7 +442,7 @@ class Containment:
         self._ended_ns = 0
 
     def hold(self, pid: int) -> None:
-        """Record the contained process."""
+        """Record the pid of the contained zygote."""
         self._pid = pid
 
     def note_stem(self, pid: int) -> None:
@@ -457,7 +458,7 @@ class Containment:
         self._all_can_leave = self._all_can_leave and len(paths) >= len(self.paths)
 
     def end(self, now_ns: int) -> bool:
-        """Kill all contained processes except stems that have not left. Return True if no process remains.
+        """Kill all contained processes except stems that have not left yet. Return True if no process remains.
 
         Call `end` repeatedly until it returns True. `now_ns` is a boottime.
         """

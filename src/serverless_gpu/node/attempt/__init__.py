@@ -1,4 +1,4 @@
 """The directory of one attempt: its submission, claim, history, secrets, account and retention.
 
-Supervisor, agent and uplink use this package. To read the code, start with `submission.py`.
+The supervisor, the agent and the uplink use this package. To read the code, start with `submission.py`.
 """

@@ -1,15 +1,15 @@
-"""Ensures that one process controls an attempt and that the attempt runs only once.
+"""Ensures that a single process controls an attempt, and that the attempt runs at most once.
 
     supervisor.lock   flock held = a supervisor runs (`attach` and the history test it)
     facts.jsonl       the attempt's facts; `exec` = user code began
     stopped.json      the final state of the attempt
 
-A sender that does not know if its launch arrived sends the launch again. A supervisor therefore takes the lock and then
-refuses an attempt that began or ended before. To ensure that an attempt never starts, a process takes the same lock and
-writes `stopped.json` (`uplink/attempt_controller.py`).
+A sender that does not know whether its launch request arrived sends the request again. A supervisor therefore takes the
+attempt's lock, and refuses the attempt if it has already begun or ended. To prevent the start of an attempt, a process
+takes the same lock and writes `stopped.json` (`uplink/attempt_controller.py`).
 
-Exception: An attempt of this machine's own user may lose its supervisor before user code begins. The agent then records
-the loss, and the client launches the attempt again.
+If a local attempt loses its supervisor before user code begins, the agent records the loss. The client then launches
+the attempt again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from serverless_gpu.node.base.requirements import REFUSED, lock_error
 LOCK = "supervisor.lock"
 _BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})
 _TRIES = 100
-_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds the lock briefly.
+_PAUSE_S = 0.01  # Seconds between attempts to lock. A process that tests the lock holds it briefly.
 
 
 def first_of(launch: Launch) -> Attempt:
-    """Return the initial state of an attempt."""
+    """Return the initial state of a launched attempt."""
     numbers = launch.numbers
     return Attempt(
         run_id=launch.run_id,
@@ -45,7 +45,7 @@ def first_of(launch: Launch) -> Attempt:
 
 
 def take_attempt(directory: Path) -> str:
-    """Claim an attempt for the lifetime of this process. Return the reason of a refusal, or "".
+    """Claim an attempt for the lifetime of this process. Return "" or the reason for a refusal.
 
     Raises StorageError if the file system refuses locks, and OSError if the directory is missing or read-only.
     """
@@ -67,7 +67,7 @@ def take_attempt(directory: Path) -> str:
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has already begun"
     stopped.unlink(missing_ok=True)
-    # On a full disk the lock file lacks the pid, so the kernel's log cannot explain a later loss.
+    # If a full disk prevents the write, the kernel log cannot explain a later loss of the supervisor.
     with contextlib.suppress(OSError):
         os.pwrite(lock, b"%-20d\n" % os.getpid(), 0)
     return ""
@@ -89,7 +89,7 @@ def read_pid(directory: Path) -> int | None:
 
 
 def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
-    """Return the descriptor of an attempt's lock, or -1 if it stays held for `tries` tries, 10 ms apart."""
+    """Return the descriptor of an attempt's lock, or -1 after `tries` attempts to lock it, 10 ms apart."""
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(tries):
         try:

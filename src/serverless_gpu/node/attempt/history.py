@@ -1,11 +1,12 @@
-"""Reads run directories: which runs exist, which still run, and how each run ended.
+"""Reads run directories: existing runs, running runs, and the final states of ended runs.
 
     runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
 
-This module only reads run directories. `retention.py` deletes run directories. No failure raises an exception. A
-directory that its client is still writing is NOT_STARTED. A directory of another program or version is UNREADABLE, and
-`problem` has the reason. A run whose supervisor was killed is LOST. Reads tolerate huge files, unreadable files, links,
-and files that vanish. A lock that cannot be tested counts as held, because retention deletes runs without a held lock.
+This module only reads run directories. `retention.py` deletes run directories. Functions of this module never raise an
+exception for a damaged directory. A run is NOT_STARTED while its client still writes the directory. A directory of
+another program or version is UNREADABLE, and `problem` contains the reason. A run whose supervisor was killed is LOST.
+The functions tolerate huge files, unreadable files, links, and files that vanish. If a lock cannot be tested, the
+module treats the lock as held, because retention deletes runs without a held lock.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
 FUNCTION = "function"
 REMOTE_FILE = "remote.json"
-"""File that marks an attempt of a server on this node (`server_attempt_record.py`)."""
+"""File name of a server's record in an attempt directory (`server_attempt_record.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20
-_FACTS_BYTES = 64 << 10  # Number of bytes to read, because the first few facts suffice.
+_FACTS_BYTES = 64 << 10  # Number of bytes of a facts file to read.
 ENTRIES_MAX = 100_000
 
 T = TypeVar("T")
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of one run directory."""
+    """Record of one run, read from the run's directory."""
 
     run_id: str
-    directory: Path  # Directory of the run's last attempt; the run's own directory before the first attempt.
+    directory: Path  # Directory of the run's last attempt, or of the run before its first attempt.
     state: str  # A `State`, `NOT_STARTED` or `UNREADABLE`.
     live: bool
-    created_ns: int  # Nanoseconds since 1970, like all times in this module.
+    created_ns: int  # Creation time in nanoseconds since 1970, like all times in this module.
     kind: str = FUNCTION  # ``"function"`` or ``"session"``.
-    session: str = ""  # Session whose devices the run uses, or "".
+    session: str = ""  # Name of the session whose devices the run uses, or "".
     world_size: int = 0
     version: str = ""
-    began_ns: int | None = None  # Time when user code began; None if unknown.
-    ended_ns: int | None = None  # None while the run continues.
+    began_ns: int | None = None  # Wall-clock time at which user code began; None if unknown.
+    ended_ns: int | None = None  # Wall-clock time at which the run ended; None while the run continues.
     spec: RunSpec | None = None
     stopped: Stopped | None = None
     receipt: Receipt | None = None
@@ -63,7 +64,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpecFile(msgspec.Struct):
-    """`spec.json` in the form of any version of this package."""
+    """Fields of `spec.json` that every version of this package can read."""
 
     world_size: int = 0
     version: str = ""
@@ -87,14 +88,16 @@ def run_ids(runs: Path) -> list[str]:
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
     """Return the record of one run.
 
-    `queued` lists the runs in the agent's queue, because no file contains the queue.
+    `queued` contains the ids of the runs in the agent's queue, because the agent writes its queue to no file.
     """
     fences = [child for child in _children(runs / run_id) if child.name.isascii() and child.name.isdigit()]
     directory = max(fences, key=lambda child: int(child.name), default=None)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
     if directory is None:
         bare = RunRecord(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
-        return msgspec.structs.replace(bare, ended_ns=touched_ns(runs / run_id), problem="the directory has no attempt")
+        return msgspec.structs.replace(
+            bare, ended_ns=touched_ns(runs / run_id), problem="the directory contains no attempt"
+        )
     written, spec, problem = _read_spec(directory)
     live = is_live(directory)
     stopped, receipt = read_ending(directory), read_receipt(directory)
@@ -134,7 +137,7 @@ def read_receipt(directory: Path) -> Receipt | None:
 def first_facts(directory: Path) -> list[Fact]:
     """Return the first facts of an attempt, without an incomplete last line."""
     facts: list[Fact] = []
-    # The last line may be incomplete, or cut off by the size limit.
+    # The last line of a facts file may be incomplete.
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
             facts.append(from_json(line, Fact))
@@ -152,18 +155,18 @@ def last_fact(directory: Path) -> Fact | None:
 
 
 def read_launch(directory: Path) -> SpecFile:
-    """Return the contents of an attempt's `spec.json`; default values if it cannot be read."""
+    """Return the contents of an attempt's `spec.json`, or default values if the file cannot be read."""
     return _decoded(directory / "spec.json", SpecFile) or SpecFile()
 
 
 def read_price(directory: Path) -> tuple[str, Tariff | None]:
-    """Return the device type and the tariff of an attempt; "" and None if its directory lacks them."""
+    """Return the device type and tariff of an attempt, or "" and None if `spec.json` cannot be read."""
     written = _decoded(directory / "spec.json", SpecFile)
     return ("", None) if written is None else (written.gpu_type, written.tariff)
 
 
 def meter_of(directory: Path) -> tuple[Meter, int]:
-    """Return the meter of an attempt's facts and the number of facts, without an incomplete last line."""
+    """Return a meter of an attempt's complete facts, and their number."""
     meter, count = Meter(), 0
     with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
         for line in file:
@@ -183,7 +186,7 @@ def is_live(directory: Path) -> bool:
 
 
 def touched_ns(directory: Path) -> int:
-    """Return the last time of a write to a directory or its entries, in nanoseconds since 1970."""
+    """Return the latest modification time of a directory and its entries, in nanoseconds since 1970."""
     newest = 0
     for path in (directory, *_children(directory)):
         with contextlib.suppress(OSError):
@@ -192,7 +195,7 @@ def touched_ns(directory: Path) -> int:
 
 
 def size_on_disk(directory: Path) -> int:
-    """Return the bytes that deleting a directory frees, counting at most 100,000 entries."""
+    """Return the number of bytes that deleting a directory frees, from at most 100,000 entries."""
     if directory.is_symlink():
         return 0
     return sum(status.st_blocks * 512 for _, status in walk(directory))
@@ -240,7 +243,7 @@ def _read_spec(directory: Path) -> tuple[SpecFile, RunSpec | None, str]:
         return SpecFile(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
     try:
         return written, from_json(bytes(written.spec), RunSpec), ""
-    except msgspec.MsgspecError:  # The file describes a session, or a run of another version.
+    except msgspec.MsgspecError:  # `spec.json` describes a session, or a run of another version.
         return written, None, ""
 
 
@@ -272,7 +275,7 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
-    """Return the first bytes of a regular file. Raises OSError for other files, such as a pipe."""
+    """Return the first bytes of a regular file. Raises OSError for pipes and other irregular files."""
     with _opened(path) as file:
         return file.read(limit)
 

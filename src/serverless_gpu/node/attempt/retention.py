@@ -2,14 +2,15 @@
 
     agent ──periodically──▶ a clean process with low priority: scan runs/, apply model/lifecycle/retention.py, delete
 
-The agent's event loop never waits for a disk. Retention renames a run within `runs/` before it deletes the run, so that
-no reader sees an incomplete run. After an interrupted deletion, the next pass deletes the remaining files.
+The deletion runs in a separate process, because the agent's event loop never waits for a disk. Retention renames a run
+within `runs/` before it deletes the run, so that no reader sees an incomplete run. After an interrupted deletion, the
+next retention pass deletes the remaining files.
 
-Failure cases: Retention keeps a run that was never launched for a day after its last write, because its client may
-still be writing the directory. Retention keeps directories of other programs. Retention keeps a run for a month if its
-server has not received all data. Retention deletes a link in `runs/` but not its target. A concurrent deletion does no
-harm. Retention reports a file that it cannot delete, and continues with the next run. With an unreadable configuration,
-retention deletes nothing.
+Failure cases: Retention keeps the directory of an unlaunched run for a day after its last write, because the client may
+still be writing it. Retention keeps directories of other programs. Retention keeps a run for a month if its server has
+not received all data. Retention deletes a link in `runs/` but not its target. Concurrent deletions of a run are safe.
+If retention cannot delete a file, it reports the file and continues with the next run. If the configuration is
+unreadable, retention deletes nothing.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.units import format_bytes
 
-FIRST_S = 10.0  # Seconds after the agent's start: the run that started the agent needs the CPU cores first.
+FIRST_S = 10.0  # Seconds after the agent's start, while the first run needs the CPU cores.
 EVERY_S = 3_600.0
-DELETED_MAX = 1_000  # Deletions per pass; the next pass continues.
+DELETED_MAX = 1_000  # Maximum number of deletions per retention pass.
 _TRASH = ".trash-"
 _QUEUED_BYTES_MAX = 1 << 20
 
 
 class CleanupResult(msgspec.Struct, frozen=True):
-    """Result of one pass: deleted runs, freed bytes, and error messages."""
+    """Result of one retention pass: deleted runs, freed bytes, and error messages."""
 
     deleted: tuple[str, ...]
     freed_bytes: int
@@ -50,7 +51,7 @@ class CleanupResult(msgspec.Struct, frozen=True):
 
 
 class RetentionPass(Protocol):
-    """A process that makes one retention pass."""
+    """A process that runs one retention pass."""
 
     def poll(self) -> int | None: ...
 
@@ -75,7 +76,7 @@ class RetentionSchedule:
         if now_ns < self._due_ns or self._pass is not None:
             return
         self._due_ns = now_ns + int(EVERY_S * 1e9)
-        with contextlib.suppress(OSError):  # The system lacks processes or memory. The agent tries again in an hour.
+        with contextlib.suppress(OSError):  # If no process or memory is available, the agent tries again in an hour.
             fd = os.memfd_create("sgpu-queued")
             try:
                 os.write(fd, "\n".join(queued).encode())
@@ -85,7 +86,7 @@ class RetentionSchedule:
 
 
 def main(home: str, queued_fd: int) -> NoReturn:
-    """Make one retention pass and exit.
+    """Run one retention pass and exit.
 
     `queued_fd` contains the ids of queued runs, one per line.
     """
@@ -95,7 +96,7 @@ def main(home: str, queued_fd: int) -> NoReturn:
     try:
         policy = read_configuration(Home(Path(home))).retention
     except ServerlessGpuError as error:
-        print(f"retention: nothing is deleted: {error}", flush=True)
+        print(f"retention: no run was deleted, because the configuration is unreadable: {error}", flush=True)
         os._exit(1)
     done = clean(Home(Path(home)).runs, policy, queued, SystemClock())
     if done.deleted or done.problems:
@@ -123,7 +124,7 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]
 
 
 def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
-    """Delete the chosen runs. The result names the runs that could not be deleted."""
+    """Delete the chosen runs. The result contains an error message for each run that could not be deleted."""
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
         try:
@@ -137,7 +138,7 @@ def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
 
 
 def delete(runs: Path, run_id: str) -> None:
-    """Delete the directory of one run if it exists. Raises OSError for a part that cannot be deleted."""
+    """Delete the directory of one run, if it exists. Raises OSError if a file cannot be deleted."""
     trash = runs / f"{_TRASH}{run_id}-{os.getpid()}"
     try:
         (runs / run_id).rename(trash)
@@ -147,7 +148,7 @@ def delete(runs: Path, run_id: str) -> None:
 
 
 def empty_trash(runs: Path) -> None:
-    """Delete the remaining files of interrupted deletions."""
+    """Delete files that interrupted deletions left behind."""
     with contextlib.suppress(OSError):
         for name in os.listdir(runs):
             if name.startswith(_TRASH):
@@ -165,9 +166,9 @@ def _ended_ns(record: RunRecord, now_ns: int) -> int | None:
     if record.live or record.ended_ns is None:
         return None
     if record.state == UNREADABLE and created_wall_ns(record.run_id) is None:
-        return None  # The directory belongs to another program.
+        return None  # The run directory belongs to another program.
     if record.state in (NOT_STARTED, UNREADABLE) and now_ns - record.ended_ns < DAY_NS:
-        return None  # The client may still be writing the directory.
+        return None  # The client may still be writing the run directory.
     return record.ended_ns
 
 
@@ -177,8 +178,7 @@ def _remove(path: Path) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # The owner may lack write permission for a directory. As the owner, this process changes the mode and tries
-        # again.
+        # Directories of user code may be read-only, so this process makes them writable and tries again.
         for directory, _, _ in os.walk(path):
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700)

@@ -3,20 +3,22 @@
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
     runs/<run>/<fence>/secrets  ──▶  that directory, or a directory itself if /dev/shm is not in memory
 
-The launching process writes the secrets before the launch: the uplink, or the client of a local run. The secrets are
-removed once all processes of the attempt have ended. Ranks find the secrets through `SGPU_SECRETS_DIR`. Ranks are
-responsible for their own copies.
+The launching process (the uplink, or the client of a local run) writes the secrets before the launch. The supervisor
+removes the secrets once all processes of the attempt have ended. Ranks find the secrets through `SGPU_SECRETS_DIR`. The
+product does not remove copies that ranks make.
 
 Failure cases:
 
-If the supervisor is killed, the agent removes the secrets. The uplink removes the secrets of a server's attempt when it
-settles the attempt. If the agent is killed too, the next agent sweeps abandoned secrets.
+If the supervisor is killed, the agent removes the attempt's secrets. The uplink removes the secrets of a server's
+attempt when it settles the attempt. If the agent is killed too, the next agent removes abandoned secrets.
 
-If the writer is killed before it records the attempt in `.of`, the directory is empty, and the agent sweeps it.
+If the writer is killed before it records the attempt in `.of`, the secrets directory is empty, and the agent removes
+it.
 
-If another user already has a directory of the same name, the writer tries another name.
+If another user already has a secrets directory of the same name, the writer tries another name.
 
-If a rank replaced the link in its attempt, the target is safe: this module removes only directories of this form.
+If a rank replaces the `secrets` link, the link's target is safe. This module removes only directories whose name
+matches `sgpu-secrets-<8 hex>`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from serverless_gpu.node.base.requirements import symlink_error
 LINK = "secrets"
 LOOK_S = 60.0
 UNNAMED_S = 3600.0
-"""Seconds for which a directory without an attempt may belong to a client that is about to launch."""
+"""Minimum age in seconds at which the agent removes a secrets directory without an attempt."""
 _OF = ".of"
 _LOCK = "supervisor.lock"
 _MEMORY = Path("/dev/shm")
@@ -48,21 +50,21 @@ _NAMES_TRIED = 20
 
 
 def write(directory: Path, values: Mapping[str, bytes]) -> Path:
-    """Write an attempt's secrets by name. Return the directory of the secrets. Raises StorageError.
+    """Write an attempt's secrets by name. Return the secrets directory. Raises StorageError.
 
-    If memory can hold the secrets, this function never writes them to a disk.
+    If /dev/shm is in memory, the function never writes the secrets to a disk.
     """
     remove(directory)
     if is_in_memory():
         try:
             return _write_in_memory(directory, values)
         except OSError as error:
-            if error.filename2 is not None:  # The symbolic link failed, not the write to memory.
+            if error.filename2 is not None:  # The creation of the symbolic link failed, not the write to memory.
                 raise symlink_error(directory, error, f"cannot link to the secrets from {directory}") from None
             raise StorageError(
                 f"cannot store the run's secrets in {_MEMORY}: {error.strerror}",
-                hint=f"delete unused files in {_MEMORY}, or enlarge it (docker run --shm-size=8g); serverless-gpu "
-                "does not write secrets to a disk instead",
+                hint=f"delete unused files in {_MEMORY}, or enlarge it (docker run --shm-size=8g), because "
+                "serverless-gpu does not write secrets to a disk",
             ) from None
     place = directory / LINK
     try:
@@ -74,7 +76,7 @@ def write(directory: Path, values: Mapping[str, bytes]) -> Path:
 
 
 def note(place: Path) -> str:
-    """Return the receipt's note if secrets may have reached a disk, else ""."""
+    """Return a note for the receipt if secrets may have reached a disk, else ""."""
     if place.parent == _MEMORY:
         return ""
     return f"the run's secrets were on this node's disk, because {_MEMORY} is not in memory"
@@ -92,7 +94,7 @@ def remove(directory: Path) -> None:
 
 
 def keep(directories: Iterable[Path]) -> None:
-    """Refresh the age of the secrets of waiting attempts. Skip attempts without secrets."""
+    """Update the modification time of the secrets of waiting attempts."""
     for directory in directories:
         with contextlib.suppress(OSError):
             place = Path(os.readlink(directory / LINK))
@@ -103,8 +105,8 @@ def keep(directories: Iterable[Path]) -> None:
 class SecretSweeper:
     """Removes abandoned secrets in the agent, periodically and after an attempt has ended.
 
-    The age of a directory counts from the first sweep that saw the directory, by a monotonic clock. A change of the
-    wall clock must not remove the secrets of a launching attempt.
+    The sweeper measures a secrets directory's age from its first sweep with a monotonic clock. A wall-clock change must
+    not remove the secrets of an attempt during its launch.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -113,9 +115,9 @@ class SecretSweeper:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
-        """Sweep if the interval has passed or an attempt has ended (`ended`).
+        """Remove abandoned secrets if the interval has passed or an attempt has ended (`ended`).
 
-        `waiting` contains attempts without a supervisor.
+        `waiting` contains the directories of attempts without a supervisor.
         """
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns or ended:
@@ -141,7 +143,7 @@ class SecretSweeper:
 
 
 def _is_left(place: Path, *, unchanged_s: float) -> bool:
-    """Return True if no attempt uses a directory of secrets."""
+    """Return True if no attempt uses a secrets directory."""
     try:
         directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
@@ -181,7 +183,7 @@ def _make() -> Path:
         with contextlib.suppress(FileExistsError):
             place.mkdir(mode=0o700)
             return place
-    raise FileExistsError(f"all {_NAMES_TRIED} names tried in {_MEMORY} were taken")
+    raise FileExistsError(f"cannot create a secrets directory: {_NAMES_TRIED} random names in {_MEMORY} already exist")
 
 
 def _fill(place: Path, values: Mapping[str, bytes]) -> None:
@@ -193,7 +195,7 @@ def _fill(place: Path, values: Mapping[str, bytes]) -> None:
 
 
 def _remove_in_memory(place: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # Another process has already removed the directory.
+    with contextlib.suppress(FileNotFoundError):  # Another process has already removed the secrets directory.
         if _may_be_removed(place):
             shutil.rmtree(place, ignore_errors=True)
 
@@ -208,7 +210,7 @@ def _is_ours(place: Path) -> bool:
 
 
 def is_in_memory() -> bool:
-    """Return True if /dev/shm is a file system in memory."""
+    """Return True if /dev/shm is an in-memory file system."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
             fields = line.split()

@@ -1,14 +1,14 @@
-"""Records of a server's attempts in their directories on this node.
+"""Records of servers' attempts on this node, stored in the attempt directories.
 
     runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
                                            └▶ stale      the server gave the attempt up; the uplink sends no more data
 
-The uplink writes the file before it starts anything. The file contains the attempt's own token and none of the caller's
-variables, in a directory of this user alone. The uplink does not flush the file to the disk, because a reboot ends the
-attempt anyway. After a reboot, the server sees the new boot identifier. A disk that fails without a reboot may leave
-the file empty. The uplink then recovers the attempt from its directory's name (`recovered`). The uplink never launches
-a recovered attempt. The uplink writes `stopped.json` once all processes of the attempt have ended. The next heartbeat
-returns a token for the attempt.
+The uplink writes `remote.json` before it launches the attempt. The file contains the attempt's token but none of the
+caller's variables. Only the user of this node can read `remote.json`. The uplink does not flush the file to the disk,
+because a reboot ends the attempt anyway. After a reboot, the server sees the new boot identifier. If the disk fails
+without a reboot, `remote.json` may be empty. The uplink then recovers the attempt from the directory's name
+(`recovered`). The uplink never launches a recovered attempt. The uplink writes `stopped.json` once all processes of a
+recovered attempt have ended. The next heartbeat returns a new token for the recovered attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serverless_gpu.node.attempt.usage_account import write_text
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
 _NO_TOKEN = "lost"
-"""Placeholder token. Every server refuses the placeholder, so the uplink requests a valid token."""
+"""Placeholder token. Every server refuses the placeholder token, so the uplink requests a valid token."""
 _GRACE_S = 900.0
 
 Standing = Literal["open", "settled", "stale"]
@@ -42,14 +42,14 @@ class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     fence: int
     profile: str  # Path of the file with the server's address and token.
-    token: str  # The attempt's own token.
+    token: str  # Token that authenticates the attempt to the server.
     gpu_type: str
-    world_size: int  # Number of devices on this node.
+    world_size: int  # Number of the attempt's devices on this node.
     partition_grace_s: float  # Seconds for which the attempt may run without an answer from the server.
     standing: Standing = "open"
     owner: str = ""  # Principal that owns the run.
-    tariff: Tariff = UNPRICED  # Unpriced until the launch, which stores the tariff in the attempt's own directory.
-    recovered: bool = False  # True if `remote.json` was damaged, so it is unknown whether the attempt began.
+    tariff: Tariff = UNPRICED  # `UNPRICED` until the launch.
+    recovered: bool = False  # True if `remote.json` was damaged, so the attempt may have begun.
 
     @property
     def gang(self) -> str:
@@ -67,7 +67,7 @@ def read_remote(directory: Path) -> ServerAttempt | None:
 
 
 def has_remote(directory: Path) -> bool:
-    """Return True if the attempt in a directory belongs to a server. Raises OSError if unknown."""
+    """Return True if an attempt directory contains a server's record. Raises OSError if the check fails."""
     try:
         (directory / REMOTE_FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -89,10 +89,10 @@ def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttemp
 
 
 def _recovered(path: Path, profile: str) -> ServerAttempt | None:
-    """Return an attempt with a damaged record from its directory's name; None if it is unreadable now.
+    """Return an attempt with a damaged record, or None if the record cannot be read now.
 
-    The record does not identify the attempt's server. A server that does not know the attempt reports so, and the
-    uplink then ignores the attempt.
+    A damaged record does not identify the attempt's server. If a server does not know the attempt, the uplink ignores
+    the attempt.
     """
     fence, run_id = path.parent.name, path.parent.parent.name
     try:
@@ -114,7 +114,7 @@ def _recovered(path: Path, profile: str) -> ServerAttempt | None:
 
 
 def is_unsent(run: Path, now_ns: int) -> bool:
-    """Return True while a run has data that its server has not received, for at most a month."""
+    """Return True for at most a month while a run's server has not received all data."""
     with contextlib.suppress(OSError):
         for path in run.glob(f"*/{REMOTE_FILE}"):
             remote = read_remote(path.parent)

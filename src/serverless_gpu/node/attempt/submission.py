@@ -1,4 +1,4 @@
-"""Records the specification of an attempt, so that people can read the run and repeat it by hand."""
+"""Records an attempt's specification, so that users can inspect and reproduce the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serverless_gpu.node.processes.spawn import load_inside
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of `spec.json` in an attempt's directory: the run as the caller submitted it."""
+    """Contents of `spec.json` in an attempt directory: the run as the caller submitted it."""
 
     run_id: str
     fence: int
@@ -26,9 +26,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     version: str
     kind: Kind = "function"
-    session: str = ""  # Session whose devices the run uses, or "".
+    session: str = ""  # Name of the session whose devices the run uses, or "".
     gpu_type: str = ""  # GPU type; "" if only the server knows the type.
-    tariff: Tariff | None = None  # None if only the server knows the tariff.
+    tariff: Tariff | None = None  # Price terms; None if only the server knows the tariff.
 
 
 def write_submission(message: protocol.Launch, version: str) -> None:
@@ -114,7 +114,7 @@ def air_program(
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
-    # The path is inside a docstring, and a home may have any path, so quotes and backslashes are escaped.
+    # The path appears in a docstring, so quotes and backslashes need escapes.
     quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
     return _AIR.format(
         run_id=run_id,

@@ -1,12 +1,11 @@
-"""Settles an attempt whose supervisor died: writes its last activity, final state and receipt.
+"""Settles an attempt whose supervisor died: writes its last `alive` fact, final state and receipt.
 
     facts.jsonl     + alive        until a process of the attempt was last seen
     stopped.json    + final state  `model/lifecycle/attempt_lifecycle.py` decides who pays
     receipt.json    + receipt      computed from the facts
 
-The first process that notices the loss calls this module: the agent, the uplink or a client. The process must hold the
-attempt's lock. While the process holds the lock, no supervisor runs and no other process writes the files. A supervisor
-would have written the same files.
+The first process that notices the loss (agent, uplink or client) calls this module. The calling process must hold the
+attempt's lock. While a process holds the lock, no supervisor runs and no other process writes the attempt's files.
 
 Failure cases: If no process watched the attempt, its newest output file is the last observed activity. After a reboot,
 boottimes cannot be compared, so the last fact is the last observed activity. If a full disk prevents further facts, the
@@ -44,15 +43,15 @@ from serverless_gpu.node.attempt.usage_account import reckon, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 
-COUNTED = "the receipt counts time up to the run's last observed activity; later use is unknown"
+COUNTED = "the receipt counts time up to the run's last observed activity, because later use is unknown"
 _BEFORE_NS = 1_000_000_000  # Largest difference between the kernel's clock and this process's clock, in nanoseconds.
 _TAIL_BYTES = 64 << 10
-_LOOKS_MAX = 64  # Number of reads of 2,000 records each, more than the kernel log contains.
+_LOOKS_MAX = 64  # Maximum number of reads, enough for the whole kernel log.
 _USING = frozenset({FactKind.EXEC, FactKind.HELD})
 
 
 class LostAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Values for a receipt that the attempt's directory does not contain."""
+    """Receipt values that the attempt directory does not contain."""
 
     run_id: str
     fence: int
@@ -69,7 +68,7 @@ def settle_loss(
     stopped: protocol.Stopped | None = None,
     lost: LostAttempt | None = None,
 ) -> protocol.Stopped:
-    """Write the missing files of an attempt without a supervisor. Return the final state.
+    """Write the missing files of an attempt without a supervisor. Return the attempt's final state.
 
     `seen_ns` is the boottime at which a process of the attempt was last seen; None if no process watched the attempt.
     `stopped` is the final state to write if no file contains one; None if the supervisor was lost.
@@ -124,14 +123,14 @@ def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
 
 
 def has_used_devices(directory: Path) -> bool:
-    """Return True if an attempt used its devices. Time before the device usage costs nothing."""
+    """Return True if the attempt used its devices. The user does not pay for time before the device usage."""
     return any(fact.kind in _USING for fact in first_facts(directory))
 
 
 def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None:
-    """Record the last activity of an attempt if it is later than the last fact.
+    """Record the attempt's last activity if it is later than the last fact.
 
-    The last activity is a boottime, or None for the time of the newest output.
+    `seen_ns` is the boottime of the last activity; None selects the time of the newest output.
     """
     last = last_fact(directory)
     if last is None or last.boot_id != clock.boot_id() or last.kind in (FactKind.EXITED, FactKind.FREED):
@@ -197,7 +196,7 @@ def _of_this_node(directory: Path) -> LostAttempt:
 
 
 def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
-    """Return the kernel's messages since a time; empty if the kernel's log cannot be read."""
+    """Return the kernel messages since a time, or an empty result if the kernel log cannot be read."""
     log = KernelLog(KERNEL, clock, past=True)
     found: list[str] = []
     try:
@@ -212,7 +211,7 @@ def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
 
 
 def _cut_off_half_a_line(path: Path) -> None:
-    """Truncate an incomplete last line. Raises OSError."""
+    """Truncate the facts file before an incomplete last line. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size

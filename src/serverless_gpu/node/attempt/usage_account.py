@@ -1,17 +1,17 @@
-"""Account of one attempt: its facts, its receipt, and reserved disk space for these files.
+"""Account of one attempt: facts, receipt, and reserved disk space for both files.
 
     facts.jsonl, append-only lines ─┬─▶ charges, and replays on a server
                                     └─▶ receipt.json; both agree to the millionth
     <attempt>/.reserve/<number>    allocated, without content     ── the disk is full ─▶  overwritten, cut, renamed
     <attempt>/facts.jsonl          some space allocated behind its end, extended as the file grows
 
-The receipt's segments (queued, first line …) are finer than the facts. The supervisor measures them. On a full disk,
-another process could take freed space at once, but a file that is overwritten in place keeps its space. A final state,
-a receipt, the facts and a rank's exception therefore survive a full disk.
+The supervisor measures the receipt's segments (queued, first line …), which are finer than the facts. On a full disk,
+another process could take freed space at once. A file that is overwritten in place keeps its disk space. The final
+state, the receipt, the facts and a rank's exception can therefore be written on a full disk.
 
 Failure cases: If the file system cannot allocate space in advance, or copies on write (btrfs, ZFS), the attempt loses
-these files on a full disk. If the process that removes the reserve is killed, the reserve stays. The process that later
-writes `stopped.json` uses the reserve (`uplink/attempt_controller.py` or the agent).
+these files on a full disk. If the supervisor is killed, the reserve files stay. The agent or the uplink
+(`uplink/attempt_controller.py`) later uses the reserve to write `stopped.json`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node.base.protocol import Launch, Stopped
 from serverless_gpu.node.inside import linux
 
-if TYPE_CHECKING:  # Most importers of this module use no devices.
+if TYPE_CHECKING:  # Most modules that import this module use no devices.
     from serverless_gpu.node.devices.gpu_gate import Verdict
 
 ALIVE_S = 60.0
@@ -51,7 +51,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class AttemptAccount:
-    """Facts and measurements of one attempt, and its receipt."""
+    """Facts, measurements and receipt of one attempt."""
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
         self.runs: int | None = None  # Number of runs that used a session; None for other attempts.
@@ -61,7 +61,7 @@ class AttemptAccount:
         self._allocated = 0  # Allocated size of the facts file, in bytes.
         self.marks: dict[str, int] = {}  # First boottime of each event in nanoseconds, by event name.
         self.peaks: dict[int, int] = {}  # Peak host memory in bytes, by rank.
-        # Messages for the user.
+        # Messages for the user in the receipt.
         self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
         self.warm = (False, "no stem arrived")
         self.environment = ""
@@ -81,7 +81,7 @@ class AttemptAccount:
         prepare_reserve(self._directory)
 
     def mark(self, name: str, at_ns: int | None = None) -> None:
-        """Record the first time of an event."""
+        """Record the time of an event's first occurrence."""
         self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
 
     def fact(
@@ -89,7 +89,7 @@ class AttemptAccount:
     ) -> None:
         """Append a fact.
 
-        `at_ns` is a boottime (None: now). `grace_ms` is the grace period of the ranks.
+        `at_ns` is the boottime of the fact; None selects the current time. `grace_ms` is the grace period of the ranks.
         """
         now_ns = self._fact_ns = self._clock.boottime_ns()
         ago_ns = 0 if at_ns is None else now_ns - at_ns
@@ -109,7 +109,7 @@ class AttemptAccount:
         )
         self._written += 1
         self._meter.add(fact)
-        # A full disk must not end a run. The supervisor computes the receipt from memory, with the number of facts.
+        # A full disk must not end a run, so the supervisor computes the receipt from memory.
         with contextlib.suppress(OSError):
             line = msgspec.json.encode(fact) + b"\n"
             self._allocated = append_fact(self._directory, line, self._allocated)
@@ -122,12 +122,12 @@ class AttemptAccount:
             self.fact(FactKind.ALIVE, devices)
 
     def starting(self, devices: Sequence[Device]) -> None:
-        """Record the time at which the environment became ready, possibly before the devices were reserved."""
+        """Record the time at which the environment became ready."""
         ready_ns = self.marks.get(self._ready(), 0)
         self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # Facts must be in chronological order.
 
     def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
-        """Record once that the ranks must end, with their grace period if they received SIGTERM."""
+        """Record the `stopping` fact once, with the ranks' grace period if they received SIGTERM."""
         if "stopping" in self.marks:
             return
         self.mark("stopping")
@@ -136,7 +136,7 @@ class AttemptAccount:
             if attempt.phase is Phase.TERMINATING and attempt.reason in ASKED:
                 wake_ns, stop_ns = attempt.wake_ns, attempt.stop_ns
                 grace_ms = 0 if wake_ns is None or stop_ns is None else max(0, wake_ns - stop_ns) // 1_000_000
-            # The following facts show that the user does not pay for time after a device failure.
+            # The user does not pay for time after a device failure, so the fact has the failure's time.
             self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=grace_ms)
 
     def ended(self, stopped: Stopped) -> None:
@@ -200,7 +200,7 @@ class AttemptAccount:
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)
-        give_back_reserve(self._directory)  # The receipt is the last file that may need the reserve.
+        give_back_reserve(self._directory)  # No file after the receipt needs the reserve.
         return receipt
 
     def _segments(self) -> Segments:
@@ -216,7 +216,7 @@ class AttemptAccount:
         )
 
     def _ready(self) -> str:
-        """Return the time at which the ranks could start, with a stem and a confirmed environment."""
+        """Return the name of the event after which the ranks could start: "stem" or "confirmed"."""
         last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
         return last if "stem" in self.marks else "stem"
 
@@ -250,13 +250,13 @@ def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: 
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Write a value to an attempt's file, completely or not at all. A failed write does not end the run."""
+    """Write a value to a JSON file of an attempt, completely or not at all. Ignore write errors."""
     with contextlib.suppress(OSError):
         write_text(path, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a complete file or none. On a full disk, use the attempt's reserve. Raises OSError."""
+    """Write a text file completely or not at all, on a full disk from the reserve. Raises OSError."""
     write_bytes(path, text.encode(), path.parent)
 
 
@@ -274,11 +274,11 @@ def prepare_reserve(directory: Path) -> None:
 
 
 def give_back_reserve(directory: Path) -> None:
-    """Free the unused reserve."""
+    """Free the unused reserve files of an attempt."""
     shutil.rmtree(directory / RESERVE, ignore_errors=True)
     with contextlib.suppress(OSError):
         facts = directory / "facts.jsonl"
-        os.truncate(facts, facts.stat().st_size)  # Frees the space that was allocated behind the end of the file.
+        os.truncate(facts, facts.stat().st_size)  # `truncate` frees the disk space allocated after the end of the file.
 
 
 def write_bytes(path: Path, data: bytes, directory: Path) -> None:
@@ -303,7 +303,7 @@ def write_bytes(path: Path, data: bytes, directory: Path) -> None:
 def append_fact(directory: Path, line: bytes, allocated: int) -> int:
     """Append a line to an attempt's facts and allocate space behind the line. Raises OSError.
 
-    `allocated` is the last return value, an offset up to which space is allocated; 0 at first.
+    `allocated` is the result of the previous call (0 at first): the end of the allocated disk space.
     """
     fd = os.open(directory / "facts.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -313,7 +313,7 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
                 linux.allocate_behind(fd, size, FACTS_BYTES)
                 allocated = size + FACTS_BYTES
         if os.write(fd, line) < len(line):
-            os.ftruncate(fd, size)  # An incomplete line would also make the next line unreadable.
+            os.ftruncate(fd, size)  # An incomplete fact would also make the next fact unreadable.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
@@ -321,9 +321,9 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
 
 
 def _write_in_place(path: Path, data: bytes, place: Path) -> bool:
-    """Write data into the smallest sufficient reserve file and rename the file.
+    """Write data into the smallest reserve file that is large enough, and rename the file.
 
-    Return False without a sufficient reserve file.
+    Return False if no reserve file is large enough.
     """
     sizes = {}
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
 """Shared modules of a node: home, configuration, lock files, protocol messages, network, requirements.
 
-This package starts no process. To read the code, start with `home.py`, which lists every file of a home directory.
+To read the code, start with `home.py`, which lists every file of a home directory.
 """

@@ -63,11 +63,11 @@ T = TypeVar("T")
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """The user's configuration."""
 
-    types: tuple[GpuType, ...] = ()  # The user's own GPU types.
+    types: tuple[GpuType, ...] = ()  # GPU types that the user has defined.
     prices: dict[str, Tariff] = {}  # GPU type → tariff
     retention: Policy = Policy()
-    checkpoints: str = ""  # Directory of all runs' checkpoints; "" selects the home's own directory.
-    xids: dict[int, XidKind] = {}  # Xid number → fault kind, if it differs from `model.xid.TABLE`.
+    checkpoints: str = ""  # Checkpoint directory of all runs; "" selects the directory in the home.
+    xids: dict[int, XidKind] = {}  # Maps Xid numbers to fault kinds that differ from `model.xid.TABLE`.
 
 
 def read_configuration(home: Home) -> Configuration:
@@ -103,7 +103,7 @@ def read_configuration(home: Home) -> Configuration:
 def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
     types = _converted(tables, "types", dict[str, _OwnType])
     for name, own in types.items():
-        if not 0 < own.memory_gib < 1_000_000:  # The comparison also rejects NaN.
+        if not 0 < own.memory_gib < 1_000_000:  # Comparisons with NaN are False, so the check also rejects NaN.
             raise InvalidValue(f"table types: memory_gib of {name} must be a positive number, not {own.memory_gib}")
     return tuple(
         GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
@@ -127,7 +127,7 @@ def _prices(tables: Mapping[str, object]) -> dict[str, Tariff]:
 def _retention(tables: Mapping[str, object]) -> Policy:
     own = _converted(tables, "retention", _Retention)
     for name, value in (("days", own.days), ("gib", own.gib)):
-        if not 0 <= value < 1_000_000:  # The comparison also rejects NaN.
+        if not 0 <= value < 1_000_000:  # Comparisons with NaN are False, so the check also rejects NaN.
             raise InvalidValue(f"table retention: {name} must be a number of at least 0, not {value}")
     return Policy(
         age_ns=round(own.days * DAY_NS) or None,

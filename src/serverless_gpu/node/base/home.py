@@ -1,4 +1,4 @@
-"""Paths of files on this machine: the home directory, run directories, sockets, the agent's files.
+"""Paths of the product's files on this machine: home directory, run directories, sockets, agent files.
 
     $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
@@ -12,13 +12,14 @@
     ├── tracking/              attempts that are not delivered to MLflow yet
     └── agent.log, monitor.log
 
-Sockets are outside the home directory. Linux cannot bind a socket path of more than 107 bytes. A network file system
-cannot contain a socket. Sockets are in /tmp, in a directory that only this user can enter. If the home is not writable,
-local runs use a directory under the temporary directory instead. `Home.note` then names the replacement. A server, a
-login and secrets need the home directory itself (`find_durable_home`).
+Sockets are in /tmp, in a directory that only this user can enter. The home directory is unsuitable for sockets, because
+Linux limits a socket path to 107 bytes. Network file systems also do not support sockets. If the home directory is not
+writable, local runs use a directory under the temporary directory. `Home.note` then names this fallback directory.
+Servers, logins and secrets have no fallback directory (`find_durable_home`).
 
-A home's machine is in a Ray pool while a process locks server/ray/keeper.lock (`sgpu up --engine ray`) or
-ray/keeper.lock (`sgpu join`). Ranks on a machine in a Ray pool are fenced.
+A machine belongs to a Ray pool while a process locks server/ray/keeper.lock (`sgpu up --engine ray`) or ray/keeper.lock
+(`sgpu join`) in its home directory. On a machine in a Ray pool, Landlock confines the signals of ranks
+(`inside/linux.py`).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from serverless_gpu.operating_system import lacks_inodes
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_READ_ONLY = "it is read-only"
+_READ_ONLY = "the directory is read-only"
 
 
 class Home:
-    """The directories of one user on this machine."""
+    """The home directory of one user on this machine."""
 
     def __init__(self, root: Path, note: str = "") -> None:
         self.root = root
-        self.note = note  # A message for the user if `root` is not the requested directory, else "".
+        self.note = note  # Message for the user if `root` is the fallback directory, else "".
 
     @property
     def runs(self) -> Path:
@@ -55,7 +56,7 @@ class Home:
 
     @property
     def remote(self) -> Path:
-        """Return the directory of copied results of a server's runs."""
+        """Return the directory for copied results of server runs."""
         return self.root / "remote"
 
     @property
@@ -70,7 +71,7 @@ class Home:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the directory of checkpoints, unless the configuration names another directory."""
+        """Return the default directory of checkpoints."""
         return self.root / "checkpoints"
 
     @property
@@ -93,9 +94,9 @@ class Home:
         return self.runs / run_id / str(fence)
 
     def sockets(self) -> Path:
-        """Return the private directory of this home's sockets, created if needed. Raises StorageError."""
-        # $XDG_RUNTIME_DIR is unsuitable. The variable may be unset, and differs between a terminal, a notebook server
-        # and a cron job of one user. The system empties the directory at the user's last logout, when runs may still be
+        """Return the private socket directory of this home, after creating it if needed. Raises StorageError."""
+        # $XDG_RUNTIME_DIR is unsuitable, because terminals, notebook servers and cron jobs of one user may have
+        # different values. The system also empties $XDG_RUNTIME_DIR at the user's last logout, while runs may still be
         # running.
         parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
@@ -111,12 +112,12 @@ class Home:
             if not _private_directory(directory):
                 raise StorageError(
                     f"{directory} belongs to another user or is a link",
-                    hint="remove it, or set SERVERLESS_GPU_SOCKETS to a directory that you own",
+                    hint="remove the directory or link, or set SERVERLESS_GPU_SOCKETS to a directory that you own",
                 )
         return parent / digest
 
     def make_attempt(self, run_id: str, fence: int) -> Path:
-        """Create the complete directory of one attempt, or nothing. Raises StorageError."""
+        """Create the directory of one attempt completely or not at all. Raises StorageError."""
         directory = self.attempt(run_id, fence)
         try:
             directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -143,7 +144,7 @@ class Home:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Remove the directory of a run at once, so that later writes of other processes fail."""
+    """Rename a run directory before its removal, so that later writes of other processes fail."""
     gone = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(OSError):
         directory.rename(gone)
@@ -152,7 +153,7 @@ def remove_at_once(directory: Path) -> None:
 
 
 def find_home(environ: Mapping[str, str]) -> Home:
-    """Return the user's home directory for runs, created if needed. Raises StorageError if that fails."""
+    """Return the user's home directory for runs. Create the directory if needed. Raises StorageError."""
     wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is None:
@@ -164,20 +165,20 @@ def find_home(environ: Mapping[str, str]) -> Home:
             f"neither {wanted} ({problem}) nor {fallback} ({second}) can be written to",
             hint=f"set SERVERLESS_GPU_HOME to a directory you can write to{_in_container(second)}",
         )
-    return Home(fallback, f"{wanted} cannot be written to ({problem}); this run's files are under {fallback}")
+    return Home(fallback, f"{wanted} cannot be written to ({problem}), so this run's files are under {fallback}")
 
 
 def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
-    """Return the requested home, created if needed, never a replacement. Raises StorageError.
+    """Return the requested home directory, created if needed, without a fallback. Raises StorageError.
 
-    `why` ends the error message and names the feature that needs the home: ``"the server keeps its database there"``.
+    `why` is the end of the error message, for example ``"the server keeps its database there"``.
     """
     wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is not None:
         raise StorageError(
             f"{wanted} cannot be written to ({problem}), and {why}",
-            hint="make the home writable, or set SERVERLESS_GPU_HOME to a directory you can write to",
+            hint="make the home directory writable, or set SERVERLESS_GPU_HOME to a directory you can write to",
         )
     return Home(wanted)
 
@@ -189,11 +190,11 @@ def _in_container(problem: str | None) -> str:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """Return the error to show to the user for a file that could not be written."""
+    """Return a user-facing error for a failed write to a file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StorageError(
-            f"too many open files: {path} cannot be made",
-            hint="each handle of a running run keeps one file open: raise `ulimit -n`, or start fewer runs at once",
+            f"cannot create {path}: too many open files",
+            hint="raise `ulimit -n`, or start fewer runs at once: each handle of a running run keeps one file open",
         )
     if error.errno in _FULL and lacks_inodes(path):
         return StorageError(
@@ -212,7 +213,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 
 def _asked(environ: Mapping[str, str]) -> Path:
-    """Return the home directory that the user requested. Raises StorageError if its name is not UTF-8."""
+    """Return the home directory that the user requested. Raises StorageError if the path is not UTF-8."""
     asked = environ.get("SERVERLESS_GPU_HOME")
     wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
     try:
@@ -223,12 +224,12 @@ def _asked(environ: Mapping[str, str]) -> Path:
 
 
 def _make_private(path: Path) -> str | None:
-    """Create a directory that only its owner can enter. Return the error message, or None."""
+    """Create a directory that only its owner can enter. Return an error message, or None on success."""
     try:
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
-        # A link to the user's own directory, for example on a larger disk, is accepted.
+        # The path may be a link to another directory of the same user, for example on a larger disk.
         if not _owned_directory(str(path)):
-            return "it belongs to another user" if path.exists() else "it is not a directory"
+            return "the directory belongs to another user" if path.exists() else "the path is not a directory"
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o700)
         for name in ("runs", "locks", "checkpoints"):
@@ -251,10 +252,7 @@ def _owned_directory(path: str) -> bool:
 
 
 def _private_directory(path: Path) -> bool:
-    """Return True if a path is a directory of this user and not a link.
-
-    Removes the access of other users to the directory.
-    """
+    """Return True if a path is this user's directory and not a link. Revoke other users' access."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
@@ -268,7 +266,7 @@ RAY_LOCK = "keeper.lock"
 
 
 def ray_keepers(home: Path) -> list[Path]:
-    """Return the directories in a home whose keeper process is running a Ray cluster."""
+    """Return the directories in a home directory whose keeper process runs a Ray cluster."""
     return [home / place for place in RAY_PLACES if held_note(home / place / RAY_LOCK) is not None]
 
 

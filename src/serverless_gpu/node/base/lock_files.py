@@ -1,12 +1,11 @@
 """Creates, opens, locks and tests lock files in directories that other users can write.
 
-A flock is held while any process has the locked descriptor or a copy of it open. A lock test acquires the shared lock
-for a moment. A process that needs a long-lived lock therefore retries, or waits (`mutex`). The callers of this module
-define the meaning of each lock.
+A process holds a flock until all copies of the locked descriptor are closed. A lock test briefly acquires the shared
+lock. A process that needs a long-lived lock therefore retries or waits (`mutex`).
 
-Failure cases: If another user planted a link, a pipe or a second hard link, the functions raise StorageError. If
-another process holds the lock for longer than a second, `mutex` continues without the lock. A lock file that cannot be
-tested counts as held, because callers may delete lock files that are free.
+Failure cases: If another user has replaced a lock file with a link, a pipe or a second hard link, the functions raise
+StorageError. If another process holds the lock for longer than a second, `mutex` continues without the lock. If a lock
+cannot be tested, the functions treat the lock as held, because callers may delete free lock files.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from pathlib import Path
 
 from serverless_gpu.errors import StorageError
 
-OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # Non-blocking, because opening a planted pipe would block.
+OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # Opening a pipe would block without O_NONBLOCK.
 PAUSE_S = 0.005
 _MUTEX_TRIES = 200
 _NOTE_BYTES_MAX = 4096
 
 
 def is_held(path: Path) -> bool:
-    """Return True if a file's lock is held or cannot be tested; False for a missing file."""
+    """Return True if a process holds a file's lock or the test fails. Return False for a missing file."""
     try:
         fd = os.open(path, os.O_RDONLY | OPEN)
     except FileNotFoundError:
@@ -45,7 +44,7 @@ def is_held(path: Path) -> bool:
 
 
 def held_note(path: Path) -> bytes | None:
-    """Return the note of a lock's holder; None if the lock is free or the file is unreadable."""
+    """Return the note of a lock's holder, or None if the lock is free or the file is unreadable."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | OPEN)
         try:
@@ -63,7 +62,7 @@ def read_note(fd: int) -> bytes:
 def is_taken(fd: int) -> bool:
     """Return True if another process holds the lock of an open file. Raises OSError.
 
-    Closing the file releases the lock of the test.
+    The test acquires a shared lock, which the kernel releases when the caller closes the file.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -75,7 +74,7 @@ def is_taken(fd: int) -> bool:
 def is_named(directory: int, name: str, fd: int) -> bool:
     """Return True if the path still refers to the open file.
 
-    A cleaner of temporary directories may have deleted the path.
+    A cleanup service for temporary directories may have deleted the path.
     """
     try:
         return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False))
@@ -97,15 +96,15 @@ def opened_directory(path: Path) -> Iterator[int]:
         what = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
         raise StorageError(
             f"The lock directory {path} cannot be used{what}: {error.strerror or error}.",
-            hint=f"make the directory writable for this user; check `ls -la {path}` and the free space of its disk",
+            hint=f"make the lock directory writable for this user: check `ls -la {path}` and the disk's free space",
         ) from error
 
 
 def hold(path: Path, note: str) -> int | None:
     """Lock a file for the lifetime of this process, and write a note into the file. Raises OSError.
 
-    Creates the file if needed. Returns the descriptor that holds the lock, or None if another process holds the lock
-    for longer than a second.
+    Creates the lock file if needed. Returns the locked descriptor, or None if another process holds the lock for longer
+    than a second.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(_MUTEX_TRIES):
@@ -123,9 +122,9 @@ def hold(path: Path, note: str) -> int | None:
 
 @contextlib.contextmanager
 def mutex(directory: int, name: str) -> Iterator[int]:
-    """Hold a lock during the block.
+    """Lock a mutex file for the duration of the `with` block.
 
-    The block runs without the lock if another process holds the lock for over a second.
+    If another process holds the lock for over a second, the block runs without the lock.
     """
     with opened(directory, name) as fd:
         for _ in range(_MUTEX_TRIES):
@@ -139,7 +138,7 @@ def mutex(directory: int, name: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(directory: int, name: str) -> Iterator[int]:
-    """Open a file with `open_file` for the duration of the block."""
+    """Open a lock file with `open_file` for the duration of the `with` block."""
     fd = open_file(directory, name)
     try:
         yield fd
@@ -148,7 +147,7 @@ def opened(directory: int, name: str) -> Iterator[int]:
 
 
 def open_file(directory: int, name: str) -> int:
-    """Open or create a file for reading and writing. Refuse links and special files."""
+    """Open or create a lock file for reading and writing. Raise StorageError for links and special files."""
     fd = _open_or_create(directory, name)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
@@ -160,8 +159,8 @@ def open_file(directory: int, name: str) -> int:
 def _open_or_create(directory: int, name: str) -> int:
     for _ in range(3):
         try:
-            # Opens without O_CREAT, because in a sticky directory the kernel refuses O_CREAT for another user's file
-            # (fs.protected_regular).
+            # The first open omits O_CREAT, because in a sticky directory the kernel refuses O_CREAT for other users'
+            # files (fs.protected_regular).
             return os.open(name, os.O_RDWR | OPEN, dir_fd=directory)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
@@ -174,16 +173,16 @@ def _open_or_create(directory: int, name: str) -> int:
 
 
 def create(directory: int, name: str) -> int:
-    """Create and open a file that every user may open. Raises FileExistsError."""
+    """Create and open a lock file that every user may open. Raises FileExistsError."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o666, dir_fd=directory)
-    # Some network file systems refuse chmod. Such file systems treat all users alike.
+    # Network file systems that refuse chmod usually treat all users alike.
     with contextlib.suppress(PermissionError):
-        os.fchmod(fd, 0o666)  # The umask removed the permission bits of other users.
+        os.fchmod(fd, 0o666)  # The umask removes the permission bits of other users.
     return fd
 
 
 def _planted(name: str) -> StorageError:
     return StorageError(
         f"The lock file {name} is a link or not a regular file, so serverless-gpu did not create it.",
-        hint="find the owner of the lock file with `ls -l`, then remove it",
+        hint="find the lock file's owner with `ls -l`, then remove the lock file",
     )

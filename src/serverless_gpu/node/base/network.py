@@ -3,15 +3,15 @@
     SIOCGIFCONF           IPv4, with the names of `getifaddrs`, by which NCCL and Gloo choose an interface
     /proc/net/if_inet6    IPv6 that is routed
 
-The list omits link-local addresses, because clients must also name an interface for a link-local address. Loopback is
-last, because other machines cannot reach loopback. Addresses of container bridges are directly before loopback, because
-they are the same on every machine. The list also omits unreadable entries and interfaces with a comma in their name.
-The search for addresses never raises an exception.
+The list of addresses omits link-local addresses, because clients need an interface name for them. The loopback address
+is last, because other machines cannot reach it. Addresses of container bridges come directly before the loopback
+address, because they are the same on every machine. The list of addresses also omits unreadable entries and interfaces
+with a comma in their name. The search for addresses never raises an exception.
 
-No other process can bind the reserved port before rank 0 listens on the port. A bound socket that does not listen
-reserves the port. The kernel does not assign a bound port to another process. The kernel also refuses a bind without
-SO_REUSEADDR. torch's TCPStore sets SO_REUSEADDR, so it can bind and listen beside the reserving socket. Most launchers
-close the socket before torch binds the port. Another launcher can then get the same port.
+A bound socket that does not listen reserves the rendezvous port until rank 0 listens on it. The kernel does not assign
+a bound port to another process. The kernel also refuses to bind another socket without SO_REUSEADDR to the port.
+Because torch's TCPStore sets SO_REUSEADDR, TCPStore can listen on the reserved port. Most launchers close the reserving
+socket before torch binds the port, so another launcher can get the same port.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ _TRIES = 5
 
 
 class NoPort(Exception):
-    """Raised if no port could be reserved."""
+    """Raised if no rendezvous port could be reserved."""
 
 
 def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
     """Return a bound, non-listening socket for the first free candidate port (0: any).
 
-    Closing the socket frees the port. Raises NoPort, which names the candidates.
+    Closing the socket frees the port. Raises NoPort, whose message lists the candidate ports.
     """
     tried: list[str] = []
     for port in candidates:
@@ -101,8 +101,7 @@ def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    # torch's store binds the IPv6 wildcard address if possible, which covers IPv4 too. The reservation binds the same
-    # address.
+    # torch's TCPStore binds the IPv6 wildcard address if possible, so the reservation binds the same address.
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

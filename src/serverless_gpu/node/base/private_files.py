@@ -4,12 +4,12 @@
     replacing_file    a report, a picture, a result: the old file stays if the new one cannot be completed
 
 Some file systems have no hard links (exFAT, some FUSE and object-storage mounts). Without hard links, a lock on the
-directory ensures that a new file does not replace another file. An output path must be a regular file: devices, pipes
-and directories are refused. If an output path is a link, the writer replaces the target of the link.
+directory ensures that a new file does not replace another file. An output path must be a regular file, not a device, a
+pipe or a directory. If an output path is a link, the writer replaces the target of the link.
 
 Failure cases: A full disk or a missing permission raises `OSError`. A process that is killed during a write leaves the
-target file unchanged. The killed process also leaves a temporary file, whose name begins with a dot and ends with 16
-digits.
+target file unchanged. A killed process also leaves a temporary file, whose name begins with a dot and ends with 16
+hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Error numbers of a file system without hard links."""
+"""Error numbers that a file system without hard links returns."""
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a durable, complete file that only its owner can read.
+    """Write a private file durably, completely or not at all.
 
-    Creates the directory if needed. Without `replace`, an existing file stays unchanged, even if another process
-    creates the file meanwhile.
+    Creates the parent directory if needed. Without `replace`, the function does not change an existing file, even if
+    another process creates the file concurrently.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -61,23 +61,23 @@ def readers(path: Path) -> str:
     """Return a description of other users who can read or change a file, or "". Raises OSError."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to another user (uid {status.st_uid})"
+        return f"the file belongs to another user (uid {status.st_uid})"
     mode = stat.S_IMODE(status.st_mode)
-    return f"its mode is {mode:04o}, so others can read it" if mode & 0o077 else ""
+    return f"the file's mode is {mode:04o}, so others can read it" if mode & 0o077 else ""
 
 
 def refuse_irregular(path: Path) -> None:
     """Raise InvalidValue if a path exists and is not a regular file."""
     if os.path.exists(path) and not os.path.isfile(path):
-        hint = "give the path of a file, or a path that does not exist yet"
-        raise InvalidValue(f"{path} exists and is not a file: it stays unchanged", hint=hint)
+        hint = "pass the path of a regular file, or a path that does not exist yet"
+        raise InvalidValue(f"{path} exists and is not a regular file, so serverless-gpu does not replace it", hint=hint)
 
 
 @contextlib.contextmanager
 def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """Yield a new, empty file that replaces `path` after a complete write.
 
-    The umask applies to `mode`.
+    The process's umask applies to `mode`.
     """
     refuse_irregular(path)
     place = path.resolve()
@@ -91,7 +91,7 @@ def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
 
 def _name_new(beside: Path, path: Path) -> None:
-    """Rename a temporary file to its final name unless that name exists."""
+    """Rename a temporary file to its final name unless a file of that name exists."""
     try:
         os.link(beside, path)
     except FileExistsError:
@@ -101,7 +101,7 @@ def _name_new(beside: Path, path: Path) -> None:
             raise
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # The kernel releases this lock if the renaming process dies.
+            # The kernel releases the directory's lock if the renaming process dies.
             fcntl.flock(directory, fcntl.LOCK_EX)
             if not os.path.lexists(path):
                 beside.rename(path)

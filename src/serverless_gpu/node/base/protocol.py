@@ -8,9 +8,9 @@
     agent ──PreparingNote──▶ supervisor                   while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
-The agent hands the client's connection to the supervisor. The supervisor's own socket accepts the same messages. `sgpu
-attach` and a new agent find an attempt by the supervisor's socket. Messages are JSON objects, one per packet
-(`inside/channel.py`). A peer with a different `PROTOCOL` receives a refusal that names the version of this package.
+The agent passes the client's connection to the supervisor. The supervisor also accepts the same messages on its own
+socket, which `sgpu attach` and a new agent use. Messages are JSON objects, one per packet (`inside/channel.py`). If a
+peer has a different `PROTOCOL`, the agent refuses its message and names this package's version.
 """
 
 from __future__ import annotations
@@ -39,47 +39,46 @@ from serverless_gpu.version import __version__
 
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
-"""Placeholder for the owner of a run if the owner is unknown."""
-# A loan is one packet with one descriptor per device, and a packet carries at most 253 descriptors.
+"""Owner of a run whose real owner is unknown."""
+# A loan packet contains a descriptor per device, and a packet carries at most 253 descriptors.
 SESSION_DEVICES_MAX = 240
 Kind = Literal["function", "session"]
-"""Kind of an attempt: a function's run or a session."""
+"""Kind of an attempt: function run or session."""
 Mode = Literal["", "overlay", "links"]
 """Method to restore an environment; "" lets the node choose."""
 T = TypeVar("T")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages except `Stopped`, which readers of run directories also use."""
+    """Base class of all messages except `Stopped`."""
 
 
 Sendable = Message | Stopped
 
 
 class Context(Message, frozen=True, kw_only=True, tag="context"):
-    """The caller's process at the time of the call. Ranks get the same settings."""
+    """Settings of the caller's process at the time of the call, which ranks also get."""
 
     python: str
     flags: tuple[str, ...]  # Interpreter options, for example ``-O``.
-    environ: dict[str, str]  # Sent over sockets only, never written to a file.
+    environ: dict[str, str]  # Environment variables of the caller. No process writes these variables to a file.
     cwd: str
     umask: int
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
-    descriptors_max: int = 1024  # Soft limit of open files.
-    # Files by module name. The mapping contains preloaded modules, because a zygote may have loaded other files. The
-    # mapping also contains modules beside the script that hide installed modules.
+    descriptors_max: int = 1024  # Soft limit on open files.
+    # Maps module names to files, for preloaded modules and for modules beside the script that hide installed modules.
     packages: dict[str, str] = {}
-    copies: dict[str, str] = {}  # captured code directory → original directory; empty if ranks use the originals
+    copies: dict[str, str] = {}  # Maps captured code directories to their originals.
 
 
 class EnvironmentRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment of ranks: a snapshot in a store, without other files of the caller."""
+    """Request for a restored environment: the address of a snapshot and its store."""
 
-    snapshot: str  # Address of the snapshot.
-    store: str  # URL
-    token: str = ""  # Token for a server's store.
-    ca: str = ""  # File with the store's trusted certificates; "" selects the system's certificates.
+    snapshot: str  # Address of the environment's snapshot.
+    store: str  # URL of the snapshot's store.
+    token: str = ""  # Token that authenticates the node to a server's store.
+    ca: str = ""  # Path of the store's certificates; "" selects the system's certificates.
     mode: Mode = ""  # Method to restore the environment; "" lets the node choose.
 
 
@@ -97,7 +96,7 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
 
 
 class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
-    """Request to prepare a zygote with standby ranks, and the tracker that the next run will use."""
+    """Request to prepare a zygote with standby ranks and the tracker of the next run."""
 
     context: Context
     ranks: int = 1
@@ -106,24 +105,25 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):
-    """Request to run a function call in a run directory or, for a session, to hold devices."""
+    """Request to run a function, or to hold devices for a session."""
 
     run_id: str
     fence: int
     directory: str
     spec: RunSpec
     candidates: tuple[Device, ...]
-    world_size: int  # Number of devices on this node.
-    of_type: int = 0  # Number of this node's devices of the chosen type.
+    world_size: int  # Number of the run's devices on this node.
+    of_type: int = 0  # Number of all devices on this node that have the chosen type.
     context: Context
     called_ns: int
     tariff: Tariff = UNPRICED
-    session: str = ""  # Session whose devices the run uses, or "".
-    idle_timeout_s: float | None = None  # Seconds without a run after which a session ends.
-    environment: EnvironmentRequest | None = None  # None if ranks use the caller's own files.
-    # If False, user code waits for `Confirm`. The client sends `Confirm` once the environment matches its snapshot.
+    session: str = ""  # Id of the session whose devices the run uses, or "".
+    idle_timeout_s: float | None = None  # Seconds without a run after which a session ends; None for a run.
+    environment: EnvironmentRequest | None = None  # Environment to restore; None if ranks use the caller's files.
+    # If `confirmed` is False, user code waits for `Confirm`. The client sends `Confirm` once the environment matches
+    # its snapshot.
     confirmed: bool = True
-    # Boottime at which a server's run stops itself unless a `Lease` arrives; None for a run of this node's own user.
+    # Boottime at which the supervisor stops a server's run unless a `Lease` arrives; None for a local run.
     lease_ns: int | None = None
     secrets: DeliveredSecrets | None = None
     crews: tuple[CrewPlace, ...] = ()  # Nodes of a gang on several nodes, in the order of their numbers.
@@ -134,12 +134,12 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
-        """Return the `CrewPlace` of every node of the gang, or a single place for a gang on one node."""
+        """Return the `CrewPlace` of every node of the gang, also for a gang on one node."""
         return self.crews or (CrewPlace(number=0, node="", first_rank=0, gpus=self.world_size),)
 
     @property
     def numbers(self) -> range:
-        """Return the numbers of the user's processes that this node runs."""
+        """Return the rank numbers of the user's processes on this node."""
         return numbered(self.all_crews[self.crew], per_node=self.spec.per_node)
 
 
@@ -148,7 +148,7 @@ class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
 
 
 class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter that the agent keeps warm, or the reason why it cannot be kept warm."""
+    """Status of an interpreter that the agent keeps warm or cannot keep warm."""
 
     python: str
     state: Literal["starting", "ready", "cold"]  # ``"cold"``: the agent keeps no zygote for this interpreter.
@@ -159,42 +159,42 @@ class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that this node has restored or is restoring."""
+    """Status of a snapshot that this node has restored or is restoring."""
 
     snapshot: str
     state: Literal["restoring", "ready"]
-    mode: Mode = ""  # Method of the restore; "" while unknown.
-    sentence: str = ""  # Progress of the restore.
+    mode: Mode = ""  # Restore method; "" while the method is unknown.
+    sentence: str = ""  # Progress of the restore as text.
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A running attempt or session."""
+    """Status of a running attempt or session."""
 
     run_id: str
-    pid: int  # Pid of the attempt's supervisor; 0 while unknown.
+    pid: int  # Pid of the attempt's supervisor; 0 if the agent does not know the pid.
     kind: Kind
     adopted: bool = False  # True if an earlier agent started the attempt.
     environment: str = ""  # Snapshot address of the attempt's ranks, or "".
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """State of the agent and of all processes that it controls."""
+    """Status of the agent and of all processes that it controls."""
 
     pid: int
     zygotes: tuple[ZygoteStatus, ...]
     attempts: tuple[AttemptStatus, ...]
     queued: tuple[str, ...]
-    cgroups: str  # Directory of the cgroups of this home's runs; "" if none is usable.
+    cgroups: str  # Directory of the runs' cgroups; "" if no cgroup is usable.
     cgroups_problem: str = ""
     environments: tuple[EnvironmentStatus, ...] = ()
 
 
 class Retire(Message, frozen=True, kw_only=True, tag="retire"):
-    """Request that the agent exits: running attempts continue, new ones are refused."""
+    """Request that the agent exits. Running attempts continue."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """Answer that the receiver started nothing."""
+    """Answer that the receiver refuses a request."""
 
     code: str
     message: str
@@ -202,7 +202,7 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Standby(Message, frozen=True, kw_only=True, tag="standby"):
-    """Report of a started supervisor that waits for an attempt."""
+    """Report of a supervisor on standby that waits for an attempt."""
 
     pid: int
 
@@ -217,22 +217,19 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):
-    """The stem of an attempt with its attached socket, or the problem that prevented it."""
+    """The stem of an attempt, with the attached socket, or the problem that prevented the start."""
 
     pid: int = 0
     warm: bool = False  # True if the zygote was already running.
     warm_reason: str = ""
-    problem: str = ""  # Text for people; `reason` is for programs.
+    problem: str = ""  # Error message if the stem could not start.
     reason: Reason = Reason.START_FAILED
-    context: Context | None = None  # Set if paths differ from the caller's paths, as in a restored environment.
-    environment: str = "live"  # Line about the environment for the receipt.
+    context: Context | None = None  # Context of the ranks if their paths differ from the caller's paths.
+    environment: str = "live"  # Description of the environment in the receipt.
 
 
 class PreparingNote(Message, frozen=True, kw_only=True, tag="preparing"):
-    """Progress of the environment that a run needs before it gets its stem.
-
-    The agent sends this message repeatedly.
-    """
+    """Progress of restoring a run's environment, which the agent sends repeatedly."""
 
     sentence: str
 
@@ -244,38 +241,38 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
 
 
 class WaitingNote(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Reason why the run has not started yet or makes no progress."""
+    """Reason why a run has not started yet or makes no progress."""
 
     sentence: str
-    passing: bool = False  # True for a progress message that the next message soon replaces.
-    lasting: bool = False  # True for a message about the run that stays true after user code begins.
-    # Start of the wait for devices, in nanoseconds since 1970. The next message with this field replaces this message.
+    passing: bool = False  # True for a progress message that is soon outdated.
+    lasting: bool = False  # True for a message that stays valid after user code begins.
+    # Start of the wait for devices, in nanoseconds since 1970. The next message with `queued_ns` replaces this message.
     queued_ns: int | None = None
 
 
 class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
-    """Report that a session has its devices."""
+    """Report that a session has reserved its devices."""
 
     devices: tuple[Device, ...]
 
 
 class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
-    """A supervisor's request for devices of a session. Closing the connection returns the devices."""
+    """Supervisor's request to borrow devices of a session until the supervisor closes the connection."""
 
     run_id: str
     count: int
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """A session's loan, with lock descriptors and the pipe that shows whether the devices are in use."""
+    """Session's loan of devices, with lock descriptors and a pipe that reports the end of the loan."""
 
     devices: tuple[Device, ...]
 
 
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
-    """State of the borrowed devices after a run, as the run's supervisor verified it."""
+    """State of the borrowed devices after a run, as verified by the run's supervisor."""
 
-    unfit: tuple[str, ...] = ()  # Devices in quarantine, because the supervisor could not verify that they are free.
+    unfit: tuple[str, ...] = ()  # Uuids of devices that the supervisor put in quarantine.
 
 
 class Started(Message, frozen=True, kw_only=True, tag="started"):
@@ -285,9 +282,9 @@ class Started(Message, frozen=True, kw_only=True, tag="started"):
 
 
 class Tracked(Message, frozen=True, kw_only=True, tag="tracked"):
-    """Report that MLflow has a run for this run."""
+    """Report of the MLflow run that belongs to this run."""
 
-    run_id: str  # MLflow's run id; "" while only the link is known.
+    run_id: str  # MLflow's run id; "" while the supervisor knows only the link.
     url: str
 
 
@@ -300,10 +297,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Report of bytes that are missing from the live output at this position.
-
-    With `lost`, the rank's log file lacks the bytes too.
-    """
+    """Report of bytes missing from a rank's live output and, with `lost`, from its log file."""
 
     rank: int
     stream: str
@@ -312,19 +306,19 @@ class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
-    """Report that the supervisor verified and released the devices. The receipt is final."""
+    """Report that the supervisor has verified and released the devices, with the final receipt."""
 
     receipt: Receipt
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
-    """Request to stop a run, or a session with its runs. A session accepts no other stop request."""
+    """Request to stop a run, or a session with its runs."""
 
     reason: StopReason = StopReason.CANCEL
 
 
 class Lease(Message, frozen=True, kw_only=True, tag="lease"):
-    """Report that the server has answered: the run may continue until the given boottime of the node."""
+    """Report that the server has answered and extended the run's lease to a boottime of the node."""
 
     deadline_ns: int
 
@@ -334,23 +328,23 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
 
 
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
-    """State of this node's part of a gang, for the other nodes of the gang.
+    """State of a node's part of a gang, for the other nodes of the gang.
 
-    The supervisor sends the complete state after each change.
+    The supervisor sends its complete `CrewNews` after each change.
     """
 
-    offer: Offer | None = None  # Network addresses of the node, once it has devices and a stem.
-    reach: CrewReach | None = None  # Other nodes of the gang that this node reached.
-    returned: bool = False  # True once all ranks of this node have returned and wait for the ranks of other nodes.
-    halt: Halt | None = None  # Reason for which this node ends its ranks early.
-    silent: int = 0  # Number of the current period without output; 0 while ranks print.
-    silent_since_ns: int = 0  # boottime
-    seen: CrewObservation | None = None  # State of this node's ranks at the last rank inspection.
+    offer: Offer | None = None  # Network addresses of the node, once the node has devices and a stem.
+    reach: CrewReach | None = None  # Nodes of the gang that this node has reached over the network.
+    returned: bool = False  # True once all ranks of this node wait for ranks of other nodes to return.
+    halt: Halt | None = None  # Reason why this node ends its ranks early.
+    silent: int = 0  # Sequence number of the current period without output; 0 while ranks print.
+    silent_since_ns: int = 0  # Boottime at which the period without output began.
+    seen: CrewObservation | None = None  # Ranks of this node at the last rank inspection.
     idle: IdleVerdict = IdleVerdict.GO_ON  # Progress of this node's devices toward the idle limit.
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
-    """The server's state of a gang, as in `ReportAnswer`. The uplink sends the state repeatedly."""
+    """The server's view of a gang, as in `ReportAnswer`, which the uplink sends repeatedly."""
 
     offers: tuple[Offer, ...] = ()
     chosen: Chosen | None = None
@@ -362,10 +356,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
 
 
 class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first message on its own socket.
-
-    `crew` is set for a gang on several nodes.
-    """
+    """A supervisor's first message on its own socket. Only gangs on several nodes set `crew`."""
 
     run_id: str
     fence: int
@@ -377,7 +368,7 @@ class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     crew: CrewNews | None = None
 
 
-# Ordered by sender: client to agent, agent, client to supervisor, sessions, supervisor.
+# Message types are ordered by sender: client to agent, agent, client to supervisor, sessions, supervisor.
 AnyMessage = (
     Prewarm
     | Launch
@@ -414,21 +405,21 @@ _decoder: msgspec.json.Decoder[AnyMessage] = msgspec.json.Decoder(AnyMessage)
 
 
 def agent_socket(sockets: Path) -> Path:
-    """Return the path of the agent's socket. Each protocol and package version has its own agent."""
+    """Return the socket path of the agent for this protocol and package version."""
     return sockets / f"agent-{PROTOCOL}-{__version__}.sock"
 
 
 def portable(text: str) -> str:
-    """Return text in a form that JSON supports, even if the text contains undecodable bytes."""
+    """Return text in a form that JSON can represent, even if the text contains undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "\0" + os.fsencode(text).hex()  # No environment variable or path contains a NUL.
+        return "\0" + os.fsencode(text).hex()  # Environment variables and paths cannot contain a NUL character.
     return text
 
 
 def original(text: str) -> str:
-    """Return the original text of a result of `portable`."""
+    """Return the original text that `portable` converted."""
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
@@ -447,10 +438,7 @@ def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
-    """Return the message in a packet.
-
-    Closes the descriptors of the packet if decoding raises MsgspecError.
-    """
+    """Return the message in a packet, or close the packet's descriptors and raise MsgspecError."""
     try:
         return decoder.decode(received[0])
     except (msgspec.MsgspecError, RecursionError) as error:

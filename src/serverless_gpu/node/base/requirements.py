@@ -1,4 +1,4 @@
-"""Checks requirements of runs on this machine: the home's file system, the kernel, and Python.
+"""Checks this machine's requirements for runs: the home's file system, the kernel and Python.
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
@@ -7,11 +7,11 @@
     pidfd           identifies processes, so that a wait or a kill never affects a later process with the same
                     number; without pidfd, a machine cannot run anything
 
-An agent and an uplink check the requirements once before they start (`require_for_runs`). A lock test creates a file,
-tries the lock, and removes the file. If the file cannot be created, the error is the same as for any other write error.
+The agent and the uplink check these requirements at start (`require_for_runs`). A lock test locks and removes a
+temporary file. If the temporary file cannot be created, the lock test raises the usual write error.
 
-Each failure has a message and a remedy. The file system may refuse locks or links. Linux may be older than 5.3. A
-container may have an older seccomp profile. Python may have been built with older kernel headers.
+A check fails on a file system without locks or links, or on Linux before 5.3. A check also fails in a container with an
+old seccomp profile, or with a Python built with old kernel headers.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from serverless_gpu.errors import HardwareError, StorageError
 from serverless_gpu.node.base.home import Home, storage_error
 
 OLDEST = "5.3"
-"""The first Linux version that has all features that runs require."""
+"""First Linux version with all features that runs require."""
 REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Error numbers of a file system that does not support locks."""
+"""Error numbers that a file system without lock support returns."""
 LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
 _MEND = f"{LOCAL_DISK} (Lustre supports file locks if mounted with -o flock, NFS if its lock service runs)"
 _NEWER_KERNEL = (
-    f"use Linux {OLDEST} or newer; in a container, use a runtime whose seccomp profile allows pidfd_open (Docker "
+    f"use Linux {OLDEST} or newer, and in a container a runtime whose seccomp profile allows pidfd_open (Docker "
     "20.10 or newer, or --security-opt seccomp=unconfined)"
 )
-_NEWER_BUILD = "use a Python that was built on a newer system: your distribution's, or a new one from conda-forge or uv"
+_NEWER_BUILD = "use a Python that was built on a newer system, from your distribution, conda-forge or uv"
 
 
 def require_for_runs(home: Home) -> None:
-    """Check that this machine and home can control runs. Raises HardwareError or StorageError."""
+    """Check that this machine and home directory support runs. Raises HardwareError or StorageError."""
     require_pidfd()
     for directory in (home.root, home.sockets()):
         require_flock(directory)
 
 
 def pidfd_refusal() -> tuple[str, str]:
-    """Return why pidfd does not work on this machine, and the remedy; empty strings if pidfd works."""
+    """Return the reason why pidfd does not work on this machine and the remedy, or two empty strings."""
     if not hasattr(os, "pidfd_open"):
         return "this build of Python has no os.pidfd_open", _NEWER_BUILD
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return "", ""  # The kernel supports pidfd.
+            return "", ""  # The kernel supports pidfd, but this process has too many open files.
         return f"Linux {os.uname().release} refuses pidfd_open here: {error.strerror}", _NEWER_KERNEL
     return "", ""
 
@@ -67,12 +67,12 @@ def require_pidfd() -> None:
 
 
 def flock_refusal(directory: Path) -> str:
-    """Return why flock fails in a directory, or "". Raises StorageError if no file can be created."""
+    """Return the reason why flock fails in a directory, or "". Raises StorageError."""
     return _ask(directory, lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def record_lock_refusal(directory: Path) -> str:
-    """Return why SQLite cannot lock files in a directory, or "".
+    """Return the reason why SQLite cannot lock files in a directory, or "".
 
     Raises StorageError if no file can be created.
     """
@@ -80,7 +80,7 @@ def record_lock_refusal(directory: Path) -> str:
 
 
 def require_flock(directory: Path) -> None:
-    """Raise StorageError if files in a directory cannot be locked."""
+    """Raise StorageError if a process cannot lock files in a directory."""
     refusal = flock_refusal(directory)
     if refusal:
         raise lock_error(directory, refusal)
@@ -111,9 +111,9 @@ def require_symlinks(directory: Path) -> None:
 
 
 def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
-    """Return the error to show to the user for a failed symbolic link.
+    """Return a user-facing error for a failed creation of a symbolic link.
 
-    `what` names the failed action.
+    `what` describes the failed operation.
     """
     if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
         return storage_error(error, directory)
@@ -126,17 +126,17 @@ def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
 def is_noexec(directory: Path) -> bool:
     """Return True if a directory is mounted noexec. Raises OSError.
 
-    Overlays do not inherit the noexec option.
+    Overlay mounts do not inherit the noexec option.
     """
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def lock_error(place: Path, refusal: str, *, is_home: bool = True) -> StorageError:
-    """Return the error to show to the user for a file system that refuses flock.
+    """Return a user-facing error for a file system that refuses flock.
 
-    `is_home` is False if the user passed the path to a command.
+    If the user passed the path to a command, `is_home` is False.
     """
-    hint = _MEND if is_home else "give a path on a local disk"
+    hint = _MEND if is_home else "pass a path on a local disk"
     return StorageError(f"{place} cannot be used: its file system refuses file locks (flock: {refusal})", hint=hint)
 
 

@@ -1,9 +1,9 @@
-"""A token bucket without a clock: allows a burst, then a rate per second.
+"""A token bucket that does not read a clock: allows a burst, then a constant rate.
 
     level ──take──▶ empty: closed ──time──▶ level ≥ resume: open again
 
-An empty bucket stays closed until it contains `resume` tokens. Output therefore passes in long pieces, with one notice
-about the missing output before each piece.
+An empty bucket stays closed until it contains `resume` tokens. Ranks' output therefore arrives in long pieces, with one
+notice about missing output before each piece.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ class TokenBucket:
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:
         self._per_s = per_s
-        self._full = burst * _NS  # In billionths of a token, so that frequent calls accumulate no rounding errors.
+        # The bucket counts billionths of a token, so frequent calls accumulate no rounding errors.
+        self._full = burst * _NS
         self._resume = min(resume, burst) * _NS
         self._level = self._full
         self._at_ns = now_ns
         self._closed = False
 
     def is_open(self, now_ns: int) -> bool:
-        """Return True if `take` would return more than zero now."""
+        """Return True if `take` would return more than zero."""
         passed_ns = max(0, now_ns - self._at_ns)
         self._level = min(self._full, self._level + passed_ns * self._per_s)
         self._at_ns = max(self._at_ns, now_ns)

@@ -1,5 +1,5 @@
-"""Devices of a node: GPUs through NVML, locks and quarantine, the GPU gate, the kernel log.
+"""Devices of a node: A node's devices: NVML, locks, quarantine, GPU gate and kernel log.
 
-The supervisor reserves devices (`reservation.py`) and verifies that they are free after the run (`gpu_gate.py`). To
-read the code, start with `inventory.py`.
+The supervisor reserves devices (`reservation.py`) and verifies them after the run (`gpu_gate.py`). To read the code,
+start with `inventory.py`.
 """

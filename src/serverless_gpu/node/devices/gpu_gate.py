@@ -1,13 +1,13 @@
 """The GPU gate: verifies that a device is free before a run and clean after the run.
 
-`judge` and `foreign` evaluate the usage of a device. `verify` reads the usage repeatedly. The caller lends and
-quarantines devices.
+`judge` and `foreign` evaluate the usage of a device. `verify` reads the usage of devices repeatedly. Callers of this
+module lend and quarantine devices.
 
-A verdict states its evidence. If processes are visible, the gate checks processes and memory. If processes are hidden,
-the gate checks memory alone and the message says so. A device in an unknown state never passes the gate. A display
-server or a browser that only draws and holds little memory is normal on a workstation's GPU. A display process neither
-blocks a run nor fails the check after a run. The gate does not count the memory of a display process. A process that
-existed before the attempt is not a leftover of the attempt.
+Each verdict contains its evidence. If processes are visible, the gate checks a device's processes and memory. If
+processes are hidden, the gate checks only memory, and the evidence says so. A device in an unknown state never passes
+the gate. On a workstation, display servers and browsers draw on the GPU and hold little memory. Such display processes
+do not block a run and do not fail the check after a run. The gate does not count the memory of display processes. The
+gate also ignores processes that were running before the attempt.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
-"""Tolerance in bytes between two readings of an idle GPU. The driver's own pages vary by a few MiB, while a CUDA
-context uses more than 100 MiB.
+"""Tolerance in bytes between two memory readings of an idle GPU. The driver's own memory varies by a few MiB, while a
+CUDA context uses more than 100 MiB.
 """
 
 DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
-"""Memory limit of a display client, that is, a process that only draws. A leftover renderer holds more."""
+"""Maximum GPU memory in bytes of a display process. A leftover renderer holds more memory."""
 
 _PROCESSES_NAMED = 3
 
@@ -42,8 +42,8 @@ class Verdict(Struct, frozen=True):
 class GatePolicy(Struct, frozen=True):
     """Pauses in seconds between two checks of a device.
 
-    The driver usually frees memory milliseconds after a process has ended. The first pauses are therefore short, and
-    all pauses together take 15 s.
+    The driver usually frees memory milliseconds after a process has ended, so the first pauses are short. All pauses
+    together take 15 s.
     """
 
     pauses_s: tuple[float, ...] = (0.05, 0.2, 0.75, 4.0, 10.0)
@@ -60,9 +60,9 @@ def verify(
     policy: GatePolicy,
     sleep: Callable[[float], None],
 ) -> dict[str, Verdict]:
-    """Return a verdict for every device. Check unclean devices again after each pause.
+    """Return a verdict for every device. Check devices that are not clean again after each pause.
 
-    A device without an entry in `before` has an unknown earlier usage.
+    If `before` lacks a device, the earlier usage of the device is unknown.
     """
     verdicts: dict[str, Verdict] = {}
     waiting = tuple(uuids)
@@ -71,7 +71,7 @@ def verify(
             sleep(pause_s)
         usage = provider.usage(waiting)
         for uuid in waiting:
-            after = usage.get(uuid, unknown_usage("no usage is known for this device"))
+            after = usage.get(uuid, unknown_usage("the driver returned no usage for this device"))
             verdicts[uuid] = judge(before.get(uuid), after, kind=provider.kind)
         waiting = tuple(uuid for uuid in waiting if not verdicts[uuid].ok)
         if not waiting:
@@ -80,31 +80,31 @@ def verify(
 
 
 def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
-    """Decide if a device is as clean as before an attempt.
+    """Decide whether a device is as clean as before an attempt.
 
-    `before` is the device usage before the attempt, or None if unknown. With an unknown `before`, memory must be at the
-    idle level. CPU slots always pass. Fake devices follow the rules of GPUs.
+    `before` is the device usage before the attempt, or None if unknown. If `before` is None, memory must be at the idle
+    level. CPU slots always pass. Fake devices follow the rules of GPUs.
     """
     if kind is DeviceKind.CPU:
         return Verdict(True, "CPU slot: nothing to verify")
     if after.problem:
         return Verdict(False, after.problem)
     known = {(process.pid, process.name) for process in before.processes} if before else set()
-    # Processes that existed before the attempt are not leftovers.
+    # Processes that were running before the attempt are not leftovers of the attempt.
     stayed = tuple(process for process in after.processes if (process.pid, process.name) in known)
     left = [process for process in after.processes if not _is_display(process) and process not in stayed]
     if left:
         return Verdict(False, _holders(left, "still holds"))
     if after.memory_used_bytes is None:
-        return Verdict(False, "the memory in use could not be read")
+        return Verdict(False, "could not read the GPU memory in use")
     ok = _memory_is_back(before, after, stayed)
     return Verdict(ok, _evidence(before, after, stayed, ok=ok))
 
 
 def foreign(usage: Usage) -> str | None:
-    """Describe the processes that use a device. Return None if the device is free.
+    """Return a description of the processes that use a device, or None if the device is free.
 
-    A device with unknown usage counts as in use.
+    The function treats a device with unknown usage as in use.
     """
     if usage.problem:
         return usage.problem
@@ -112,7 +112,7 @@ def foreign(usage: Usage) -> str | None:
     if computing:
         return _holders(computing, "holds")
     if usage.memory_used_bytes is None:
-        return "the memory in use could not be read"
+        return "could not read the GPU memory in use"
     if usage.memory_used_bytes - _held(filter(_is_display, usage.processes)) > IDLE_MEMORY_BYTES:
         return f"{_amount(usage.memory_used_bytes)} used by processes that are not visible here (memory only)"
     return None
@@ -122,8 +122,8 @@ def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProc
     ours = (after.memory_used_bytes or 0) - _held(p for p in after.processes if _is_display(p) or p in stayed)
     if before is None or before.memory_used_bytes is None:
         return ours <= IDLE_MEMORY_BYTES
-    # The gate subtracts only the memory of processes that still run. Memory of a process that has ended meanwhile must
-    # be free.
+    # The gate subtracts only the memory of processes that still run, because ended processes must have freed their
+    # memory.
     still = {process.pid for process in stayed}
     others = _held(p for p in before.processes if _is_display(p) or p.pid in still)
     return ours <= before.memory_used_bytes - others + BASELINE_TOLERANCE_BYTES

@@ -1,4 +1,4 @@
-"""Inventory of this node: its devices, their current usage, and the user's own types and prices.
+"""Inventory of this node: devices, their current usage, and user-defined GPU types and prices.
 
     NvmlProvider   NVIDIA GPUs, through NVML          usage: processes and memory
     FakeProvider   devices declared by a setting      usage: a JSON file that a test or a demonstration writes
@@ -6,11 +6,11 @@
     Inventory      the agent's offer: GPUs, CPU slots, types, prices; refreshed after a minute, because drivers can be
                    loaded and unloaded. Callers declare fakes per call (`offered`).
 
-This module only reads the state of devices. `gpu_gate.py` checks devices and `locks.py` lends devices. No device
-failure raises an exception. Without an NVIDIA driver, the inventory has no GPUs. `unavailable()` lists each unusable
-GPU with the reason, such as a GPU that fell off the bus, denied access, or MIG slices. If the driver hangs, `nvml.py`
-waits 5 s for its helper process and returns a `Usage` with a `problem`. If another pid namespace hides processes,
-`pids_visible` is False and only memory counts.
+This module only reads the state of devices. `gpu_gate.py` checks devices and `locks.py` lends them. Device failures do
+not raise exceptions. Without an NVIDIA driver, the inventory contains no GPUs. `unavailable()` returns each unusable
+GPU with a reason, such as denied access, MIG slices, or a GPU that fell off the bus. If the driver hangs, `nvml.py`
+waits 5 s for its helper process and returns a `Usage` with a `problem`. If processes in another pid namespace are
+hidden, `pids_visible` is False and the gate checks only memory.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
 FAKE_STATE_FILE = "fake_gpus.json"
 _FAKE_STATE_BYTES_MAX = MIB
 _DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
-"""If a driver is loaded, at least one of these paths exists. Otherwise, the inventory does not call NVML."""
+"""Paths of the NVIDIA driver. If none of these paths exists, the inventory does not call NVML."""
 _FRESH_S = 60.0
 
 
 class Inventory:
-    """The node's devices and the user's configuration."""
+    """Devices of the node, with the user's configuration."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -76,7 +76,7 @@ class Inventory:
         self._checkpoints = ""
 
     def greeting(self, version: str) -> protocol.Greeting:
-        """Return the greeting for every client."""
+        """Return the agent's greeting for clients."""
         return protocol.Greeting(
             protocol=protocol.PROTOCOL,
             version=version,
@@ -90,24 +90,21 @@ class Inventory:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return the node's devices at the last refresh."""
+        """Return the node's devices as of the last refresh."""
         return self._devices
 
     @property
     def silence(self) -> str:
-        """Return why the driver did not answer at the last refresh, or "" if it answered."""
+        """Return the reason why the driver did not answer at the last refresh, or "" if it answered."""
         return self._machine.silence
 
     @property
     def checkpoints(self) -> Path:
-        """Return the directory of checkpoints."""
+        """Return the checkpoint directory of all runs."""
         return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
 
     def refresh(self) -> None:
-        """Read the devices again if the last read is old or the configuration changed.
-
-        NVML may answer slowly.
-        """
+        """Read the devices again if the last refresh is old or the configuration has changed."""
         now_ns = self._clock.boottime_ns()
         written = 0
         with contextlib.suppress(OSError):
@@ -127,7 +124,7 @@ class Inventory:
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         found = self._machine.devices()
-        # The GPUs still exist, but the agent does not lend them while their state is unknown.
+        # While NVML does not answer, the agent keeps the known GPUs in the inventory but does not lend them.
         if self._machine.silence:
             found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
@@ -135,7 +132,7 @@ class Inventory:
 
 
 def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return a node's devices. Devices declared in `environ` replace real GPUs. Raises InvalidValue."""
+    """Return a node's devices. Fake devices declared in `environ` replace real GPUs. Raises InvalidValue."""
     if greeting.problem:
         raise InvalidValue(greeting.problem)
     fakes = environ.get("SERVERLESS_GPU_FAKE")
@@ -146,31 +143,31 @@ def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[De
 
 
 class Provider(Protocol):
-    """A source of devices of one kind."""
+    """A source of devices of one kind (GPUs, fakes or CPU slots)."""
 
     @property
     def kind(self) -> DeviceKind:
-        """Return the kind of every device of this provider."""
+        """Return the device kind of this provider."""
         ...
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices that can be lent, in index order."""
+        """Return the usable devices in index order."""
         ...
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return the devices that cannot be lent, with reasons."""
+        """Return the unusable devices, each with a reason."""
         ...
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return the usage of each device: one entry per uuid, never an exception."""
+        """Return the usage of each device by uuid. Never raise an exception."""
         ...
 
 
 def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = ()) -> tuple[Provider, ...]:
-    """Return the providers of this machine: GPUs, or fakes by `SERVERLESS_GPU_FAKE`, and CPU slots.
+    """Return the providers of GPUs (or of fakes by `SERVERLESS_GPU_FAKE`) and of CPU slots.
 
-    Fakes read their state from `fake_gpus.json` in the home. Raises InvalidValue unless the variable has the form
-    ``"H100:8"``.
+    Fakes read their state from `fake_gpus.json` in the home. Raises InvalidValue unless `SERVERLESS_GPU_FAKE` has the
+    form ``"H100:8"``.
     """
     fake = environ.get(FAKE_VARIABLE, "").strip()
     first: Provider = FakeProvider(fake, home / FAKE_STATE_FILE, own=own) if fake else NvmlProvider(own=own)
@@ -191,7 +188,7 @@ class CpuProvider:
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return an idle usage for every slot, because a slot is only a number."""
+        """Return an idle usage for every CPU slot."""
         return {uuid: Usage(processes=(), memory_used_bytes=0, pids_visible=True) for uuid in uuids}
 
 
@@ -204,7 +201,7 @@ class _FakeUsage(Struct, frozen=True):
 
 
 class FakeProvider:
-    """Fake devices that a text such as ``"H100:8"`` declares. Raises InvalidValue for another text.
+    """Fake devices declared by a text such as ``"H100:8"``. Raises InvalidValue for an invalid text.
 
     A JSON file contains the usage of the devices: ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n,
     "memory_bytes": n, "name": s}]}}``. The keys ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are optional.
@@ -217,15 +214,15 @@ class FakeProvider:
         self._state_path = state_path
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the declared devices."""
+        """Return the declared fake devices."""
         return self._devices
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return an empty tuple, because fakes do not break by themselves."""
+        """Return an empty tuple, because fake devices are always usable."""
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return the usage in the state file, or an unknown usage for every device if the file is unreadable."""
+        """Return the devices' usage from the state file, or an unknown usage if the file is unreadable."""
         try:
             state = self._state()
         except (OSError, msgspec.MsgspecError) as error:
@@ -233,7 +230,7 @@ class FakeProvider:
             return {uuid: unknown_usage(problem) for uuid in uuids}
         if any(fake.hangs for fake in state.values()):
             try:
-                _hanging(self._state_path).ask(uuids)  # A fake driver hangs in a helper process, like a real driver.
+                _hanging(self._state_path).ask(uuids)  # Fake drivers hang in a helper process, like real drivers.
             except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
@@ -262,11 +259,11 @@ def _hanging(state_path: Path) -> NvmlProcess:
 class NvmlProvider:
     """The NVIDIA GPUs of this machine.
 
-    `Device.index` is the position in PCI bus order among the usable GPUs. CUDA also omits GPUs that it cannot open.
-    With `CUDA_DEVICE_ORDER=PCI_BUS_ID`, CUDA therefore uses the same index.
+    `Device.index` is a GPU's position among the usable GPUs in PCI bus order. CUDA uses the same index with
+    `CUDA_DEVICE_ORDER=PCI_BUS_ID`, because CUDA also omits unusable GPUs.
 
-    A caller may pass `nvml` to replace the helper process with a binding in this process. `forks` is True if this
-    process has one thread and may therefore fork the helper, which is faster.
+    If a caller passes `nvml`, the provider calls this binding instead of the helper process. `forks` is True if this
+    process has a single thread, so that it can fork the helper process.
     """
 
     kind = DeviceKind.GPU
@@ -288,7 +285,7 @@ class NvmlProvider:
             self._asker = NvmlThread(NvmlReader(nvml, pid_namespace), limit_s)
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the GPUs that can be lent, in PCI bus order."""
+        """Return the usable GPUs in PCI bus order."""
         return tuple(
             Device(
                 uuid=gpu.uuid,
@@ -303,13 +300,13 @@ class NvmlProvider:
         )
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return the GPUs that cannot be lent, or one entry for NVML itself if NVML does not work."""
+        """Return the unusable GPUs, or a single entry for NVML if NVML does not work."""
         return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
         """Return the usage of each GPU.
 
-        The usage is unknown, with the reason, if NVML does not answer in time.
+        If NVML does not answer in time, return an unknown usage with the reason.
         """
         if not self._has_driver():
             return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}

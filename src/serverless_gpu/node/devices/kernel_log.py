@@ -3,13 +3,12 @@
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines for declared GPUs; a test writes them (`testing.FakeGpus.xid`)
 
-Any process that may open `/dev/kmsg` may also write to it. The kernel marks the records of processes with the writer's
-syslog facility, or with `user`. Only the kernel's own records have facility 0, and this module ignores all other
-records.
+A process that may open `/dev/kmsg` may also write records to it. The kernel labels such records with the process's
+syslog facility, or with `user`. Only the kernel's own records have facility 0. This module ignores all other records.
 
-No failure raises an exception. If the log cannot be read, `problem` contains the reason and the state of the GPUs is
-unknown. If the kernel overwrites records before this module reads them, reading continues with the next record. If the
-log has more lines than one call returns, the next call returns the remaining lines.
+If this module cannot read the log, `problem` contains the reason, and the GPUs' state is unknown. If the kernel
+overwrites unread records, this module continues with the oldest existing record. If the log has more lines than one
+call of `lines` returns, the next call returns the remaining lines.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from serverless_gpu.model.hardware import DeviceKind
 KERNEL = Path("/dev/kmsg")
 FAKE_FILE = "fake_kmsg"
 AGAIN_S = 0.25
-"""Seconds between reads of a file that cannot be polled."""
+"""Seconds between reads of a log file that cannot be polled."""
 
 _LINES_MAX = 2000
-_RECORD_BYTES = 8192  # The kernel's own limit for one record.
-_LEVELS = 8  # The prefix of a record is facility * 8 + level.
+_RECORD_BYTES = 8192  # The kernel's size limit for a log record.
+_LEVELS = 8  # A record's prefix is facility * 8 + level.
 
 
 class KernelLogLine(NamedTuple):
-    """One line of the kernel log and its approximate time in nanoseconds since 1970."""
+    """A line of the kernel log, with its approximate time in nanoseconds since 1970."""
 
     at_ns: int
     text: str
 
 
 class KernelLog:
-    """The new lines of the kernel log or, with `past`, all lines of the kernel log."""
+    """Reader of the kernel log's new lines or, with `past`, of all lines."""
 
     def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
         self.problem = ""  # Reason why the log cannot be read, or "".
@@ -53,11 +52,11 @@ class KernelLog:
 
     @property
     def fd(self) -> int | None:
-        """Return a descriptor that can be polled for new lines; None if the caller must read periodically."""
+        """Return a pollable descriptor for new lines, or None if the caller must read periodically."""
         return self._fd if self._path == KERNEL else None
 
     def lines(self) -> list[KernelLogLine]:
-        """Return the new lines, oldest first."""
+        """Return the log's new lines, oldest first."""
         if self._fd is None:
             self._open()
         if self._fd is None:
@@ -66,7 +65,7 @@ class KernelLog:
         return [line for record in records if (line := self._line(record)) is not None]
 
     def close(self) -> None:
-        """Close the log; a second call does nothing."""
+        """Close the log file. A second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -75,7 +74,7 @@ class KernelLog:
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            self._past = self._past or self._path != KERNEL  # A file that appears later contains only new lines.
+            self._past = self._past or self._path != KERNEL  # If the file is created later, all of its lines are new.
             self.problem = "" if self._path != KERNEL else f"{self._path}: {error.strerror}"
             return
         except OSError as error:
@@ -92,7 +91,7 @@ class KernelLog:
                 record = os.read(fd, _RECORD_BYTES)
             except BlockingIOError:
                 break
-            # The kernel overwrote the next record; reading continues with the oldest existing record.
+            # The kernel has overwritten the next record. The next read returns the oldest existing record.
             except BrokenPipeError:
                 continue
             except OSError as error:
@@ -119,8 +118,7 @@ class KernelLog:
             return None
         if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # Only the kernel's own records have facility 0.
             return None
-        # The kernel's clock starts at the boot and stops in suspend. After a suspend, the real time is therefore a
-        # little later.
+        # The kernel log's clock stops during suspend, so the computed time may be too early after a suspend.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
         return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))

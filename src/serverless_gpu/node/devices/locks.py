@@ -1,30 +1,29 @@
-"""Locks of devices: flock files, one per uuid, and a queue of tickets for waiters.
+"""Device locks: a flock file per device uuid, and a queue of tickets for waiting processes.
 
     <directory>/<uuid>.lock              flock held = device lent; the content only names the holder
     <directory>/<uuid>.quarantine        not empty = the device must not be lent; the content names the reason
     <directory>/<queue>.<number>.ticket  flock held = this waiter runs; the lowest number is first
     <directory>/*.mutex                  held briefly; prevents two processes from locking half of the devices each
 
-The kernel releases a flock when the last copy of the descriptor is closed, including when the holder is killed. The
-flock stays held while any process has a copy of the descriptor (`LockedDevices.fds`). No cleanup is necessary after a
-crash.
+The kernel releases a flock when the last copy of its descriptor (`LockedDevices.fds`) is closed. The kernel also closes
+the descriptors of killed processes, so crashes require no cleanup.
 
 This module does not choose devices, wait, or call NVML.
 
 Failure cases:
 
 Users of one machine share the locks of real GPUs. The lock directory is world-writable like /tmp, and its files have
-mode 0666. A lock file that is not an ordinary file (a planted link, hard link or pipe) raises StorageError. The locks
-are cooperative: a user who ignores them can use any GPU.
+mode 0666. If another user has replaced a lock file with a link or a pipe, the functions raise StorageError. The locks
+are advisory, so a user can bypass them and use any GPU.
 
-A cleaner of temporary directories could delete a held file and so allow a second holder. Locking therefore checks that
-the locked file still has its name. A flock on the directory, held as long as the lock, makes systemd-tmpfiles skip the
-directory.
+If a cleanup service for temporary directories deletes a locked file, a second process could lock the device. After
+locking a file, the module therefore checks that the file's path still exists. Each lock also includes a flock on the
+directory, so that systemd-tmpfiles skips the directory.
 
-A process waits at most a second for the mutex and then continues without the mutex. Only fairness depends on the mutex.
-Exclusion does not depend on the mutex.
+A process waits for the mutex for at most a second, and then continues without the mutex. Without the mutex, locks
+remain exclusive, but the queue may be unfair.
 
-Other users may write any content to lock files. Readers therefore limit the size, check the content, and never print
+Other users may write arbitrary data to lock files. Readers therefore limit the size, validate the content, and remove
 control characters.
 """
 
@@ -62,7 +61,7 @@ from serverless_gpu.node.base.lock_files import (
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
-"""Directories of real GPUs' locks, best first. /run/lock is not writable for all users on some systems."""
+"""Directories for the locks of real GPUs, best first. On some systems, not all users can write to /run/lock."""
 
 _TEXT_MAX = 1000
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -72,9 +71,10 @@ _DEVICES = "devices.mutex"
 
 
 class LockHolder(Struct, frozen=True):
-    """Holder of a device, and the start of its lock in nanoseconds since 1970.
+    """The run or session that holds a device, with the lock's start in nanoseconds since 1970.
 
-    `run_id` is empty if the note in the lock file is unreadable. A session also holds devices while no run uses them.
+    `run_id` is empty if the note in the lock file is unreadable. A session holds its devices even while no run uses
+    them.
     """
 
     uuid: str
@@ -86,34 +86,34 @@ class LockHolder(Struct, frozen=True):
 
 
 class Quarantine(Struct, frozen=True):
-    """Reason why a device must not be lent, and its time (nanoseconds since 1970)."""
+    """Quarantine of a device: the reason, and the start in nanoseconds since 1970."""
 
     reason: str
     since_wall_ns: int
-    # Processes that the supervisor could not end. The quarantine stays while any of these processes runs.
+    # Processes that the supervisor could not end. The device stays in quarantine while any of these processes runs.
     left: tuple[ProcessIdentity, ...] = ()
-    fault: str = ""  # Kind of the fault, a `model.xid.XidKind`, or "".
-    boot_id: str = ""  # Boot identifier of the boot in which no check can lift the quarantine, or "".
+    fault: str = ""  # Kind of the device's fault (a `model.xid.XidKind`), or "".
+    boot_id: str = ""  # Identifier of the boot with the fault, or "".
 
 
 class Busy(Struct, frozen=True):
-    """Result if too few devices were free: the holders of lent devices, and the quarantined devices."""
+    """Result of `try_lock` if too few devices are free: holders and quarantined devices."""
 
     holders: tuple[LockHolder, ...]
     quarantined: tuple[str, ...] = ()
 
 
 class LockedDevices:
-    """Devices locked until `release`, or until this process and all holders of `fds` have ended."""
+    """Locked devices. The lock ends on `release`, or when all processes with copies of `fds` have ended."""
 
     def __init__(self, uuids: tuple[str, ...], fds: tuple[int, ...], held: contextlib.ExitStack) -> None:
-        self.uuids = uuids  # In the order of the candidate devices.
-        # A lock file per device is open. A copy of its descriptor in another process keeps the device locked.
+        self.uuids = uuids  # Uuids of the devices, in the order of the candidates.
+        # Lock descriptors, one per device. Another process with a copy of a descriptor keeps the device locked.
         self.fds = fds
         self._held = held
 
     def release(self) -> None:
-        """Close this process's lock descriptors; a second call does nothing.
+        """Close this process's lock descriptors. A second call does nothing.
 
         A device is free once no other process has a copy of its lock descriptor.
         """
@@ -130,9 +130,9 @@ class LockedDevices:
 
 
 class DeviceLocks:
-    """The locks and quarantine notes of one directory (`lock_directory`), made (0700) if missing.
+    """Device locks and quarantine notes in a lock directory (`lock_directory`).
 
-    Methods raise StorageError if the directory or a file in it cannot be used.
+    Methods create the directory with mode 0700 if needed. The methods raise StorageError if a file operation fails.
     """
 
     def __init__(self, directory: Path, *, clock: Clock | None = None) -> None:
@@ -166,18 +166,18 @@ class DeviceLocks:
                 return Busy(tuple(holders), tuple(quarantined))
             for uuid, fd in taken.items():
                 _write(fd, msgspec.structs.replace(holder, uuid=uuid))
-            # The lock on the directory keeps cleaners from deleting the files.
+            # The lock on the directory keeps cleanup services from deleting its files.
             guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
             held.callback(os.close, guard)
-            # A cleaner holds the lock on the directory at this moment; `is_named` detects a deleted file.
+            # If a cleanup service holds the lock on the directory now, `is_named` later detects deleted files.
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return LockedDevices(tuple(taken), tuple(taken.values()), held.pop_all())
 
     def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
-        """Return the holders of these devices. The result omits free and quarantined devices."""
+        """Return the holders of devices. The result omits free and quarantined devices."""
         held: list[LockHolder] = []
-        # Tested under the mutex, so that no other process finds a device busy because of this test.
+        # The mutex keeps other processes from mistaking this test for a lock holder.
         with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
             for uuid in dict.fromkeys(uuids):
                 found = _take(directory, uuid)
@@ -188,11 +188,11 @@ class DeviceLocks:
         return tuple(held)
 
     def waiting(self, queue: str) -> int:
-        """Return how many processes wait in a queue."""
+        """Return the number of processes that wait in a queue."""
         return Ticket(self.directory, queue).ahead()
 
     def quarantine(self, uuid: str, reason: str, left: tuple[ProcessIdentity, ...] = (), *, fault: str = "") -> None:
-        """Prevent lending of a device until `lift`. Call `quarantine` before releasing the device's lock.
+        """Put a device in quarantine until `lift`. The caller must still hold the device's lock.
 
         After a `fault`, only a reboot or an operator can make the device usable again.
         """
@@ -204,7 +204,7 @@ class DeviceLocks:
     def quarantined(self) -> dict[str, Quarantine]:
         """Return the devices in quarantine.
 
-        A device with an unreadable quarantine note counts as quarantined.
+        A device with an unreadable quarantine note is also in quarantine.
         """
         with opened_directory(self.directory) as directory:
             names = sorted(name for name in os.listdir(directory) if name.endswith(".quarantine"))
@@ -212,11 +212,11 @@ class DeviceLocks:
         return {uuid: note for uuid, note in notes.items() if note is not None}
 
     def is_settled(self, note: Quarantine) -> bool:
-        """Return True if no check can lift a quarantine, because the driver reported the fault in this boot."""
+        """Return True if no check can lift a quarantine before a reboot, because the driver reported a fault."""
         return bool(note.boot_id) and note.boot_id == self._clock.boot_id()
 
     def noted_ns(self, uuid: str) -> int:
-        """Return when a device's note was last written or cleared, in nanoseconds since 1970; 0 if never."""
+        """Return the modification time of a device's quarantine note in nanoseconds since 1970, or 0."""
         try:
             return os.stat(self.directory / f"{_checked(uuid)}.quarantine", follow_symlinks=False).st_mtime_ns
         except OSError:
@@ -225,21 +225,21 @@ class DeviceLocks:
     def lift(self, uuid: str) -> None:
         """Lift the quarantine of a device, if any."""
         with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
-            # Any user may lift a quarantine, but in a sticky directory only the file's owner may delete the note.
-            # The function therefore empties the note.
+            # Any user may lift a quarantine. In a sticky directory, only the file's owner may delete the note, so this
+            # function empties the note.
             os.ftruncate(fd, 0)
 
 
 class Ticket:
-    """A position in a first-come, first-served queue, kept while this object is open and its process runs.
+    """A position in a first-come, first-served queue. The position is lost when the process ends.
 
-    As a context manager, the ticket takes the next number on entry and releases the number on exit. Entry may raise
-    StorageError.
+    As a context manager, the ticket takes the next number on entry and releases the number on exit. Raises StorageError
+    on entry.
     """
 
     def __init__(self, directory: Path, queue: str) -> None:
         self.directory = directory
-        # If two queue names have the same result, the queues are merged, which is harmless.
+        # Two queue names may produce the same file name, which only merges the queues.
         self._queue = _NOT_QUEUE.sub("_", queue)
         self._number = 0
         self._fd = -1
@@ -256,10 +256,11 @@ class Ticket:
                     self._fd = create(directory, self._name(self._number))
             with contextlib.ExitStack() as undo:
                 undo.callback(self._give_up)
-                # The ticket is locked before the mutex is released, so that no waiter treats this ticket as abandoned.
+                # The ticket must be locked before the mutex is free, so that no other process considers the ticket
+                # abandoned.
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The queue uses no number twice. The removal of an abandoned ticket therefore never removes a new
-                # ticket of the same name.
+                # The queue never reuses a number, so removing an abandoned ticket cannot remove a new ticket of the
+                # same name.
                 _write(counter, self._number)
                 undo.pop_all()
         return self
@@ -270,17 +271,14 @@ class Ticket:
         self._give_up()
 
     def ahead(self) -> int:
-        """Return the number of earlier waiters in the queue.
-
-        Without a position in the queue, return the number of all waiters.
-        """
+        """Return the number of processes ahead in the queue, or of all waiting processes before entry."""
         with opened_directory(self.directory) as directory:
             numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
 
     def _give_up(self) -> None:
         if self._fd >= 0:
-            # Closing the file ends the ticket. Deleting the file only keeps the directory small.
+            # Closing the ticket file releases the ticket. Deleting the ticket file keeps the directory small.
             with contextlib.suppress(StorageError), opened_directory(self.directory) as directory:
                 os.unlink(self._name(self._number), dir_fd=directory)
             os.close(self._fd)
@@ -295,14 +293,15 @@ class Ticket:
 
 
 def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
-    """Return the lock directory of a device kind, created if needed. Raises StorageError.
+    """Return the lock directory of a device kind. Create the directory if needed. Raises StorageError.
 
     All users share a machine-wide directory for GPUs. `machine` lists candidates for the machine-wide directory, best
     first.
     """
     if kind is not DeviceKind.GPU:
         return home / "locks"
-    # An existing directory has priority over a better missing directory, because all users must share one directory.
+    # An existing lock directory has priority over candidates that do not exist, because all users must share one
+    # directory.
     for path in machine:
         if os.path.lexists(path):
             return _checked_shared(path)
@@ -310,8 +309,8 @@ def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MA
     for path in machine:
         try:
             os.mkdir(path, 0o700)
-            os.chmod(path, 0o1777)  # The umask removes bits from the mode of mkdir.
-        except FileExistsError:  # Another process has created the directory first.
+            os.chmod(path, 0o1777)  # The umask removes bits from the mode that `mkdir` gets.
+        except FileExistsError:  # Another process has created the lock directory first.
             return _checked_shared(path)
         except OSError as error:
             refusals.append(f"{path}: {error.strerror}")
@@ -333,7 +332,7 @@ def _checked_shared(path: Path) -> Path:
         if not stat.S_ISDIR(mode):
             raise StorageError(
                 f"{path} must be a directory for GPU locks, but is not a directory.",
-                hint=f"inspect it with `ls -ld {path}`, then remove it",
+                hint=f"inspect the path with `ls -ld {path}`, then remove it",
             )
         if os.access(path, os.R_OK | os.W_OK | os.X_OK):
             return path
@@ -345,7 +344,7 @@ def _checked_shared(path: Path) -> Path:
 
 
 def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
-    """Lock a device. Return the open lock file, the device's holder, or its quarantine."""
+    """Lock a device. Return the lock's descriptor, or the device's current holder or quarantine."""
     name = f"{_checked(uuid)}.lock"
     for _ in range(3):
         with contextlib.ExitStack() as opened:
@@ -357,7 +356,8 @@ def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
                 return _read_holder(fd, uuid)
             if not is_named(directory, name, fd):
                 continue
-            # The note is read after locking, because the previous holder writes the note before it unlocks.
+            # The previous holder writes a quarantine note before it unlocks, so this process must read the note after
+            # locking.
             note = _read_quarantine(directory, uuid)
             if note is not None:
                 return note
@@ -367,10 +367,10 @@ def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
 
 
 def _waits(directory: int, name: str) -> bool:
-    """Return True if a ticket's owner runs. Remove the ticket of an ended owner if permitted."""
+    """Return True if the process of a ticket runs. Delete tickets of ended processes if permitted."""
     try:
         fd = os.open(name, os.O_RDONLY | OPEN, dir_fd=directory)
-    except OSError:  # The ticket was released meanwhile, or the file is not a ticket.
+    except OSError:  # Another process has released the ticket, or the file is not a ticket.
         return False
     try:
         if is_taken(fd):
@@ -390,14 +390,14 @@ def _checked(uuid: str) -> str:
 
 def _write(fd: int, content: LockHolder | Quarantine | int) -> None:
     text = msgspec.json.encode(content)
-    # Writes the text before truncating the file, so that the file is never empty. An empty file would mean "no
-    # quarantine".
+    # A quarantine note must never be empty by accident, because an empty note means "no quarantine". The function
+    # therefore writes before it truncates.
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
 
 
 def holder_run_id(note: bytes) -> str:
-    """Return the run id in the note of a lock, or "" for an invalid note."""
+    """Return the run id in a lock's note, or "" for an invalid note."""
     try:
         return from_json(note, LockHolder).run_id
     except msgspec.MsgspecError:
@@ -407,7 +407,7 @@ def holder_run_id(note: bytes) -> str:
 def _read_holder(fd: int, uuid: str) -> LockHolder:
     try:
         holder = from_json(read_note(fd), LockHolder)
-    except msgspec.MsgspecError:  # The holder has not written its note yet, or another program wrote the note.
+    except msgspec.MsgspecError:  # The holder has not written its note yet, or another program has written the file.
         return LockHolder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
     return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
 

@@ -5,10 +5,11 @@
 
 `inventory.py` and the monitor use this module. `gpu_gate.py` judges the `Usage` of a GPU.
 
-Failure cases: If the helper does not answer in time, `ask` raises NvmlTimeout. Every later query fails at once until
-the helper answers. After half a minute without an answer, the client kills the helper and starts another helper. After
-a few helpers survived SIGKILL, the client starts no further helpers. If a helper dies, the client starts another
-helper, once per query. If the client exits, the helper reads end of file and exits.
+Failure cases: If the helper process does not answer in time, `ask` raises NvmlTimeout. Later queries fail immediately
+until the helper process answers. After 30 seconds without an answer, the client kills the helper process and starts
+another one. If three helper processes survive SIGKILL, the client starts no more helper processes. If a helper process
+dies, the client starts another helper process, once per query. If the client exits, the helper process reads end of
+file and exits.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from serverless_gpu.node.processes.spawn import clean_process
 
 MIB = 1024 * 1024
 IDLE_MEMORY_BYTES = 256 * MIB
-"""Memory that an idle GPU may show. NVML's version 2 figure excludes the driver's own reserve (0.9 GB on an
-A100), so an idle card of any size shows a few MiB (8 MB on the measured A100). The limit includes a tolerance for
-resident services. A bare CUDA context on a data-center card exceeds the limit.
+"""Maximum memory in use on an idle GPU, in bytes. NVML's version 2 value excludes the driver's reserve (0.9 GB on an
+A100), so an idle GPU shows only a few MiB in use. The limit includes a tolerance for background services. An empty CUDA
+context on a data-center GPU exceeds the limit.
 """
 NO_DRIVER = "no NVIDIA driver is loaded on this machine"
 _PROCESS_NAME_MAX = 64
-# Fixed inode number of the kernel's first pid namespace; in any other namespace NVML may hide processes.
+# Inode number of the kernel's initial pid namespace. In other pid namespaces, NVML may hide processes.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _ANOTHER_S = 30.0
 _STUCK_MAX = 3
@@ -52,7 +53,7 @@ _STUCK_PAUSE_S = 0.05
 
 
 class GpuProcess(Struct, frozen=True):
-    """A process that has a GPU open. `graphics` is True if it only draws (display server, browser)."""
+    """A process that uses a GPU. `graphics` is True if the process only draws (display server, browser)."""
 
     pid: int
     memory_bytes: int | None
@@ -63,7 +64,7 @@ class GpuProcess(Struct, frozen=True):
 class Usage(Struct, frozen=True):
     """Usage of one device.
 
-    `problem` is the reason of an unknown usage. If `problem` is set, all other fields are invalid.
+    If the usage is unknown, `problem` contains the reason, and all other fields are invalid.
     """
 
     processes: tuple[GpuProcess, ...]
@@ -74,38 +75,38 @@ class Usage(Struct, frozen=True):
 
 
 class Unavailable(Struct, frozen=True):
-    """A device that exists but cannot be lent, with the reason."""
+    """An unusable device, with the reason."""
 
     name: str
     reason: str
 
 
 class VisibleGpu(Struct, frozen=True):
-    """A GPU that NVML can see."""
+    """A GPU that NVML reports as usable."""
 
-    place: tuple[int, int, int]  # PCI domain, bus and device.
+    place: tuple[int, int, int]  # PCI address: domain, bus and device.
     uuid: str
     product: str
     memory_bytes: int
 
 
 def unknown_usage(problem: str, *, silent: bool = False) -> Usage:
-    """Return an unknown usage, for a device that gave no answer.
+    """Return an unknown usage for a device whose usage could not be read.
 
-    `silent` is True if the driver does not answer.
+    `silent` is True if the driver did not answer the query.
     """
     return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem, silent=silent)
 
 
 class NvmlQuestion(Struct, frozen=True):
-    """Query for the existing GPUs (`uuids` is None) or for the usage of some GPUs."""
+    """Query for the list of GPUs (`uuids` is None) or for the usage of some GPUs."""
 
     seq: int
     uuids: tuple[str, ...] | None = None
 
 
 class NvmlAnswer(Struct, frozen=True):
-    """Answer to the `NvmlQuestion` with the same number."""
+    """Answer to the `NvmlQuestion` with the same `seq`."""
 
     seq: int
     seen: tuple[VisibleGpu, ...] = ()
@@ -124,7 +125,7 @@ class NvmlTimeout(Exception):
 
 
 class NvmlClient(Protocol):
-    """Answers queries about GPUs."""
+    """Interface of clients that query NVML about GPUs."""
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return the existing GPUs if `uuids` is None, else their usage. Raises NvmlTimeout."""
@@ -134,7 +135,7 @@ class NvmlClient(Protocol):
 class NvmlProcess:
     """An `NvmlClient` that calls NVML in a helper process.
 
-    `forks` is True if this process has one thread and may therefore fork the helper, which is faster.
+    `forks` is True if this process has a single thread, so that it can fork the helper process.
     """
 
     def __init__(self, source: str, limit_s: float, *, forks: bool = False, clock: Clock | None = None) -> None:
@@ -144,7 +145,8 @@ class NvmlProcess:
         self._clock = clock or SystemClock()
         self._turn = threading.Lock()
         self._seq = 0
-        # The client sends queries to the newest helper. Earlier helpers were killed but have not ended.
+        # The client sends queries to the newest helper process. It has killed the earlier helper processes, which still
+        # hang.
         self._helpers: list[_Helper] = []
         self._silent_ns: int | None = None
         weakref.finalize(self, _end, self._helpers)
@@ -152,7 +154,7 @@ class NvmlProcess:
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return the existing GPUs if `uuids` is None, else their usage.
 
-        Raises NvmlTimeout if this query, or an earlier query, got no answer in time.
+        Raises NvmlTimeout if NVML does not answer this query, or an earlier query, in time.
         """
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -163,7 +165,7 @@ class NvmlProcess:
                 answer = self._answered(uuids)
                 if answer is not None:
                     return answer
-            why = "the helper process for NVML ended without an answer"
+            why = "the NVML helper process ended without an answer"
             if uuids is None:
                 return NvmlAnswer(self._seq, unavailable=(Unavailable("NVML", why),))
             return NvmlAnswer(self._seq, usage={uuid: unknown_usage(why) for uuid in uuids})
@@ -171,7 +173,7 @@ class NvmlProcess:
             self._turn.release()
 
     def _answered(self, uuids: Sequence[str] | None) -> NvmlAnswer | None:
-        """Return the helper's answer; None if the helper died."""
+        """Return the helper process's answer, or None if the helper process died."""
         if not self._send(uuids):
             return None
         deadline_ns = self._clock.boottime_ns() + int(self._limit_s * 1e9)
@@ -185,7 +187,7 @@ class NvmlProcess:
         raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
-        """Raise NvmlTimeout unless the helper has answered or ended since the last timeout."""
+        """Raise NvmlTimeout unless the helper process has answered or ended since the last timeout."""
         now_ns = self._clock.boottime_ns()
         if self._helpers and self._is_readable(0.0):
             self._silent_ns = None
@@ -233,7 +235,7 @@ class NvmlProcess:
 
 
 class _Helper:
-    """One helper process that calls NVML."""
+    """A helper process that calls NVML."""
 
     def __init__(self, source: str, *, forks: bool) -> None:
         self.channel, theirs = pair()
@@ -252,13 +254,13 @@ class _Helper:
         self.channel.sock.setblocking(False)
 
     def kill(self) -> None:
-        """Send SIGKILL. A helper that hangs in the kernel survives the signal."""
+        """Send SIGKILL. A helper process that hangs in the kernel survives the signal."""
         self.channel.close()
         with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)  # The helper is an unreaped child, so its pid cannot be reused.
+            os.kill(self.pid, signal.SIGKILL)  # The helper process is unreaped, so the kernel cannot reuse its pid.
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
-        """Return True if the helper has ended."""
+        """Return True if the helper process has ended."""
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(wait_s) is not None
@@ -272,7 +274,7 @@ def _end(helpers: list[_Helper]) -> None:
     for helper in helpers:
         helper.kill()
         if not helper.is_gone(_END_S) and helper.process is not None:
-            helper.process.returncode = 0  # The finalizer must not wait for a hanging helper.
+            helper.process.returncode = 0  # The finalizer must not wait for a hanging helper process.
 
 
 def _started(theirs: Channel, source: str) -> subprocess.Popen[bytes]:
@@ -288,7 +290,7 @@ def _forked(theirs: Channel, source: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # Closes all descriptors of the parent. Otherwise, a helper that hangs in the driver would keep a lock held.
+    # The helper process closes all inherited descriptors, because it could hang in the driver and keep a lock held.
     channel = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
     last = 65_535
     with contextlib.suppress(OSError):
@@ -299,9 +301,9 @@ def _forked(theirs: Channel, source: str) -> int:
 
 
 def main(fd: int, source: str) -> NoReturn:
-    """Answer queries until the client exits.
+    """Answer NVML queries until the client exits.
 
-    `source` is "" for NVML, else the state file of fakes.
+    `source` is "" for NVML, or the path of the fakes' state file.
     """
     linux.set_name("sgpu-nvml")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -315,7 +317,7 @@ def main(fd: int, source: str) -> NoReturn:
 
 
 class _StuckReader:
-    """A fake driver that only hangs."""
+    """A fake driver that hangs while the state file requests it."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -337,7 +339,7 @@ class NvmlThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return the answer to a query, as in `NvmlClient`."""
+        """Return the answer to a query, as `NvmlClient.ask` does."""
         question = NvmlQuestion(0, None if uuids is None else tuple(uuids))
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -347,7 +349,7 @@ class NvmlThread:
             self._turn.release()
 
     def _call(self, work: Callable[[], NvmlAnswer]) -> NvmlAnswer:
-        if self._thread is not None and self._thread.is_alive():  # An earlier call still hangs in the driver.
+        if self._thread is not None and self._thread.is_alive():  # An earlier NVML call still hangs in the driver.
             raise NvmlTimeout(self._limit_s)
         answer: Future[NvmlAnswer] = Future()
         self._thread = threading.Thread(target=_settle, args=(answer, work), name="sgpu-nvml", daemon=True)
@@ -356,14 +358,14 @@ class NvmlThread:
             value = answer.result(timeout=self._limit_s)
         except TimeoutError:
             raise NvmlTimeout(self._limit_s) from None
-        self._thread.join(timeout=self._limit_s)  # The thread has finished its work and only has to exit.
+        self._thread.join(timeout=self._limit_s)  # The thread has set its result and is exiting.
         return value
 
 
 def _settle(answer: Future[NvmlAnswer], work: Callable[[], NvmlAnswer]) -> None:
     try:
         answer.set_result(work())
-    except Exception as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+    except Exception as error:  # noqa: BLE001 - the waiting thread raises this error
         answer.set_exception(error)
 
 
@@ -415,7 +417,7 @@ class NvmlReader:
         self._sees_all_pids = sees_all_pids(pid_namespace)
 
     def answer(self, question: NvmlQuestion) -> NvmlAnswer:
-        """Return the answer to a query."""
+        """Return NVML's answer to a query."""
         if question.uuids is not None:
             return NvmlAnswer(question.seq, usage=self._usage(question.uuids))
         seen, unavailable = self._scan()
@@ -456,7 +458,7 @@ class NvmlBroken(Exception):
 
 
 def initialised_nvml(given: Nvml | None) -> Nvml | None:
-    """Return initialized NVML, or None without a driver. Raises NvmlBroken if NVML does not work."""
+    """Return initialized NVML, or None if no driver is loaded. Raises NvmlBroken if NVML does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
@@ -467,8 +469,8 @@ def initialised_nvml(given: Nvml | None) -> Nvml | None:
         absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if getattr(error, "value", None) in absent:
             return None
-        # The usual cause is an update of the driver's packages while the old kernel module is still loaded.
-        raise NvmlBroken(f"NVML does not work with the loaded driver: {error}; reload the driver or reboot") from error
+        # A common cause is a driver update while the old kernel module is still loaded.
+        raise NvmlBroken(f"NVML does not work with the loaded driver ({error}). Reload the driver or reboot") from error
     return nvml
 
 
@@ -511,7 +513,7 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
         for info in infos:
             merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
     processes = tuple(merged[pid] for pid in sorted(merged))
-    # Memory without a visible process belongs to a hidden process.
+    # If no process is visible, hidden processes hold the GPU memory.
     hidden = not processes and memory_used > IDLE_MEMORY_BYTES
     return Usage(processes, memory_used, pids_visible=sees_all_pids and not hidden)
 
@@ -521,15 +523,15 @@ def _process_name(nvml: Nvml, pid: int) -> str:
         command = nvml.nvmlSystemGetProcessName(pid)
     except UnicodeDecodeError:
         return ""
-    except nvml_errors(nvml):  # The process has ended, or is not visible to this user.
+    except nvml_errors(nvml):  # The process has ended, or this user cannot see the process.
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
-    # Each process chooses its own name, and terminals print the name.
+    # A process chooses its own name, so the name may contain control characters for terminals.
     return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
 
 
 def sees_all_pids(pid_namespace: str | None = None) -> bool:
-    """Return True if this pid namespace shows every process of NVML under the same pid."""
+    """Return True if pids in this pid namespace are equal to NVML's pids."""
     if pid_namespace is None:
         try:
             pid_namespace = os.readlink("/proc/self/ns/pid")

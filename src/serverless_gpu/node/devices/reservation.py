@@ -1,18 +1,18 @@
 """Reserves devices for a gang, or borrows devices from a session.
 
-An attempt calls its `DeviceReservation` repeatedly until it has its devices. The attempt must be first among the
-waiters for the same device type. The attempt reserves all of its devices or none. The reservation checks quarantined
-devices again and uses them once they are clean. The reservation skips a device that other processes use, unless
-`ignore_busy=True`. `BorrowedDevices` is the counterpart for a run in a session:
+An attempt calls `DeviceReservation.try_take` repeatedly until it has reserved all of its devices. The attempt must be
+first in the queue for its device type. A reservation takes all of the attempt's devices or none. The reservation checks
+quarantined devices again and uses them once they are clean. The reservation skips devices that other processes use,
+unless `ignore_busy=True`. `BorrowedDevices` is the counterpart for a run in a session:
 
     supervisor ──Borrow──▶ session          the connection represents the queue position, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
 
-The lock descriptors keep the devices locked if the session's process is killed. The pipe reports the end of the loan to
-the session. End of file on the pipe means that this supervisor and its stem have ended.
+If the session's process is killed, the lock descriptors keep the devices locked. The pipe tells the session when the
+loan ends: end of file means that the supervisor and its stem have ended.
 
-Failure cases: The kernel releases the locks of a killed holder once the last descriptor is closed. The holder's stem
-keeps a copy of each descriptor until every rank has ended. The kernel also releases the ticket of a killed waiter.
+Failure cases: If a supervisor is killed, its stem keeps copies of the lock descriptors until every rank has ended. The
+kernel then releases the device locks. If a waiting process is killed, the kernel releases its ticket.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 _NAMED_MAX = 4
-# Seconds to wait for the session's answer, which usually takes less than a millisecond. Without an answer, the
+# Seconds to wait for the session's answer, which usually takes less than a millisecond. After the timeout, the
 # supervisor continues and tries again.
 _ANSWER_S = 0.05
 
 
 class DeviceReservation:
-    """Requests, holds and returns the devices of one attempt."""
+    """Reserves, holds and releases the devices of one attempt."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
-        self.devices: tuple[Device, ...] = ()  # In LOCAL_RANK order; empty until `try_take` succeeded.
-        self.before: Mapping[str, Usage] = {}  # Usage when the devices were reserved.
+        self.devices: tuple[Device, ...] = ()  # Devices in LOCAL_RANK order; empty until `try_take` succeeds.
+        self.before: Mapping[str, Usage] = {}  # Device usage at the time of the reservation.
         self.ahead = 0  # Number of runs ahead of this run in the queue.
         self.provider = find_provider(kind, launch.context.environ, home, machine)
         self._launch = launch
@@ -72,7 +72,7 @@ class DeviceReservation:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the lock descriptors. The stem keeps copies as long as a rank may run."""
+        """Return the device lock descriptors. The stem keeps copies while a rank may run."""
         return self._locked.fds if self._locked else ()
 
     def try_take(self) -> str | None:
@@ -109,16 +109,16 @@ class DeviceReservation:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Release the devices. Quarantine the devices that are not verified free, and return their uuids.
+        """Release the devices. Quarantine the devices that failed verification, and return their uuids.
 
-        `left` contains processes of the run that could not be ended.
+        `left` contains processes of the run that the supervisor could not end.
         """
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         self.close()
         return bad
 
     def close(self) -> None:
-        """Release all locks and the ticket."""
+        """Release all device locks and the queue ticket."""
         self._queue.close()
         if self._locked is not None:
             self._locked.release()
@@ -128,12 +128,12 @@ class DeviceReservation:
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
 
     def retest_quarantined(self) -> dict[str, str]:
-        """Lift quarantines without a remaining cause. Return the remaining quarantines with their reasons."""
+        """Lift the quarantine of clean devices. Return the reasons of the remaining quarantines by uuid."""
         notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
         return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
     def _holders(self, uuids: list[str]) -> tuple[LockHolder, ...]:
-        """Return the current holders of devices, found by trying to lock all of the devices."""
+        """Return the current holders of devices by trying to lock all of the devices."""
         probe = self._locks.try_lock(uuids, len(uuids), LockHolder("", self._launch.run_id, "", os.getpid(), 0))
         if isinstance(probe, Busy):
             return probe.holders
@@ -158,8 +158,8 @@ class BorrowedDevices:
 
     def __init__(self, launch: Launch, home: Home, sockets: Path, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
-        self.devices: tuple[Device, ...] = ()  # In LOCAL_RANK order; empty until `try_take` succeeded.
-        self.before: Mapping[str, Usage] = {}  # Usage when the devices were lent.
+        self.devices: tuple[Device, ...] = ()  # Devices in LOCAL_RANK order; empty until `try_take` succeeds.
+        self.before: Mapping[str, Usage] = {}  # Device usage at the time of the loan.
         self.ahead = 0
         self.fds: tuple[int, ...] = ()
         self.provider = find_provider(kind, launch.context.environ, home, machine)
@@ -171,9 +171,9 @@ class BorrowedDevices:
         self._asked = False
 
     def try_take(self) -> str | None:
-        """Take the devices if the session has lent them, or return the reason why this run waits.
+        """Take the devices that the session has lent, or return the reason why this run waits.
 
-        Raises SessionEnded if the session ended first, and AgentUnavailable if the session has too many connections.
+        Raises SessionEnded if the session has ended, and AgentUnavailable if the session has too many connections.
         """
         try:
             if not self._asked:
@@ -192,15 +192,15 @@ class BorrowedDevices:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Return the checked devices to the session. Return the uuids of quarantined devices."""
+        """Give the devices back to the session. Return the uuids of quarantined devices."""
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
-        with contextlib.suppress(OSError):  # If the session's process has ended, the quarantine notes are sufficient.
+        with contextlib.suppress(OSError):  # A failed send means that the session's process has ended.
             protocol.send(self._channel, protocol.Returned(unfit=bad))
         self.close()
         return bad
 
     def close(self) -> None:
-        """Close all descriptors; a second call does nothing."""
+        """Close all descriptors of the loan. A second call does nothing."""
         for fd in self.fds:
             os.close(fd)
         self.fds = ()
@@ -209,7 +209,7 @@ class BorrowedDevices:
     def _ask(self) -> None:
         self._channel.sock.setblocking(False)
         self._channel.sock.connect(self._path)
-        # If the session has already closed the connection, its last message gives the reason.
+        # If the session has already closed the connection, its last message contains the reason.
         with contextlib.suppress(BrokenPipeError):
             protocol.send(self._channel, protocol.Borrow(run_id=self._launch.run_id, count=self._launch.world_size))
         self._asked = True
@@ -235,7 +235,7 @@ class BorrowedDevices:
 
 
 def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines without a remaining cause. Return the remaining quarantines by uuid.
+    """Lift the quarantine of clean devices. Return the remaining quarantines by uuid.
 
     Raises StorageError.
     """
@@ -256,7 +256,7 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
 def quarantine(
     locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
 ) -> tuple[str, ...]:
-    """Under their locks, quarantine the devices that a run did not leave free.
+    """Quarantine the devices that failed verification after a run, while the caller holds their locks.
 
     Return the uuids of the quarantined devices.
     """
@@ -267,16 +267,15 @@ def quarantine(
     for uuid in bad:
         fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
         if fault and not left:
-            continue  # The driver's report is stronger evidence than this check.
-        # If the note cannot be written, the next device check still refuses the device. The receipt names the device
-        # too.
+            continue  # A fault that the driver reported is stronger evidence than the device check.
+        # Without a quarantine note, the next device check still refuses the device, and the receipt lists the device.
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad
 
 
 def _held_text(held: Sequence[LockHolder]) -> str:
-    """Describe the common holder of some devices."""
+    """Return a description of the holder of some devices."""
     first = held[0]
     names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
     if len(held) > _NAMED_MAX:
@@ -284,14 +283,14 @@ def _held_text(held: Sequence[LockHolder]) -> str:
     are = f"{names} {'is' if len(held) == 1 else 'are'} held"
     if not first.run_id:
         return are
-    # The message names a time instead of a duration, because the supervisor sends each changed message again.
+    # The message contains a time instead of a duration, because the supervisor sends each changed message again.
     since = format_clock(first.since_wall_ns)
     what = "session" if first.session else "run"
     return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or its uid."""
+    """Return the user name of this process, or its uid."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # In a container, the user may have no entry in the user database.
@@ -299,7 +298,7 @@ def user_name() -> str:
 
 
 def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
-    """Return the provider of devices of a kind."""
+    """Return the device provider for a kind of devices."""
     if kind is DeviceKind.GPU and machine is not None:
         return machine
     for provider in providers(home.root, environ, read_configuration(home).types):

@@ -1,4 +1,4 @@
-"""The rank's part of actors: creates an object, then calls its methods until the channel closes.
+"""The rank's side of an actor: creates an object and calls its methods for the caller.
 
     rank                                         caller (a Unix socket in its own private directory)
     connect, HELLO {rank, world_size}   ──▶
@@ -7,15 +7,15 @@
                                         ◀──      (method, args, kwargs), pickled
     (true, value) or (false, failure)   ──▶      … until the caller closes the socket; then the rank returns
 
-A frame is its size in 8 bytes, then a payload.
+A frame consists of the payload's size in 8 bytes and the payload.
 
 Failure cases:
 
-* If creating the object raises an exception, the run fails, as with any function.
-* If a method raises an `Exception`, the rank sends the exception as the answer and continues.
-* If a method raises `SystemExit` or another `BaseException`, the rank fails.
-* If the caller exits, the rank returns.
-* If the rank cannot pickle an answer, the rank sends a failure.
+* If the object's constructor raises an exception, the run fails.
+* If an actor's method raises an `Exception`, the rank sends the exception as the answer and continues.
+* If an actor's method raises `SystemExit` or another `BaseException`, the rank fails.
+* If the caller exits, `serve_actor` returns.
+* If the rank cannot pickle an answer, it sends a failure instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def serve_actor(
     rank: int,
     world_size: int,
 ) -> None:
-    """Create the object, then answer calls until the caller closes the channel.
+    """Create the actor's object, then answer method calls until the caller closes the socket.
 
     `address` is the path of the caller's socket. If the class accepts `rank` and `world_size`, the function adds them
     to `kwargs`.
@@ -64,19 +64,19 @@ def _answer(actor: object, request: bytes, rank: int, world_size: int) -> bytes:
         loaded = cast("tuple[str, tuple[object, ...], dict[str, object]]", payload.loads(request))
         method = getattr(actor, loaded[0])
         return payload.dumps((True, method(*loaded[1], **fill_rank(method, loaded[1], loaded[2], rank, world_size))))
-    except Exception as error:  # noqa: BLE001 - the caller gets any exception of user code
+    except Exception as error:  # noqa: BLE001 - the caller gets every exception that user code raises
         tell_of_torch(error, os.environ)
         return payload.dumps((False, (describe(error), pickle_exception(error))))
 
 
 def send_frame(sock: socket.socket, data: bytes) -> None:
-    """Send one frame. Raises OSError when the peer is gone."""
+    """Send one frame. Raises OSError if the peer has closed the socket."""
     sock.sendall(_SIZE.pack(len(data)))
     sock.sendall(data)
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """Return the next frame, or None when the peer has closed the channel."""
+    """Return the payload of the next frame, or None if the peer has closed the socket."""
     head = _receive(sock, _SIZE.size)
     return None if head is None else _receive(sock, _SIZE.unpack(head)[0])
 

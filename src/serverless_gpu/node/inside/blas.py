@@ -1,10 +1,10 @@
-"""Thread counts of the OpenBLAS copies that numpy and scipy bundle.
+"""Sets the thread counts of the OpenBLAS copies that numpy and scipy bundle.
 
-OpenBLAS reads its environment variables when Python loads the library. After the load, only OpenBLAS's own functions
-change the thread count. A call of OpenBLAS's function also starts all threads of the library. Each thread then spins
-for about 30 ms. In ranks that share two cores, the OpenBLAS threads were the largest cost of a short call. Before the
-threads start, an exported variable holds the count. `set_threads` sets the exported variable, and calls OpenBLAS's
-function only where the variable has no effect.
+OpenBLAS reads its environment variables when Python loads the library. After the import, only OpenBLAS's functions can
+change the thread count. These functions also start all threads of the library, and each thread then spins for about 30
+ms. In ranks that share two cores, the spinning threads were the largest cost of a short call. Until the threads start,
+an exported variable of OpenBLAS holds the thread count. `set_threads` sets this variable, and calls OpenBLAS's function
+only if the variable has no effect.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 _AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
 _COUNT = "blas_cpu_number"
-# `get_parallel` returns 1 for builds with OpenBLAS's own threads. OpenMP builds keep a second count.
+# `get_parallel` returns 1 for builds with OpenBLAS's own threads. OpenMP builds have a second thread count.
 _THREADS_OF_ITS_OWN = 1
 
 
 class Library(NamedTuple):
-    """One loaded copy of OpenBLAS: its functions, and its exported count if a rank may set the count."""
+    """A loaded OpenBLAS copy: its functions, and its exported thread count if a rank may set the variable."""
 
     read: Callable[[], int]
     change: Callable[[int], object]
@@ -32,7 +32,7 @@ libraries: list[Library] = []
 
 
 def find() -> None:
-    """Fill `libraries` with the OpenBLAS copies in this process. The zygote calls this once."""
+    """Fill `libraries` with the OpenBLAS copies in this process. The zygote calls `find` once."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = {line.split(None, 5)[5].strip() for line in file if "openblas" in line}
@@ -47,7 +47,7 @@ def find() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Make each copy of OpenBLAS use `count` threads from its next parallel operation on."""
+    """Make each OpenBLAS copy use `count` threads in later parallel operations."""
     for library in libraries:
         before = library.read()
         if library.variable is not None and count < before:
@@ -59,7 +59,7 @@ def set_threads(count: int) -> None:
 def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:
     parallel = getattr(loaded, f"{prefix}get_parallel{suffix}", None)
     variable = None
-    with contextlib.suppress(ValueError):  # Some builds do not export the variable.
+    with contextlib.suppress(ValueError):  # Some OpenBLAS builds do not export the variable.
         if parallel is not None and parallel() == _THREADS_OF_ITS_OWN:
             variable = ctypes.c_int.in_dll(loaded, _COUNT)
     read, change = (getattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))

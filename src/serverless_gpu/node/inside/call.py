@@ -1,11 +1,11 @@
 """Reads and writes call files (function, arguments, cell sources), and runs cells as functions.
 
-The caller pickles a function of an importable module by name. A rank then runs the function that its own import of the
-module defines. The caller pickles a function of `__main__`, a notebook or another function by value. The caller uses a
-name only if the name resolves to the same function.
+The caller pickles a function of an importable module by name, if the name resolves to the same function. A rank then
+imports the module and runs its version of the function. The caller pickles all other functions by value: functions of
+`__main__` or a notebook, and nested functions.
 
-Failure cases: If the rank cannot import the module, the caller gets the import's own error. If the module has no such
-function, `load_call` raises `FunctionMoved`. `load_call` also raises the errors of `payload`.
+Failure cases: If the rank cannot import the module, the caller gets the import error. If the module has no function of
+that name, `load_call` raises `FunctionMoved`. `load_call` also raises the errors of the `payload` module.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class RankCall(NamedTuple):
 
 
 class FunctionMoved(ImportError):
-    """The rank imported the function's module, but the module has no function of that name."""
+    """Raised if the module of a function, as imported by the rank, has no function of that name."""
 
 
 class _Reference(NamedTuple):
-    """The name of a function. `wrapped` counts the functions in its `__wrapped__` chain."""
+    """Name of a function. `wrapped` is the number of functions in the function's `__wrapped__` chain."""
 
     module: str
     qualname: str
@@ -53,10 +53,10 @@ def dump_call(
     sources: Mapping[str, Sequence[str]],
     reducer: payload.Reducer | None = None,
 ) -> int:
-    """Write a call to `path` and return its size in bytes.
+    """Write a call file to `path` and return the file's size in bytes.
 
-    `sources` maps file names of code objects to source lines with newlines, for code that is in no file. `reducer` is
-    the reducer of `payload.dumps`.
+    For code without a source file, `sources` maps the file names of code objects to source lines with newlines.
+    `reducer` is passed to `payload.dumps`.
     """
     return payload.dump(_fields(function, args, kwargs, sources), path, reducer=reducer)
 
@@ -68,7 +68,7 @@ def measure_call(
     sources: Mapping[str, Sequence[str]],
     reducer: payload.Reducer | None = None,
 ) -> int:
-    """Return the approximate size of the file that `dump_call` would write, or raise its errors."""
+    """Return the approximate size of the file that `dump_call` would write. Raises the same errors."""
     return payload.measure(_fields(function, args, kwargs, sources), reducer)
 
 
@@ -105,15 +105,15 @@ def load_call(path: str) -> RankCall:
 def distributed_cell(
     body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
 ) -> object:
-    """Run the code of a notebook cell as the notebook would. Return the value of the expression `last`.
+    """Run a notebook cell's code as the notebook would, and return the value of `last`.
 
-    The function adds the names of the cell, `rank` and `world_size` to the globals of `notebook`. The caller pickles
-    `notebook`, a function, with these globals.
+    The cell runs in the globals of the function `notebook`, together with `rank` and `world_size`. The caller pickles
+    `notebook` with its globals.
     """
     namespace = notebook.__globals__
     namespace.update(rank=rank, world_size=world_size)
-    # `pickle` and `multiprocessing` look up names of `__main__` in its module. Python cannot give a module an existing
-    # dictionary, so the module's `__getattr__` finds the names.
+    # `pickle` and `multiprocessing` look up names in the module `__main__`, whose `__getattr__` finds the cell's names.
+    # Python cannot replace a module's dictionary.
     sys.modules["__main__"].__dict__["__getattr__"] = partial(_of_cell, namespace)
     exec(body, namespace)
     return None if last is None else eval(last, namespace)
@@ -132,11 +132,11 @@ def fill_rank(
     rank: int,
     world_size: int,
 ) -> dict[str, object]:
-    """Return `kwargs`, plus `rank` and `world_size` if the function accepts them and they are not given."""
+    """Return `kwargs`, with missing `rank` and `world_size` if the function accepts them."""
     filled = dict(kwargs)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # Builtins may have no signature.
+    except (TypeError, ValueError):  # Built-in functions may have no signature.
         return filled
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -153,7 +153,7 @@ def _reference(function: Callable[..., object]) -> _Reference | None:
     module = sys.modules.get(module_name) if isinstance(module_name, str) else None
     if not isinstance(function, FunctionType) or module is None or module_name in _MAIN_MODULES:
         return None
-    # A module without a spec was created at run time. No other process can import it.
+    # Other processes cannot import a module without a spec, because it was created at run time.
     if getattr(module, "__spec__", None) is None or payload.is_by_value(module):
         return None
     try:
@@ -171,8 +171,7 @@ def _resolve(reference: _Reference) -> Callable[..., object]:
         chain = _chain(_walk(module, reference.qualname))
     except AttributeError as error:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__"))) from error
-    # Count from the innermost function, because a decorator may wrap the function in only the writing or only the
-    # reading process.
+    # A decorator may wrap the function in only one of the two processes, so count from the innermost function.
     if len(chain) <= reference.wrapped:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__")))
     return cast("Callable[..., object]", chain[-1 - reference.wrapped])

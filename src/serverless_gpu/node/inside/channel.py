@@ -1,9 +1,9 @@
-"""Messages with descriptors over a Unix seqpacket socket: the transport between a node's processes.
+"""Sends messages with descriptors over Unix seqpacket sockets between the processes of a node.
 
-Each message is one packet, so a reader never receives half a message. Several writers can share a socket without
-interleaving their messages, as the ranks of a gang do. A body too large for a packet travels in a memfd. `receive`
-returns None when the peer has closed. The module uses only the standard library, because stem and ranks run it in the
-user's environment.
+Each message is one packet, so a reader never receives part of a message. Several writers, such as the ranks of an
+attempt, can share a socket without interleaving their messages. A message that is too large for a packet is sent in a
+memfd. `receive` returns None if the peer has closed its socket. The module imports only the standard library, because
+stems and ranks run it in the user's environment.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import os
 import socket
 from collections.abc import Iterable
 
-# The kernel refuses a packet above the socket's send buffer: 212,992 bytes by default, less the kernel's bookkeeping.
+# The kernel refuses a packet that exceeds the socket's send buffer, by default 212,992 bytes minus overhead.
 PACKET_BYTES_MAX = 60_000
 BODY_BYTES_MAX = 64 << 20
-_FDS_MAX = 250  # The kernel's limit is 253 (SCM_MAX_FD).
+_FDS_MAX = 250  # The kernel accepts at most 253 descriptors (SCM_MAX_FD).
 INLINE, MEMFD = b"I", b"M"
 
 
 class Channel:
-    """An end of a seqpacket pair, which owns its connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket."""
+    """An end of a seqpacket connection, which owns its ``AF_UNIX``/``SOCK_SEQPACKET`` socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
-        """Return a channel over an inherited or received descriptor."""
+        """Return a channel that owns an inherited or received descriptor."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        """Return the descriptor, so that selectors accept a channel."""
+        """Return the socket's descriptor, so that selectors accept a channel."""
         return self.sock.fileno()
 
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one message. Raises OSError when the peer is gone or the body is over the limit.
+        """Send one message. Raises OSError if the peer has closed its socket or the message is too large.
 
-        BlockingIOError means that the buffer of a non-blocking socket is full and the kernel sent nothing.
+        Raises BlockingIOError, without sending the message, if the buffer of a non-blocking socket is full.
         """
         if len(body) > BODY_BYTES_MAX:
             raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
@@ -54,9 +54,9 @@ class Channel:
             os.close(memory)
 
     def receive(self) -> tuple[bytes, tuple[int, ...]] | None:
-        """Return the next message and its descriptors (close-on-exec), or None when the peer is gone.
+        """Return the next message and its close-on-exec descriptors, or None if the peer has closed.
 
-        Raises BlockingIOError when the socket is non-blocking and empty.
+        Raises BlockingIOError if a non-blocking socket has no message.
         """
         try:
             packet, fds, flags, _ = self._take()
@@ -66,7 +66,7 @@ class Channel:
             os.set_inheritable(fd, False)  # Python's `recv_fds` does not pass MSG_CMSG_CLOEXEC to the kernel.
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             close_all(fds)
-            raise OSError("the kernel cut a message short")
+            raise OSError("the kernel truncated a message")
         if not packet:
             close_all(fds)
             return None
@@ -88,12 +88,12 @@ class Channel:
         try:
             return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
         except ConnectionResetError:
-            # After the peer closed with unread input, the kernel reports the reset first, and only once. The peer's
-            # last messages are still in the buffer.
+            # If the peer closed its socket with unread input, the kernel first reports a single reset. The peer's last
+            # messages are still in the buffer.
             return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
 
     def close(self) -> None:
-        """Close the socket of this end."""
+        """Close this end's socket."""
         self.sock.close()
 
 
@@ -117,6 +117,6 @@ def _read_all(fd: int) -> bytes:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close unused descriptors that came with a message."""
+    """Close unused descriptors of a received message."""
     for fd in fds:
         os.close(fd)

@@ -1,9 +1,10 @@
-"""Chooses the checkpoints of the newest earlier attempt that saved a checkpoint, to continue from.
+"""Finds the newest earlier attempt with a checkpoint, from which a new attempt continues.
 
-<checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. The directory is empty or missing if attempt n stopped
-before it saved a checkpoint. Earlier attempts have certainly ended, so every rank finds the same directory. On several
-nodes, the directories may differ. The nodes agree beforehand on the newest attempt whose checkpoints exist on all
-nodes. A name that begins with a dot or ends in `.tmp` is an unfinished checkpoint and does not count.
+<checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. If attempt n stopped before it saved a checkpoint, the
+directory is empty or missing. All earlier attempts have ended, so every rank of a node finds the same directory. The
+nodes of a gang may have different checkpoint directories. Before a gang starts, its nodes agree on the newest attempt
+with checkpoints on all nodes. Names that begin with a dot or end in `.tmp` denote unfinished checkpoints, which this
+module ignores.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ AGREED = "SGPU_RESUME_FENCE"
 def newest_before(directory: str, agreed: str | None = None) -> str | None:
     """Return the directory of the newest earlier attempt that saved a checkpoint, or None.
 
-    `agreed` is the attempt from which all nodes of a gang continue, or "0" for no attempt. On a single node, `agreed`
-    is None.
+    `agreed` is the number of the attempt that all nodes of a gang continue from, or "0" for no attempt. On a single
+    node, `agreed` is None.
     """
     run = os.path.dirname(os.path.normpath(directory))
     for fence in saved_before(directory):
@@ -28,7 +29,7 @@ def newest_before(directory: str, agreed: str | None = None) -> str | None:
 
 
 def saved_before(directory: str) -> list[int]:
-    """Return the numbers of the earlier attempts that saved a checkpoint, newest first."""
+    """Return the numbers of earlier attempts that saved a checkpoint, newest first."""
     run, own = os.path.split(os.path.normpath(directory))
     earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
     return [
@@ -37,7 +38,7 @@ def saved_before(directory: str) -> list[int]:
 
 
 def newest_up_to(directory: str) -> int:
-    """Return the number of the newest attempt up to this one that saved a checkpoint, or 0."""
+    """Return the number of the newest attempt with a checkpoint, including this attempt, or 0."""
     if any(map(_is_whole, _names(directory))):
         return _number(os.path.basename(os.path.normpath(directory)))
     return max(saved_before(directory), default=0)

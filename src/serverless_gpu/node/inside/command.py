@@ -1,14 +1,14 @@
-"""Runs a program as a rank: as a child process in its own process group, until the program ends.
+"""Runs a program as a rank, in a child process with a separate process group.
 
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
       ◀── end of the program: same exit code, same signal ──┘
 
-The rank does not replace itself with the program by exec, because SIGTERM would kill the shell of a script at once. The
-program below the shell also gets the signal. The rank waits until that program has saved its state and has ended, for
-at most the run's grace period.
+The rank does not exec the program, because SIGTERM would then end a script's shell immediately. Programs that the shell
+started also get SIGTERM. The rank waits until these programs have saved their state and ended, for at most the run's
+grace period.
 
-Failure cases: If the program is missing or not executable, the rank prints a line on stderr. The rank's exit code is
-then 127 or 126, as in a shell. The stem ends processes that the program leaves behind.
+Failure cases: If the program is missing or not executable, the rank prints an error and exits with code 127 or 126, as
+a shell does. The stem kills processes that the program leaves behind.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import types
 
 from . import checkpoints, protocol
 
-_LOOK_S = 0.02  # Seconds between two checks for the end of the signalled process group.
+_LOOK_S = 0.02  # Seconds between two checks whether the process group has ended.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
 def run(argv: list[str], report: protocol.Report) -> int:
-    """Run a program to its end. Return the program's exit code, or end by the same signal."""
+    """Run a program until it ends. Return the program's exit code, or end this process by the same signal."""
     earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
@@ -46,7 +46,7 @@ def run(argv: list[str], report: protocol.Report) -> int:
     relay.begin(child.pid)
     code = child.wait()
     if relay.asked:
-        # Waits until the process group is empty. The supervisor ends the wait after the run's grace period.
+        # The rank waits until the process group is empty. The supervisor kills the rank after the run's grace period.
         with contextlib.suppress(OSError):
             while True:
                 os.killpg(child.pid, 0)
@@ -55,7 +55,7 @@ def run(argv: list[str], report: protocol.Report) -> int:
 
 
 class _Relay:
-    """Passes SIGTERM on to the program's group, even if SIGTERM came before the program started."""
+    """Forwards SIGTERM to the program's process group, even if SIGTERM arrived before the program started."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -82,13 +82,13 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
-    # As a shell does, run a script without an interpreter line with /bin/sh.
+    # Run a script without an interpreter line with /bin/sh, as a shell does.
     return subprocess.Popen(["/bin/sh", shutil.which(argv[0]) or argv[0], *argv[1:]], process_group=0)
 
 
 def end_of(number: int) -> int:
-    """End this process by the signal of its child, so that this process's parent sees the same status."""
-    with contextlib.suppress(OSError, ValueError):  # Python cannot set a handler for SIGKILL, and SIGKILL needs none.
+    """End this process by the signal that ended its child, so that the parent sees the same exit status."""
+    with contextlib.suppress(OSError, ValueError):  # Python raises an error for SIGKILL, which has no handler.
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return 128 + number

@@ -1,8 +1,8 @@
 """Describes a rank's exception, and pickles the exception if the caller can load the pickle.
 
-Failure cases: User code may fail while this module examines its exception (`__str__`, `__reduce__`, `__init__`,
-`__notes__`), even with `SystemExit`. The failure of a user's method must not replace or hide the user's own error.
-After a failure of a user's method, this module writes a shorter description and no pickle.
+Failure cases: Methods of the user's exception (`__str__`, `__reduce__`, `__init__`, `__notes__`) may fail while this
+module examines the exception, even with `SystemExit`. Such a failure must not hide the user's original error. After
+such a failure, this module writes a shorter description and no pickle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PICKLE_SIZE_MAX = 64 << 20
 _CHAIN_MAX = 20
 _COMPARE_DEPTH_MAX = 20
 
-# Addresses in a default repr differ between an object and its copy.
+# The default repr of an object and its copy contain different addresses.
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _COPY_ERRNOS = {errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM}
 _PEER_TYPES = {
@@ -86,9 +86,9 @@ _CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
 def describe(error: BaseException) -> dict[str, object]:
     """Return a description of `error` as JSON values.
 
-    `type` is the qualified name within the `module`. `kind` is "exception", "system_exit", "interrupt", "cancelled" or
-    "base". `exit_code` is the code of a SystemExit, else None. `peer_lost` means that the error only reports the end of
-    another rank.
+    `type` is the exception's qualified name within `module`. `kind` is "exception", "system_exit", "interrupt",
+    "cancelled" or "base". `exit_code` is the exit code of a SystemExit, else None. `peer_lost` is True if the error is
+    a consequence of another rank's end.
     """
     kind = type(error)
     return {
@@ -107,14 +107,14 @@ def describe(error: BaseException) -> dict[str, object]:
 def _text(error: object) -> str:
     try:
         return _cut(str(error), _MESSAGE_CHARACTERS_MAX)
-    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, and the report must continue
+    except BaseException:  # noqa: BLE001 - the user's __str__ method may raise any exception
         return f"<{type(error).__qualname__}: its __str__ method failed>"
 
 
 def _notes(error: BaseException) -> list[str]:
     try:
         notes = getattr(error, "__notes__", None)
-    except BaseException:  # noqa: BLE001 - the user's property or __getattr__ may raise anything
+    except BaseException:  # noqa: BLE001 - the user's property or __getattr__ may raise any exception
         return []
     return [_text(note) for note in notes[:_NOTES_MAX]] if isinstance(notes, list) else []
 
@@ -130,12 +130,12 @@ def _kind(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int | None:
-    """Return the status with which the interpreter would have exited."""
+    """Return the interpreter's exit status for a SystemExit, or None for other exceptions."""
     if not isinstance(error, SystemExit):
         return None
     try:
         code: object = error.code
-    except BaseException:  # noqa: BLE001 - the user's property may raise anything
+    except BaseException:  # noqa: BLE001 - the user's property may raise any exception
         return 1
     return 0 if code is None else int(code) if isinstance(code, int) else 1
 
@@ -145,7 +145,7 @@ def _type_names(error: BaseException) -> set[str]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and its chain of causes, which may show a lost peer."""
+    """Yield `error` and the exceptions in its chain of causes."""
     link: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if link is None:
@@ -166,15 +166,15 @@ def _traceback(error: BaseException) -> str:
         told = traceback.TracebackException.from_exception(error, compact=True)
         leave_out_own_frames(told)
         text = "".join(told.format())
-    except BaseException:  # noqa: BLE001 - user code (__str__, __notes__, __getattr__) failed; use a shorter text
+    except BaseException:  # noqa: BLE001 - user code (__str__, __notes__, __getattr__) failed, so the text is shorter
         text = f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}\n"
     return _cut(text, _TRACEBACK_BYTES_MAX)
 
 
 def leave_out_own_frames(error: traceback.TracebackException) -> None:
-    """Remove the package's frames before the first frame of user code.
+    """Remove the package's stack frames before the first frame of user code.
 
-    Keep the package's frames if no frame of user code follows.
+    If no frame of user code follows, keep the package's frames.
     """
     pending: list[traceback.TracebackException | None] = [error]
     while pending:
@@ -201,7 +201,7 @@ def _first_foreign(stack: traceback.StackSummary) -> int:
 
 
 def _cut(text: str, size_max: int) -> str:
-    """Cut text to `size_max` bytes of UTF-8. Omit the middle and replace lone surrogates."""
+    """Shorten text to `size_max` bytes of UTF-8 by omitting its middle. Replace lone surrogates."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size_max:
         return data.decode("utf-8")
@@ -214,14 +214,14 @@ def _cut(text: str, size_max: int) -> str:
 
 
 def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
-    """Add a note to an error about a file that a captured copy lacks or does not let ranks write.
+    """Add a note to an error about a file that is missing or read-only in a captured copy.
 
     `copies` maps the directories of captured copies to their originals.
     """
     for link in _causes(error):
         note = ""
         if isinstance(link, OSError):
-            with contextlib.suppress(BaseException):  # User code may define the error's fields.
+            with contextlib.suppress(BaseException):  # Attributes of a user's exception may raise errors.
                 note = _copy_note(link, copies) if link.errno in _COPY_ERRNOS else ""
         if note:
             _add_note(error, note)
@@ -231,14 +231,14 @@ def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
 def tell_of_joining(error: BaseException, *, by_init: bool = False) -> None:
     """Add a note to torch's error about a second process group.
 
-    `by_init` means that `init=` made the first group, and not captured `TrainingArguments`.
+    `by_init` is True if `init=` created the first process group, and False if captured `TrainingArguments` did.
     """
     if any(type(link) is ValueError and _JOINED_TWICE in _text(link) for link in _causes(error)):
         _add_note(error, _MADE_NOTE if by_init else _JOINED_NOTE)
 
 
 def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Add the remedy to errors about a missing process group, CUDA on declared GPUs, or `databricks.air`."""
+    """Add a remedy to errors about a missing process group, CUDA on fake GPUs, or `databricks.air`."""
     held = environ.get("SGPU_GPU_UUIDS", "")
     without_cuda = next((why for prefix, why in _NO_CUDA_OF.items() if held.startswith(prefix)), "")
     for link in _causes(error):
@@ -255,7 +255,7 @@ def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
-    """Return whether a missing module is `databricks.air`. Python may report only `databricks`."""
+    """Return True if the missing module is `databricks.air`, which Python may report as `databricks`."""
     if "'databricks.air" in text:
         return True
     if "'databricks'" not in text:
@@ -268,7 +268,7 @@ def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    # A user's exception class may refuse the note. The exception then stays unchanged.
+    # If the user's exception class refuses the note, the exception stays unchanged.
     with contextlib.suppress(BaseException):
         notes = getattr(error, "__notes__", None)
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
@@ -301,9 +301,9 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
 def pickle_exception(error: BaseException) -> bytes | None:
     """Return `error` pickled, or None if the pickle does not load as the same exception.
 
-    `pickle_exception` loads the pickle once as a test. If Python cannot create the type from its `args`, the pickler
-    omits the constructors of the exception and of exceptions inside it. The result for a `BaseException` outside
-    `Exception` is None, because loading it would end the caller's process.
+    `pickle_exception` loads the pickle once as a test. If an exception's constructor does not accept its `args`, the
+    pickle skips the constructors of the exception and of nested exceptions. For a `BaseException` that is not an
+    `Exception`, the result is None, because loading the pickle could end the caller's process.
     """
     if not isinstance(error, Exception):
         return None
@@ -319,7 +319,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(path: str) -> BaseException:
-    """Load an exception that `pickle_exception` wrote. Raises any error of its classes."""
+    """Load an exception that `pickle_exception` pickled. Raises any error of the exception's classes."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
@@ -327,11 +327,11 @@ def load_exception(path: str) -> BaseException:
 
 
 def _reduce_bare(value: object) -> payload.Reduced:
-    """Reduce exceptions to their C base class, so that loading calls no constructor of user code."""
+    """Reduce exceptions to their built-in base class, so that loading calls no constructor of user code."""
     if not isinstance(value, BaseException):
         return cast("payload.Reduced", NotImplemented)
     _, args, *rest = cast("tuple[object, ...]", _builtin_base(type(value)).__reduce__(value))
-    # A group's args are its constructor's arguments, which may differ from its message and exceptions.
+    # The `args` of an exception group may differ from its message and exceptions.
     made_of = (value.message, value.exceptions) if isinstance(value, BaseExceptionGroup) else args
     state = rest[0] if rest else None
     reduced = (_make_bare, (type(value), made_of, value.args), state, None, None, _set_bare_state)
@@ -339,9 +339,9 @@ def _reduce_bare(value: object) -> payload.Reduced:
 
 
 def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
-    """Return the built-in base class of `cls` that creates its instances, such as OSError."""
+    """Return the built-in base class that creates instances of `cls`, such as OSError."""
     base: type[BaseException] = cls
-    while base.__flags__ & 1 << 9:  # Py_TPFLAGS_HEAPTYPE marks the classes of class statements.
+    while base.__flags__ & 1 << 9:  # Classes that Python code defines have the flag Py_TPFLAGS_HEAPTYPE.
         base = base.__base__  # type: ignore[assignment]  # the bases of an exception class are exception classes, or object
     return base
 
@@ -358,11 +358,11 @@ def _make_bare(cls: type[BaseException], made_of: tuple[object, ...], args: tupl
 @payload.portable
 def _set_bare_state(error: BaseException, state: dict[str, object]) -> None:
     for name, value in state.items():
-        object.__setattr__(error, name, value)  # A frozen class refuses its own __setattr__.
+        object.__setattr__(error, name, value)  # Frozen dataclasses refuse their own __setattr__.
 
 
 def _is_same(one: object, other: object, depth: int = 0) -> bool:
-    """Return True if `other` can replace `one`. Values compared by identity need only the same type."""
+    """Return True if `other` is a copy of `one`. Compare objects without `__eq__` by type."""
     if type(one) is not type(other) or depth > _COMPARE_DEPTH_MAX:
         return False
     if isinstance(one, BaseException) and isinstance(other, BaseException):
@@ -373,6 +373,6 @@ def _is_same(one: object, other: object, depth: int = 0) -> bool:
     if type(one).__eq__ is object.__eq__:
         return True
     equal: object = one == other
-    # Comparing arrays returns an array, not a bool. A NaN is not equal to itself. A dict of objects without `__eq__` is
-    # not equal to its copy.
+    # Comparing two arrays returns an array instead of a bool. A NaN is not equal to itself. A dict of objects without
+    # `__eq__` is not equal to its copy.
     return equal is True or not isinstance(equal, bool) or _ADDRESS.sub("", repr(one)) == _ADDRESS.sub("", repr(other))

@@ -1,16 +1,16 @@
-"""Enters cgroups, user namespace and mounts, then executes the user's interpreter as a zygote.
+"""Enters cgroups, a user namespace and mounts, then executes the user's interpreter as a zygote.
 
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
 
-An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the first line of the zygote. The launcher,
-which has run no user code, therefore sets up the containment. Orphans of the user's start-up code become children of
-the zygote. The launcher reads its plan from a memory file, because other processes can read its arguments and
-environment variables.
+The user's interpreter runs user code (`.pth` files, `sitecustomize`) before the zygote's first line. The launcher runs
+in a clean interpreter, so it can set up the containment before any user code runs. Orphaned processes of the user's
+start-up code become children of the zygote. The launcher reads its plan from a memory file, because other processes
+could read its arguments and environment variables.
 
 Failure cases:
 
-* If the kernel refuses a cgroup, the agent later kills the descendants of the zygote instead.
-* If a zygote for several runs gets no user namespace, the agent starts runs cold.
+* If the kernel refuses a cgroup, the agent later kills the zygote's descendants one by one.
+* If a zygote for several runs cannot get a user namespace, the agent starts every run cold.
 * If a mount fails or the interpreter is missing, the launcher ends with a traceback in the agent's log.
 """
 
@@ -25,7 +25,7 @@ from .channel import Channel
 
 
 def main(plan_fd: int, channel_fd: int) -> None:
-    """Enter the containment of a zygote and execute the zygote. Return only if it must not start.
+    """Enter the containment of a zygote and execute the zygote. Return only if the zygote must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
     ``sandbox`` (the fields of `sandbox.View`, or None), ``argv`` (the program first) and ``environ``. Raises OSError

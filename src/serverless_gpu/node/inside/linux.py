@@ -1,19 +1,19 @@
-"""System calls that the standard library lacks (`prctl`, `tgkill`, Landlock) and process-tree walks.
+"""System calls that Python lacks (`prctl`, `tgkill`, Landlock), and process-tree searches.
 
 This module works on Linux only.
 
-Landlock (`keep_signals_in`) lets a rank signal only its own descendants. Without Landlock, `ray stop` in a rank would
-end every Ray process of the same user. A Ray pool of several machines also runs as this user. From Linux 6.12 on,
-Landlock confines signals and debuggers to a domain. SIGTERM from the supervisor, outside the domain, still arrives.
-Landlock does not restrict files, sockets or mounts here.
+`keep_signals_in` uses Landlock to prevent a rank from signalling processes other than its descendants. Without this
+restriction, `ray stop` in a rank would end every Ray process of the same user, including the processes of a Ray pool.
+From Linux 6.12 on, Landlock can confine a process's signals to a domain. A rank in a domain still receives SIGTERM from
+the supervisor. The function does not restrict access to files, sockets or mounts.
 
     root                        enters the domain
     in a user namespace         enters the domain and gives up setuid programs, which have no effect there
     any other user              does not enter, because it would lose setuid programs such as the one that makes
                                 NVIDIA's devices; `sgpu doctor` reports this
 
-Failure cases: On an older kernel, or with Landlock switched off, `keep_signals_in` returns the reason. The rank then
-runs without the restriction.
+Failure cases: On an older kernel, or with Landlock disabled, `keep_signals_in` returns the reason. The rank then runs
+without the signal restriction.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE = 1
 _DESCRIPTORS_MAX = 1 << 20
-_OOM_SCORE = 500  # Make the kernel's OOM killer end a rank before the processes that supervise the rank.
-# Only root may lower the OOM score. For other users, the higher score of the ranks must suffice.
+_OOM_SCORE = 500  # With this score, the OOM killer ends ranks before their supervisor.
+# Only root may lower the OOM score. Other users rely on the higher score of the ranks.
 _OOM_SCORE_PROTECTED = -900
 _OOM_SCORE_FILE = "/proc/self/oom_score_adj"
 
@@ -58,7 +58,7 @@ def die_with_parent(parent_pid: int) -> None:
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies. Exit if the parent has already died.
 
-    `parent` is a pidfd, so the parent may be in another pid namespace.
+    `parent` is a pidfd, so the parent process may be in another pid namespace.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if readable([parent], 0):
@@ -68,8 +68,8 @@ def die_with(parent: int) -> None:
 def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
     """Wait until descriptors are readable or their peers have closed. Return the ready descriptors.
 
-    `select` does not support descriptors above 1023, which a caller's process may have. A pidfd is readable once its
-    process has ended. A `timeout_s` of None waits without a limit.
+    The function uses `poll`, because `select` does not support descriptors above 1023. A pidfd becomes readable when
+    its process ends. If `timeout_s` is None, the function waits without a limit.
     """
     poll = select.poll()
     for fd in fds:
@@ -78,14 +78,14 @@ def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
 
 
 def become_subreaper() -> None:
-    """Become the parent of every orphaned descendant, even after a double fork or `setsid`."""
+    """Make this process the parent of all its orphaned descendants, even after a double fork or `setsid`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process. Raises OSError on failure.
 
-    A signal to the process could reach any of its threads.
+    The kernel could deliver a signal for the whole process to any of its threads.
     """
     if not hasattr(_libc, "tgkill"):  # glibc before 2.30 and musl have no tgkill.
         os.kill(pid, number)
@@ -95,9 +95,9 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 
 def leave_descriptors() -> None:
-    """Close every descriptor, so that this process holds no output or channel open.
+    """Close all descriptors, so that this process keeps no output or channel open.
 
-    Descriptors 0 to 2 then lead to /dev/null.
+    Redirect descriptors 0 to 2 to /dev/null.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
@@ -107,9 +107,9 @@ def leave_descriptors() -> None:
 
 
 def allocate_behind(fd: int, offset: int, size: int) -> None:
-    """Allocate disk space behind a file from `offset`, without changing the file's size.
+    """Allocate disk space for a file from `offset`, without changing the file's size.
 
-    Raises OSError when the disk is full or the file system does not support fallocate.
+    Raises OSError if the disk is full or the file system does not support fallocate.
     """
     if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(size)) != 0:
         code = ctypes.get_errno()
@@ -123,7 +123,7 @@ def set_name(name: str) -> None:
 
 
 def limit_harm() -> None:
-    """Disable core dumps and make this process the first OOM victim. Children inherit the settings."""
+    """Disable core dumps and make this process a preferred OOM victim, with its child processes."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     _change_oom_score(lambda score: min(1000, max(0, score) + _OOM_SCORE))
@@ -135,12 +135,12 @@ def keep_capabilities() -> None:
 
 
 def outlive_ranks() -> None:
-    """Make this process the last OOM victim where permitted. Children inherit the score."""
+    """Protect this process from the OOM killer, if permitted. Child processes inherit the OOM score."""
     _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
 
 
 def be_ordinary() -> None:
-    """Make this process an ordinary OOM victim, for processes that can restart or that run user code."""
+    """Reset this process's OOM protection, because the process can restart or runs user code."""
     _change_oom_score(lambda score: max(0, score))
 
 
@@ -166,7 +166,7 @@ def descendants(pid: int) -> list[int]:
 def kill_descendants(pid: int) -> int:
     """Send SIGKILL to every descendant of a process. Return the number of descendants.
 
-    A process may fork between the listing and the kill, so the caller repeats this call until it returns 0.
+    The processes may fork meanwhile, so the caller repeats this call until it returns 0.
     """
     pids = descendants(pid)
     for child in pids:
@@ -176,8 +176,8 @@ def kill_descendants(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the pids of a process's children, including ended children that are not reaped."""
-    # The kernel keeps one file per thread, because a child belongs to the thread that forked it.
+    """Return the pids of a process's children, including unreaped children."""
+    # The kernel lists child processes per thread, in the file of the thread that forked them.
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -187,7 +187,7 @@ def children(pid: int) -> list[int]:
 
 
 SIGNALS_SINCE_ABI = 6
-_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # System call numbers, the same on every architecture.
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # Landlock system call numbers, which are equal on every architecture.
 _LANDLOCK_VERSION = 1
 SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1, 2
 _PR_SET_NO_NEW_PRIVS = 38
@@ -199,7 +199,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def keep_signals_in() -> str:
-    """Confine signals of this process and its descendants. Return "" or the reason of a failure."""
+    """Confine the signals of this process and its descendants. Return "" or the reason for a failure."""
     why = landlock_refusal()
     if why:
         return why
@@ -213,7 +213,7 @@ def keep_signals_in() -> str:
 
 
 def enter_scopes(scopes: int) -> None:
-    """Enter a Landlock domain that refuses signals or abstract sockets to processes outside. Raises OSError."""
+    """Enter a Landlock domain that confines signals or abstract sockets. Raises OSError."""
     ruleset = _Ruleset(0, 0, scopes)
     fd = _libc.syscall(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
     if fd >= 0:

@@ -1,4 +1,4 @@
-"""The kernel's mount calls that the standard library lacks: detached copies of directory trees, and a new root.
+"""Mount calls that the standard library lacks: detached copies of directory trees, and a new root.
 
 A *detached tree* is a mount without a place in any mount namespace. `clone_tree` makes one from a directory, a file or
 a device node. A process in another mount namespace can attach it with `attach`, also where the original path does not

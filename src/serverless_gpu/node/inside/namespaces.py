@@ -1,4 +1,4 @@
-"""User and mount namespaces of a process: isolation of principals and restored environments.
+"""Isolates principals and restored environments in user and mount namespaces.
 
     enter_user_namespace · become_member + admit      unshare ─▶ the parent writes uid_map, gid_map ─▶ the same ids
     enter_mounts
@@ -7,26 +7,27 @@
            └ overlays, in order, outer overlays first
               └ the process drops its capabilities in the user namespace
 
-User namespaces: The kernel lets a process write the memory of other processes with the same uid. A process in a user
-namespace cannot write the memory of processes in parent or sibling namespaces. User namespaces do not change access to
-files, signals or mounts. Root maps all its ids and stays root inside the namespace. Other users map their own uid and
-gid. For these users, files of other owners show the overflow uid 65534, and setuid programs have no effect.
+User namespaces: The kernel allows a process to write the memory of other processes with the same uid. A process in a
+user namespace cannot write the memory of processes in parent or sibling namespaces. User namespaces do not change
+access to files, signals or mounts. Root maps all of its ids and stays root inside the namespace. Other users map only
+their own uid and gid. For users other than root, files of other owners show the overflow uid 65534, and setuid programs
+have no effect.
 
-Mounts: The mounts are visible only to processes that are forked or executed after `enter_mounts`. The mounts end with
-the last of these processes. A later `enter_mounts`, also in a child, can mount over the same directory. A mount is a
+Mounts: Only this process and its later descendants can see the mounts of `enter_mounts`. The kernel removes the mounts
+when the last of these processes ends. A later call of `enter_mounts` can mount over the same directory. A mount is a
 mapping decoded from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the
-names). The kernel accepts at most 4 KB of layer names for one overlay. Layer names are therefore short, and most layers
-are symbolic links.
+names). The kernel accepts at most 4 KB of layer names per overlay. Layer names are therefore short, and most layers are
+symbolic links.
 
-Failure cases: Functions raise an OSError that names the step and the path, or return the reason of a failure.
+Failure cases: Functions raise an OSError that names the failed step and the path, or return the reason for the failure.
 
-* User namespaces are disabled (EPERM) or their number is at the limit (ENOSPC).
+* User namespaces are disabled (EPERM), or the number of user namespaces is at its limit (ENOSPC).
 * The process has more than one thread (EINVAL).
-* A layer does not exist (ENOENT).
+* A layer of an overlay does not exist (ENOENT).
 * An overlay has too many layers (ENAMETOOLONG, raised before the system call).
 
-A failure can leave the process partly inside its namespaces. After a partial failure, the process must end, or use no
-file of the environment.
+After a failure, the process may be in only some of its namespaces. The process must then exit, or use no file of the
+environment.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _REASON_BYTES_MAX = 4096
 
 
 def become_member(parent: socket.socket) -> None:
-    """Move this process into its own user namespace. The parent process must call `admit`.
+    """Move this process into a new user namespace. The parent process must call `admit`.
 
-    Raises OSError when the kernel refuses, or when the parent refuses or ends.
+    Raises OSError if the kernel or the parent process refuses, or if the parent process ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _make_dumpable(libc)
@@ -67,7 +68,7 @@ def become_member(parent: socket.socket) -> None:
 
 
 def admit(child: socket.socket, pid: int) -> str:
-    """Wait for a child in `become_member` and write its id maps. Return "" or the reason of a failure."""
+    """Wait for a child in `become_member` and write its id maps. Return "" or the reason for a failure."""
     asked = child.recv(_REASON_BYTES_MAX)
     if asked != _DONE:
         return asked.decode("utf-8", "replace") or "the process ended while it created a user namespace"
@@ -75,14 +76,14 @@ def admit(child: socket.socket, pid: int) -> str:
         _write_maps(pid)
         child.sendall(_DONE)
     except OSError as error:
-        return f"the ids of a user namespace cannot be mapped: {error.strerror}"
+        return f"cannot map the ids of a user namespace: {error.strerror}"
     return ""
 
 
 def enter_user_namespace() -> None:
-    """Move this process into its own user namespace. Raises OSError on failure.
+    """Move this process into a new user namespace. Raises OSError on failure.
 
-    A short-lived child writes the id maps.
+    A short-lived child process writes the id maps.
     """
     ours, theirs = socket.socketpair()
     me = os.getpid()
@@ -103,9 +104,9 @@ def enter_user_namespace() -> None:
 
 
 def probe_user_namespace() -> str:
-    """Return "", or the reason why this process cannot have its own user namespace.
+    """Return "", or the reason why this process cannot create a user namespace.
 
-    A short-lived child tries to create a namespace, so this process does not change.
+    A short-lived child process tries to create a user namespace, so the calling process stays in its namespace.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -142,7 +143,7 @@ def _write_maps(pid: int) -> None:
 
 
 def _own_ids(name: str) -> str:
-    """Return a map that keeps every id of this process's namespace in a child namespace."""
+    """Return an id map that keeps every id of this process's namespace in a child namespace."""
     with open(f"/proc/self/{name}", encoding="ascii") as file:
         extents = [line.split() for line in file]
     return "".join(f"{first} {first} {count}\n" for first, _, count in extents)
@@ -162,7 +163,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _OPTION_BYTES_MAX = 4000
-_LAYERS_MIN = 2  # The kernel refuses an overlay of one layer.
+_LAYERS_MIN = 2  # The kernel refuses an overlay with a single layer.
 
 Mount = Mapping[str, object]
 
@@ -170,8 +171,9 @@ Mount = Mapping[str, object]
 def enter_mounts(mounts: Sequence[Mount]) -> None:
     """Mount overlays, outer overlays first, for this process and its descendants. Raises OSError.
 
-    Root needs no user namespace and keeps its rights. Root of a container without CAP_SYS_ADMIN gets a user namespace
-    that keeps every id. Other users keep their ids and gain no rights. The current directory does not change.
+    Root needs no user namespace and keeps its capabilities. In a container without CAP_SYS_ADMIN, root gets a user
+    namespace that keeps every id. Other users keep their ids and gain no capabilities. The current directory does not
+    change.
     """
     wanted = [_mount_options(mount) for mount in mounts]  # Invalid mounts raise an error before anything changes.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -194,7 +196,7 @@ def enter_mounts(mounts: Sequence[Mount]) -> None:
 
 
 def unshare_namespaces(flags: int) -> None:
-    """Create namespaces (CLONE_NEW… flags), within a new user namespace if mounting requires it.
+    """Create namespaces (CLONE_NEW… flags), within a new user namespace if necessary.
 
     Raises OSError when the kernel refuses.
     """
@@ -208,8 +210,8 @@ def unshare_namespaces(flags: int) -> None:
 def mount_proc() -> None:
     """Mount the /proc of this pid namespace for this process and its descendants. Drop capabilities.
 
-    Raises OSError when the kernel refuses. The kernel refuses the mount where parts of the existing /proc are hidden,
-    as in most containers.
+    Raises OSError when the kernel refuses. In most containers, the kernel refuses the mount, because parts of the
+    existing /proc are hidden.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
@@ -221,16 +223,16 @@ def mount_proc() -> None:
 
 
 def probe_mounts(directory: str = "") -> str:
-    """Return "", or the reason why this process cannot mount overlays. Leave no files behind.
+    """Return "", or the reason why this process cannot mount overlays. Delete all test files.
 
-    `directory` is on the file system to test; "" selects the file system of temporary files.
+    `directory` selects the file system to test. "" selects the file system of temporary files.
     """
     if sys.platform != "linux":
         return "only Linux can mount overlays"
     try:
         place = tempfile.mkdtemp(prefix=".probe-", dir=directory or None)
     except OSError as error:
-        return f"no directory can be made in {directory or 'a temporary directory'}: {error.strerror}"
+        return f"cannot create a directory in {directory or 'a temporary directory'}: {error.strerror}"
     try:
         for name in ("0", "1", "view"):
             os.mkdir(os.path.join(place, name))
@@ -273,10 +275,10 @@ def _mount_options(mount: Mount) -> tuple[bytes, bytes, str]:
         raise OSError(errno.EINVAL, f"no mount: {mount}")
     names = [str(layer) for layer in layers]
     if len(names) < _LAYERS_MIN or any(not name or set(name) & set(":,\\") for name in names):
-        raise OSError(errno.EINVAL, f"not valid layers of an overlay: {names[:4]}", at)
+        raise OSError(errno.EINVAL, f"overlay layers are not valid: {names[:4]}", at)
     options = b"lowerdir=" + b":".join(os.fsencode(name) for name in names)
     if len(options) > _OPTION_BYTES_MAX:
-        raise OSError(errno.ENAMETOOLONG, f"the names of {len(names)} layers are too long", at)
+        raise OSError(errno.ENAMETOOLONG, f"the names of {len(names)} overlay layers are too long", at)
     return os.fsencode(at), options, directory
 
 
@@ -309,7 +311,7 @@ def _unshare_as_user(libc: ctypes.CDLL, flags: int) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # The kernel accepts only a single write to these files.
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # The kernel accepts only a single write to an id map.
     try:
         os.write(fd, text.encode())
     except OSError as error:
@@ -319,7 +321,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _make_dumpable(libc: ctypes.CDLL) -> None:
-    """Let a process that changed its user with setuid() write its own /proc files."""
+    """Allow a process that changed its user with setuid() to write its /proc files."""
     if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 

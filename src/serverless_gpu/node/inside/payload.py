@@ -1,24 +1,24 @@
-"""Reads and writes files of pickled Python values. No other module unpickles.
+"""Reads and writes files of pickled Python values. Only this module unpickles values.
 
 A file holds a magic string, one JSON line, the pickle stream and the out-of-band buffers. The JSON line is `{python,
 cloudpickle, stream, buffers}`, where `stream` and `buffers` are sizes in bytes. Each buffer starts at the next multiple
-of 64. Arrays and CPU tensors are buffers. `dump` writes buffers from their own memory, and `load` maps them as private
-pages, so neither writer nor reader copies the buffers.
+of 64. Arrays and CPU tensors are stored as buffers. Neither `dump` nor `load` copies a buffer. `dump` writes buffers
+directly from memory, and `load` maps the file's pages privately.
 
-The writer and the reader of a pickle may import this package under different names. Each process therefore has one
-vendored cloudpickle module, `_sgpu_cloudpickle`. Pickle streams refer to cloudpickle by this name. Functions of this
-package that a stream refers to are `portable`. Portable functions belong to the module `_sgpu_portable`, independent of
-the import name of this package.
+The writer and the reader of a pickle may import this package under different names. Each process therefore registers
+the vendored cloudpickle module under one name, `_sgpu_cloudpickle`. Pickle streams refer to cloudpickle by the name
+`_sgpu_cloudpickle`. The `portable` decorator marks functions of this package that a pickle stream may refer to.
+Portable functions belong to the module `_sgpu_portable`, independent of the import name of this package.
 
 Failure cases:
 
-* Another Python or cloudpickle wrote the file (`PayloadMismatch`).
-* The value is over the limit (`PayloadTooLarge`), and `dump` wrote nothing.
-* The file is cut short or not a payload (`PayloadDamaged`).
-* The disk is full (`PayloadNotWritten`), and no file remains.
+* Another version of Python or cloudpickle wrote the file (`PayloadMismatch`).
+* The value exceeds the size limit (`PayloadTooLarge`). `dump` then writes no file.
+* The file is truncated or not a payload (`PayloadDamaged`).
+* The disk is full (`PayloadNotWritten`). `dump` then removes the partial file.
 
-The pickler's own errors pass through. torch cannot resize a loaded tensor beyond its storage, because torch did not
-allocate the memory.
+The pickler's own errors pass through unchanged. PyTorch cannot resize a loaded tensor beyond its storage, because
+PyTorch did not allocate the memory.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ _PORTABLE_NAME = "_sgpu_portable"
 
 _MAGIC = b"SGPU\x01\n"
 _ALIGNMENT = 64
-_HEADER_SIZE_MAX = 1 << 28  # A header has about 10 bytes per buffer.
-# An array below one page is cheaper in the stream than as an entry in the header and the write vector.
+_HEADER_SIZE_MAX = 1 << 28  # A payload header takes about 10 bytes per buffer.
+# An array smaller than one page is cheaper in the stream than as a separate buffer.
 _BUFFER_SIZE_MIN = 4096
-# Python handles Ctrl-C between two writes.
+# Limit the size of one write, because Python handles Ctrl-C only between two writes.
 _WRITE_SIZE_MAX = 8 << 20
-_WRITE_COUNT_MAX = 512  # The kernel's limit is 1024 (IOV_MAX).
+_WRITE_COUNT_MAX = 512  # The kernel's limit for one `writev` call is 1024 buffers (IOV_MAX).
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
-# `_setup_devices` is a cached property that creates the entries of `_OF_ONE_PROCESS`.
+# `_setup_devices` is a cached property that creates the attributes in `_OF_ONE_PROCESS`.
 _set_up = operator.attrgetter("_setup_devices")
 _late: list[weakref.ref[object]] = []
-# Attributes of `TrainingArguments` that identify the process that created them. Other processes must not use these
-# attributes.
+# Attributes of `TrainingArguments` that describe the process that created them. Other processes must not use the
+# attributes in `_OF_ONE_PROCESS`.
 _OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
 
 
 class PayloadError(Exception):
-    """Base class of errors in writing or reading a payload."""
+    """Base class of payload errors."""
 
 
 class PayloadTooLarge(PayloadError):
-    """The value is over the size limit in bytes, so no file was written."""
+    """The value exceeds the size limit in bytes, so `dump` wrote no file."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -79,22 +79,22 @@ class PayloadTooLarge(PayloadError):
         self.limit = limit
 
     def __str__(self) -> str:
-        return f"the value takes {self.size} bytes, the limit is {self.limit} bytes"
+        return f"the value takes {self.size} bytes, but the limit is {self.limit} bytes"
 
 
 class PayloadNotWritten(PayloadError, OSError):
-    """The file could not be written and no part of the file remains.
+    """The payload file could not be written. No partial file remains.
 
-    The exception has the operating system's errno.
+    The exception carries the operating system's errno.
     """
 
 
 class PayloadMismatch(PayloadError):
-    """Another version of Python or cloudpickle wrote the payload, and this process cannot load its pickle."""
+    """A different version of Python or cloudpickle wrote the payload, so this process cannot load it."""
 
 
 class PayloadDamaged(PayloadError):
-    """The file is not a payload or is cut short."""
+    """The file is truncated or not a payload."""
 
 
 def _load_vendored() -> ModuleType:
@@ -120,7 +120,7 @@ _names_of_code: weakref.WeakKeyDictionary[CodeType, dict[str, None]] = weakref.W
 
 
 def _code_globals(code: CodeType) -> dict[str, None]:
-    """Return the names of globals that code and its class bodies may use, in order."""
+    """Return the global names that a code object and its class bodies may use, in order."""
     names = _names_of_code.get(code)
     if names is None:
         names = dict.fromkeys((*_cloudpickle._walk_global_ops(code), *_read_by_class_body(code)))
@@ -132,12 +132,12 @@ def _code_globals(code: CodeType) -> dict[str, None]:
 
 
 def _read_by_class_body(code: CodeType) -> Iterator[str]:
-    """Yield the names that a class body may read before it binds them."""
-    bound: set[str] = {"__name__", "__annotations__"}  # Every module defines these names.
+    """Yield the names that a class body may read before assigning them."""
+    bound: set[str] = {"__name__", "__annotations__"}  # Every module defines `__name__` and `__annotations__`.
     is_straight, last = True, None
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_NAME" and step.argval == "__annotations__" and isinstance(last, str):
-            # Annotations are strings with `from __future__ import annotations`.
+            # With `from __future__ import annotations`, annotations are strings.
             with contextlib.suppress(SyntaxError, ValueError):
                 tree = ast.parse(last, mode="eval")
                 yield from [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
@@ -150,7 +150,8 @@ def _read_by_class_body(code: CodeType) -> Iterator[str]:
             is_straight = False
 
 
-vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # cloudpickle's own function ignores class bodies.
+# cloudpickle's own `_extract_code_globals` ignores class bodies.
+vars(_cloudpickle)["_extract_code_globals"] = _code_globals
 
 if TYPE_CHECKING:
     from _pickle import _ReducedType
@@ -174,7 +175,7 @@ class _Device(Protocol):
 
 
 class _UntypedStorage(Protocol):
-    """The part of `torch.UntypedStorage` that this module uses. torch may not be installed."""
+    """The part of `torch.UntypedStorage` that this module uses, declared without importing torch."""
 
     device: _Device
 
@@ -183,14 +184,14 @@ class _UntypedStorage(Protocol):
 
 
 class _TypedStorage(Protocol):
-    """The part of `torch.TypedStorage` that this module uses: a wrapper of one untyped storage."""
+    """The part of `torch.TypedStorage` that this module uses: a wrapper around one untyped storage."""
 
     _untyped_storage: _UntypedStorage
     dtype: object
 
 
 def portable(function: _F) -> _F:
-    """Make `function` loadable by any process that loaded this package, under any name."""
+    """Make `function` unpicklable in every process that has loaded this package under any name."""
     home = sys.modules.setdefault(_PORTABLE_NAME, ModuleType(_PORTABLE_NAME))
     function.__module__ = _PORTABLE_NAME
     canonical: _F = home.__dict__.setdefault(function.__name__, function)
@@ -201,9 +202,9 @@ def portable(function: _F) -> _F:
 
 
 def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer | None = None) -> int:
-    """Write `value` to `path`, whole or not at all. Return the size of the file in bytes.
+    """Write `value` to `path` atomically. Return the file size in bytes.
 
-    Raises PayloadTooLarge before writing anything, or PayloadNotWritten, an `OSError`.
+    Raises PayloadTooLarge before writing any byte. Raises PayloadNotWritten, an `OSError`, if the write fails.
     """
     parts = _serialise(value, limit, reducer)
     write_whole(path, parts)
@@ -211,9 +212,12 @@ def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer
 
 
 def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = None) -> bytes:
-    """Return `value` as bytes in the file format. Suitable only for small values, because it copies them.
+    """Return `value` as bytes in the payload file format.
 
-    The pickler asks `reducer` first for each object, as it asks `reducer_override` of the standard pickler.
+    Use `dumps` only for small values, because it copies the buffers.
+
+    The pickler calls `reducer` for each object before its own reducers, like `reducer_override` of the standard
+    pickler.
     """
     return b"".join(_serialise(value, limit, reducer))
 
@@ -226,7 +230,10 @@ def measure(value: object, reducer: Reducer | None = None) -> int:
 
 
 class _Sink:
-    """Collects the pickler's output as references, not copies. Beyond the limit, only counts bytes."""
+    """Collects the pickler's output as references, not copies.
+
+    Beyond the limit, counts bytes without storing the output.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -241,8 +248,8 @@ class _Sink:
         return view.nbytes
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Store a buffer out of band. Return True if the pickler must store the buffer in the stream."""
-        view = buffer.raw()  # The pickler itself refuses a buffer with gaps.
+        """Store a buffer out of band. Return True if the pickler must write the buffer into the stream."""
+        view = buffer.raw()  # The pickler itself rejects a non-contiguous buffer.
         if view.nbytes < _BUFFER_SIZE_MIN:
             return True
         self.size += view.nbytes
@@ -264,7 +271,7 @@ class _Pickler(_CloudPickler):
         super().__init__(sink, protocol=5, buffer_callback=sink.take)
         _share_by_value_registry()
         self._reducer = reducer
-        # A partly imported torch, or another module of that name, has no storages.
+        # A partly imported torch, or another module named torch, has no storage classes.
         torch = sys.modules.get("torch")
         self._untyped: object = getattr(torch, "UntypedStorage", None)
         self._typed: object = getattr(torch, "TypedStorage", None)
@@ -289,7 +296,8 @@ class _Pickler(_CloudPickler):
             function = cast("FunctionType", value)
             module = function.__globals__.get("__name__")
             if function.__name__ == "open" and module == "IPython.core.interactiveshell":
-                # IPython's `open` protects the kernel's own descriptors. Ranks get Python's `open`.
+                # IPython's `open` protects the file descriptors of the IPython kernel. Ranks use Python's built-in
+                # `open`.
                 return getattr, (builtins, "open")
         if self._arguments is not None and isinstance(value, self._arguments):
             return _reduce_arguments(value)
@@ -301,30 +309,32 @@ class _Pickler(_CloudPickler):
 
 
 def _with_slots(kind: type, reduced: Reduced) -> Reduced:
-    """Keep the slots of a class that is pickled by value. cloudpickle adds them only as an attribute.
+    """Keep the slots of a class that is pickled by value.
 
-    Without the slots, instances in the rank would also have a dictionary. The caller could then not load returned
-    instances.
+    The cloudpickle library keeps slots only as an attribute. Without the slots, instances of the class in the rank
+    would also have a `__dict__`. The caller could then not load instances that the rank returns.
     """
     slots = kind.__dict__.get("__slots__")
-    if not isinstance(slots, (str, tuple, list, dict)):  # The class has no slots, or an exhausted iterator of slots.
+    # The class has no slots, or its slots were an iterator that is exhausted.
+    if not isinstance(slots, (str, tuple, list, dict)):
         return reduced
     if isinstance(reduced, tuple) and reduced[0] is _cloudpickle._make_skeleton_class:
         made_by, name, bases, namespace, *_ = cast("_ClassArguments", reduced[1])
         kind_of_kind, *_ = prepare_class(name, resolve_bases(bases), {"metaclass": made_by})
-        # Other metaclasses, such as that of NamedTuple, make their own slots and accept none.
+        # Other metaclasses, such as the metaclass of NamedTuple, create slots themselves and accept no slots.
         if kind_of_kind in (type, ABCMeta):
             namespace["__slots__"] = slots
     return reduced
 
 
 def _reduce_by_value(value: object) -> Reduced:
-    """Reduce functools wrappers of a function that is pickled by value; else return NotImplemented."""
+    """Reduce functools wrappers of functions that are pickled by value, or return NotImplemented."""
     if type(value) is functools._lru_cache_wrapper:
         found = _cloudpickle._lookup_module_and_qualname(value)
         if found is None or _cloudpickle._is_registered_pickle_by_value(found[0]):
             return _cached_function, (value.__wrapped__, value.cache_parameters())
-    if type(value) is functools.cached_property:  # Before Python 3.12, a cached_property holds a lock.
+    # Before Python 3.12, a cached_property contains a lock, which cannot be pickled.
+    if type(value) is functools.cached_property:
         return _cached_property, (value.func, value.attrname)
     return cast("Reduced", NotImplemented)
 
@@ -342,18 +352,18 @@ def _cached_property(function: Callable[..., object], name: str | None) -> objec
 
 
 def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
-    """Return a CPU storage's bytes in memory; None for other devices, which torch itself must pickle."""
+    """Return a CPU storage's memory; None for other devices, whose storages torch itself must pickle."""
     if storage.device.type != "cpu":
         return None
     if storage.nbytes() == 0:
         return bytearray()
     address = storage.data_ptr()
-    if address == 0:  # The storage has no memory, like that of a fake tensor.
+    if address == 0:  # A storage without memory belongs to a fake tensor or a similar object.
         return None
-    # torch does not require numpy, so this function uses ctypes.
+    # torch works without numpy, so this function uses ctypes.
     memory = (ctypes.c_char * storage.nbytes()).from_address(address)
-    # The storage may be temporary, made while the pickler reduced its owner. The attribute keeps the storage alive
-    # until the memory is written.
+    # The storage may be a temporary object that the pickler made while reducing the storage's owner. The attribute
+    # keeps the storage alive until the memory is written.
     memory._storage = storage  # type: ignore[attr-defined]  # ctypes instances accept attributes
     return memory
 
@@ -376,14 +386,14 @@ def _typed_storage(untyped: object, dtype: object) -> object:
 
 
 def _share_by_value_registry() -> None:
-    """Use the by-value modules that the user registered with their own cloudpickle, if any."""
+    """Use the modules that the user registered for pickling by value in the user's own cloudpickle."""
     own = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", None)
     if own is not None:
         vars(_cloudpickle)["_PICKLE_BY_VALUE_MODULES"] = own()
 
 
 def is_by_value(value: FunctionType | type | ModuleType) -> bool:
-    """Return whether cloudpickle pickles a function, class or module by definition and not by name."""
+    """Return whether cloudpickle pickles a function, class or module by definition instead of by name."""
     _share_by_value_registry()
     return not _cloudpickle._should_pickle_by_reference(value)
 
@@ -416,7 +426,7 @@ def _serialise(value: object, limit: int | None, reducer: Reducer | None = None)
 
 
 def write_whole(path: str, parts: Sequence[memoryview]) -> None:
-    """Create or replace the file at `path`, whole or not at all. Raises `PayloadNotWritten`."""
+    """Create or replace the file at `path` atomically. Raises `PayloadNotWritten`."""
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -479,9 +489,10 @@ def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -
 
 
 def join_late() -> bool:
-    """Make the call's `TrainingArguments` join the process group. Return True if there are any.
+    """Make the call's `TrainingArguments` join the process group.
 
-    transformers joins the process group when it creates the arguments. A Trainer relies on the process group.
+    Return True if the call contains `TrainingArguments`. The transformers library joins the process group when it
+    creates `TrainingArguments`. A transformers Trainer requires an initialized process group.
     """
     made = [value for value in (reference() for reference in _late) if value is not None]
     _late.clear()
@@ -491,10 +502,10 @@ def join_late() -> bool:
 
 
 class _LateState:
-    """Stands in for `TrainingArguments.distributed_state` until transformers sets it on the instance.
+    """Replaces `TrainingArguments.distributed_state` until transformers sets it on the instance.
 
-    transformers sets this attribute together with the device, on the first read of the device. The descriptor of
-    `_LateState` therefore reads the device.
+    The transformers library sets `distributed_state` together with the device, on the first read of the device. Reading
+    the `_LateState` descriptor therefore reads the device first.
     """
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
@@ -511,8 +522,9 @@ class _LateState:
 def load(path: str) -> object:
     """Return the value in the file at `path`. Raises PayloadMismatch, PayloadDamaged or OSError.
 
-    Arrays and tensors of the value are pages of a private mapping of the file. The pages are writable, and the kernel
-    copies a page on its first write. The pages remain valid while they are in use, even after the file is removed.
+    Arrays and tensors of the loaded value are pages of a private mapping of the file. The mapped pages are writable,
+    and the kernel copies a page on its first write. The mapped pages remain valid while they are in use, even after the
+    file is removed.
     """
     with open(path, "rb") as file:
         header = _read_header(file, os.fstat(file.fileno()).st_size, path)
@@ -523,7 +535,7 @@ def load(path: str) -> object:
 
 
 def loads(data: bytes) -> object:
-    """Return the value in `data`, the result of `dumps`."""
+    """Return the value that `dumps` encoded in `data`."""
     file = io.BytesIO(data)
     header = _read_header(file, len(data), "data")
     return _Unpickler(file, [bytearray(data[start:end]) for start, end in header.spans()]).load()
@@ -574,22 +586,22 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that does not change classes which this process already has.
+    """An unpickler that leaves classes of this process unchanged.
 
-    A rank returns a class of `__main__` with the class's definition. The unpickler recognizes the class as the caller's
-    own. Otherwise the rank's definition would overwrite the class, and the class's methods would use the rank's
-    globals.
+    When a rank returns a class of `__main__`, the pickle contains the class definition. The unpickler recognizes the
+    class as the caller's class. If the unpickler applied the rank's definition, the class's methods would use the
+    rank's globals.
     """
 
     def __init__(self, file: IO[bytes], buffers: Sequence[Buffer]) -> None:
         super().__init__(file, buffers=buffers)
         with _cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
-            # Keep the classes and not only their ids, because a later class could get the id of a deleted class.
+            # Keep references to the classes, because a later class could reuse the id of a deleted class.
             self._known: dict[int, type] = {id(known): known for known in _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS}
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         if module_name == _CLOUDPICKLE_NAME and global_name == "_class_setstate":
-            # Does not return a bound method, because the memo would keep this unpickler and all loaded values alive.
+            # A bound method in the memo would keep this unpickler and all loaded values alive.
             return partial(_set_class_state, self._known)
         if module_name == "torch._utils" and global_name == "_rebuild_tensor_v3":
             return _rebuild_tensor_v3
@@ -603,10 +615,10 @@ def _set_class_state(known: dict[int, type], cls: type, state: object) -> type:
 
 
 def _rebuild_tensor_v3(storage: object, *rest: object) -> object:
-    """Rebuild a tensor of one of the newer dtypes, such as uint16.
+    """Rebuild a tensor of a newer dtype, such as uint16.
 
-    torch pickles these tensors with an untyped storage, but its reader expects a wrapped storage. torch itself wraps
-    the storage only in `torch.save`.
+    PyTorch pickles tensors of newer dtypes with an untyped storage, but its reader expects a wrapped storage. Only
+    `torch.save` wraps the storage.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Messages of zygote, stem and rank, and the version of their protocol.
+"""Messages between zygote, stem and rank, and the version of their protocol.
 
     agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool}
                                                    fork one stem with n standby ranks; a plan
@@ -29,8 +29,9 @@
                        {"event": "say", "rank": n, "at": ns, "text": …, "note": bool}
                                                                        for attached clients and the receipt
 
-`at` is CLOCK_BOOTTIME in nanoseconds. All processes of a node share this clock. Each peer sends its protocol version
-first. Each peer refuses an unknown protocol version, because agent and runtime may come from different installations.
+`at` is a CLOCK_BOOTTIME timestamp in nanoseconds. All processes of a node share CLOCK_BOOTTIME. Each peer sends its
+protocol version first. Each peer rejects an unknown protocol version, because agent and runtime may come from different
+installations.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from collections.abc import Callable
 
 VERSION = 8
 
-# A rank answers both signals by writing its Python stack to its memfd STACK_FILE. A C handler answers STACK_SIGNAL
-# (SIGRTMAX-7) at any time. A Python handler answers PASS_SIGNAL when the main thread next runs Python, and ends its
-# answer with PASSED. User code and Lightning use SIGUSR1 and SIGUSR2. C libraries and runtimes use both ends of the
-# range of real-time signals.
+# A rank answers STACK_SIGNAL and PASS_SIGNAL by writing its Python stack to the memfd STACK_FILE. A C handler answers
+# STACK_SIGNAL (SIGRTMAX-7) at any time. A Python handler answers PASS_SIGNAL when the main thread next runs Python
+# code, and ends its answer with PASSED. SIGUSR1 and SIGUSR2 are not available, because user code and Lightning use
+# them. C libraries and language runtimes use both ends of the real-time signal range.
 STACK_SIGNAL = 57
 PASS_SIGNAL = 58
 LOOK_SIGNALS = frozenset({STACK_SIGNAL, PASS_SIGNAL})
@@ -52,13 +53,13 @@ PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 
 UNSTORED = ("pkl", "json")
-"""Extensions of the files that a failed rank could not write, in the order of writing."""
+"""Extensions of the failure files that a rank could not write, in writing order."""
 UNSTORED_BYTES_MAX = 48 << 10
 
 UNSHARED = "this node cannot give each run its own user namespace, so runs do not share an interpreter"
 """Reason for cold starts of a server's runs on a node.
 
-The kernel's error follows in parentheses.
+The agent appends the kernel's error in parentheses.
 """
 
 _INTEGER_MAX = 2**63 - 1
@@ -66,13 +67,13 @@ _SHOWN_MAX = 100
 
 Message = dict[str, object]
 Report = Callable[[Message], None]
-"""Sends a message to the supervisor."""
+"""Function that sends a message to the supervisor."""
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def now_ns() -> int:
-    """Return nanoseconds since boot."""
+    """Return the nanoseconds since boot."""
     return time.clock_gettime_ns(_CLOCK)
 
 
@@ -82,7 +83,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Decode a message. Raises ValueError unless the bytes hold a JSON object."""
+    """Decode a message. Raises ValueError unless the bytes contain a JSON object."""
     try:
         message = json.loads(body)
     except RecursionError:
@@ -93,7 +94,7 @@ def decode(body: bytes) -> Message:
 
 
 def integer(message: Message, key: str) -> int:
-    """Return an integer field, or raise ValueError."""
+    """Return a message's integer field, or raise ValueError."""
     value = message.get(key)
     if not isinstance(value, int) or not -_INTEGER_MAX <= value <= _INTEGER_MAX:
         raise ValueError(f"field {key!r} must be an integer, not {str(value)[:_SHOWN_MAX]}")
@@ -101,7 +102,7 @@ def integer(message: Message, key: str) -> int:
 
 
 def text(message: Message, key: str) -> str:
-    """Return a string field, or raise ValueError."""
+    """Return a message's string field, or raise ValueError."""
     value = message.get(key)
     if not isinstance(value, str):
         raise ValueError(f"field {key!r} must be a string, not {value!r}")
@@ -109,7 +110,7 @@ def text(message: Message, key: str) -> str:
 
 
 def strings(message: Message, key: str) -> list[str]:
-    """Return a field that is a list of strings, or raise ValueError."""
+    """Return a message's list of strings, or raise ValueError."""
     values = message.get(key)
     if not isinstance(values, list):
         raise ValueError(f"field {key!r} must be a list, not {values!r}")

@@ -5,16 +5,16 @@ The same `execute` runs in a rank forked from a zygote, in a cold rank, and unde
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
 
-A rank with a program runs the program instead (`command.py`). A rank with a Ray cluster calls the function in a child,
-which is the cluster's driver (`raycluster/task.py`).
+A rank with a program runs the program instead of a function (`command.py`). A rank with a Ray cluster calls the
+function in a child process, the cluster's driver (`raycluster/task.py`).
 
-The rank stores an outcome durably in the run directory before it reports the outcome. A supervisor that receives
-`returned` therefore finds the whole result file. The rank then ends as a Python process does (threads joined, `atexit`
-run), but does not tear down the interpreter. SIGTERM keeps its default action until user code registers for the
-checkpoint contract (`serverless_gpu/runtime.py`). A Python-level handler would not run inside a blocked collective.
+The rank stores an outcome durably in the run directory before reporting the outcome. A supervisor that receives
+`returned` therefore finds a complete result file. The rank then joins its threads and runs the `atexit` functions, but
+skips the interpreter's teardown. SIGTERM keeps its default action until user code calls the checkpoint functions of
+`serverless_gpu/runtime.py`. A Python signal handler would not run while the rank is blocked in a collective.
 
-Failure cases: A result that cannot be pickled, is over the size limit or does not fit on the disk has its own failure
-kind. The failure record then states that the user's function finished.
+Failure cases: A result has its own failure kind if it cannot be pickled, exceeds the size limit or does not fit on the
+disk. The failure record then states that the user's function finished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import actor as actor  # A pickled call may refer to `serve_actor`.
+from . import actor as actor  # A pickled call may refer to `actor.serve_actor`.
 from . import blas, command, linux, process_group, protocol
 from .call import RankCall, fill_rank, load_call
 from .channel import Channel
@@ -63,24 +63,26 @@ from .process_group import pass_gate, trained_alone
 from .raycluster import task
 from .raycluster.share import read_share
 
-_STAY_S = 5.0  # Seconds that a rank other than 0 waits for its peers after its function has returned.
-# Seconds for the last metric points of a failed rank. The supervisor receives the failure only afterwards.
+_STAY_S = 5.0  # Time in seconds that a rank other than 0 waits for its peers after its function has returned.
+# Time in seconds that a failed rank waits for the upload of its last metric points. The supervisor receives the failure
+# after this wait.
 _SETTLE_FAILED_S = 1.0
-_SPARE = 4  # Descriptors that the rank reserves for the files of its outcome.
+_SPARE = 4  # Number of descriptors that the rank reserves for writing its outcome files.
 _spare: list[int] = []
-_FRAMES_MAX = 100  # Maximum number of frames in a stack, as in faulthandler.
+_FRAMES_MAX = 100  # Maximum number of frames in a stack, the same as in faulthandler.
 _REPR_CHARACTERS_MAX = 10_000
-_MESSAGE_CHARACTERS_MAX = 4_000  # Limit for a message in the event. The failure's file holds the whole message.
+# Maximum length of an error message in a failure event. The failure file contains the whole message.
+_MESSAGE_CHARACTERS_MAX = 4_000
 
 
 class RankOutput(NamedTuple):
-    """Output paths, descriptors and numbers of one rank.
+    """Output paths, descriptors and rank numbers of one rank.
 
-    `gate` is a pipe that holds the node's other ranks back until its first rank has entered the function. The first
-    rank has the writing end.
+    `gate` is a pipe that blocks the node's other ranks until the node's first rank has entered the function. The node's
+    first rank has the writing end of `gate`.
 
-    `release` is a pipe that closes when every rank has returned. `stack` is the descriptor for Python stacks that the
-    supervisor requests. `copies` maps directories of captured code to their originals.
+    `release` is a pipe that closes when every rank has returned. `stack` is the descriptor to which the rank writes
+    Python stacks at the supervisor's request. `copies` maps directories of captured code to the original directories.
     """
 
     directory: str
@@ -98,14 +100,14 @@ class RankOutput(NamedTuple):
 def main(channel: Channel, events: Channel) -> int:
     """Run one rank in a process forked from the stem. Return the exit code.
 
-    The rank stands by until the stem sends a message on `channel`. The stem closes `channel` if it does not need this
-    rank. `events` leads to the supervisor.
+    The rank waits in standby until the stem sends a message on `channel`. The stem closes `channel` if this rank is not
+    needed. `events` is the channel to the supervisor.
     """
     linux.set_name("sgpu-rank")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches only this rank's own processes.
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code then reaches only the processes of this rank.
     _rehearse()
     stack = _offer_stacks()
     received = channel.receive()
@@ -132,7 +134,7 @@ def main(channel: Channel, events: Channel) -> int:
         linux.keep_signals_in()  # `sgpu doctor` reports nodes that cannot confine signals.
 
     def report(event: protocol.Message) -> None:
-        with contextlib.suppress(OSError):  # The supervisor has ended, and the stem ends this rank.
+        with contextlib.suppress(OSError):  # If the supervisor has ended, sending fails and the stem ends this rank.
             events.send(protocol.encode({"at": protocol.now_ns(), **event, "rank": place.rank}))
 
     with _stack_on_signal(place):
@@ -160,10 +162,10 @@ def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], in
 
 
 def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callable[[protocol.Report], int]:
-    """Return the call for a driver, a fork of the rank, where libraries may start threads.
+    """Return the call for a Ray driver, a fork of the rank in which libraries may start threads.
 
-    The kernel gives no user namespace to a process with threads. A fork of a process with threads would wait for
-    threads that the fork does not have.
+    The kernel refuses to create a user namespace for a multi-threaded process. A fork of a multi-threaded process would
+    wait for threads that do not exist in the fork.
     """
 
     def drive(report: protocol.Report) -> int:
@@ -188,7 +190,7 @@ def _node_task(
 
 
 def execute(place: RankOutput, report: protocol.Report) -> int:
-    """Load the call, run it, store the outcome. Return the exit code for that outcome."""
+    """Load the call, run the function and store the outcome. Return the exit code."""
     report({"event": "exec", "stack": place.stack})
     process, joined, made_group = os.getpid(), False, False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
@@ -201,7 +203,7 @@ def execute(place: RankOutput, report: protocol.Report) -> int:
         made_group = process_group.join()
         joined = join_late()
         value = call.function(*call.args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - any exception of user code is its outcome
+    except BaseException as error:  # noqa: BLE001 - the rank reports any exception of user code as its outcome
         _free_spare()
         if os.getpid() != process and not isinstance(error, SystemExit):
             sys.excepthook(*sys.exc_info())
@@ -224,13 +226,13 @@ def execute(place: RankOutput, report: protocol.Report) -> int:
 
 
 def _free_spare() -> None:
-    """Close the reserved descriptors, because user code may have used up all other descriptors."""
+    """Close the reserved descriptors, because user code may have exhausted the descriptor limit."""
     while _spare:
         os.close(_spare.pop())
 
 
 def _leave_if_forked(process: int, code: int) -> None:
-    """End a child that user code forked. Only its parent reports the outcome."""
+    """End a child process that user code forked. Only the child's parent reports the outcome."""
     if os.getpid() != process:
         os._exit(code)
 
@@ -241,7 +243,7 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
         size = dump(value, path, limit=place.result_bytes_max)
     except PayloadTooLarge as error:
         _fail(place, error, report, kind="result_too_large", size=error.size, limit=error.limit)
-    except BaseException as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+    except BaseException as error:  # noqa: BLE001 - pickling calls the user's __reduce__ and __getstate__ methods
         storage = isinstance(error, PayloadNotWritten)
         kind = "result_storage" if storage else "result_unserialisable"
         _fail(
@@ -255,9 +257,10 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
     else:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         if place.release is not None:
-            # Peers may still communicate with this rank or wait for its end, so the wait is bounded. All ranks depend
-            # on rank 0 and its store. Rank 0 therefore waits until the last rank has returned, also on several nodes. A
-            # user's signal handler may raise an exception here, after the rank has stored the outcome.
+            # Peers may still communicate with this rank, so the rank waits for them within a time limit. All ranks
+            # depend on rank 0, which hosts the store of the process group. Rank 0 therefore waits until the last rank
+            # on any node has returned. A user's signal handler may raise an exception during this wait, after the rank
+            # has stored the outcome.
             with contextlib.suppress(BaseException):
                 select.select([place.release], [], [], _STAY_S if place.rank else None)
         return 0
@@ -275,12 +278,12 @@ def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **ex
 def _store_failure(
     place: RankOutput, record: protocol.Message, error: BaseException | None, report: protocol.Report
 ) -> int:
-    """Store and report a failure in place of an earlier failure. Return the exit code."""
+    """Store and report a failure, replacing any earlier failure. Return the exit code."""
     record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))
     with contextlib.suppress(OSError):
         os.unlink(f"{path}.pkl")
-    # The supervisor reserves disk space for these files, so that a full disk does not hide the failure.
+    # The supervisor reserves disk space for the failure files, so that a full disk does not hide the failure.
     unstored: dict[str, str] = {}
     pickled = None if error is None else pickle_exception(error)
     if pickled is not None:
@@ -295,7 +298,10 @@ def _store_failure(
 
 
 def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
-    """Write a file, or add its data to `unstored` for the report. Return True if the data is stored."""
+    """Write data to a file, or add the data to `unstored` for the report.
+
+    Return True if the data is in the file or in `unstored`.
+    """
     try:
         write_whole(path, [memoryview(data)])
     except PayloadNotWritten:
@@ -306,11 +312,11 @@ def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
 
 
 def _finish() -> None:
-    """End as an interpreter does, but leave its memory to the kernel, which frees it faster."""
-    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # private functions of CPython, not in its stubs
+    """Run the interpreter's exit steps but leave freeing the memory to the kernel, which is faster."""
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined] # private CPython functions without type stubs
         try:
             step()
-        except BaseException:  # noqa: BLE001 - atexit runs user code; like the interpreter, print the error and continue
+        except BaseException:  # noqa: BLE001 - atexit runs user code; print the error and continue, like the interpreter
             sys.excepthook(*sys.exc_info())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -318,7 +324,7 @@ def _finish() -> None:
 
 
 def _rehearse() -> None:
-    """Run the code path of every call once, so that its page faults occur before a call arrives."""
+    """Run every call's code path once, so that its page faults occur before the first call arrives."""
     loads(dumps((_rehearse, {"": b""})))
     protocol.decode(protocol.encode({"": 0}))
     os.environ.update(os.environ.copy())
@@ -329,35 +335,37 @@ def _take_output(stdout: int, stderr: int) -> None:
     for fd, target in ((null, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, target)
         os.close(fd)
-    # The streams do not buffer, as with PYTHONUNBUFFERED=1, so that a crash loses no printed output.
+    # The output streams are unbuffered, as with PYTHONUNBUFFERED=1, so that a crash loses no printed output.
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - stays open until the process ends
+        raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - the stream stays open until the process ends
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def _offer_stacks() -> int:
-    """Make two signals write this process's Python stack to a memfd. Return the memfd, or -1.
+    """Register two signals that write this process's Python stack to a memfd.
 
-    While the main thread runs Python, a Python handler answers. While the main thread is in a call, such as a blocked
-    collective, only faulthandler (C) can answer. The supervisor uses faulthandler only if the Python handler does not
-    answer, because faulthandler may read frames while Python changes them. Reads of changing frames have crashed Python
-    3.11 with SIGSEGV. The Python handler and faulthandler write only the stack of the main thread. After a handler
-    returns, the kernel continues most interrupted calls. Python itself repeats poll, select, nanosleep and similar
-    calls, but not `signal.pause()`.
+    Return the memfd, or -1 if the system does not support stack dumps.
+
+    A Python handler answers while the main thread runs Python code. Only faulthandler, which is written in C, can
+    answer during a blocking call such as a collective. The supervisor tries the Python handler first, because
+    faulthandler may read frames while Python changes them. Reading changing frames has crashed Python 3.11 with
+    SIGSEGV. Both handlers write only the main thread's stack. After a handler returns, the kernel resumes most
+    interrupted system calls. Python itself restarts poll, select, nanosleep and similar calls, but not
+    `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # The reader truncates the file after reading.
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # The supervisor truncates the stack file after reading it.
         made = os.fstat(fd)
         faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
-    except (OSError, AttributeError):  # A system without memfd or faulthandler has no stacks.
+    except (OSError, AttributeError):  # A system without memfd or faulthandler supports no stack dumps.
         return -1
 
     def pass_by(_number: int, frame: types.FrameType | None) -> None:
         with contextlib.suppress(OSError):
-            # User code may have closed the descriptor and opened another file with its number.
+            # User code may have closed the stack descriptor and opened another file with its number.
             if os.path.samestat(os.fstat(fd), made):
                 os.write(fd, _written(frame) + protocol.PASSED)
 
@@ -379,8 +387,11 @@ def _written(frame: types.FrameType | None) -> bytes:
 
 
 @contextlib.contextmanager
-def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the stub's generator type would require an import of typing at run time
-    """Write the Python stack to a file if a signal ends this rank. Otherwise remove the file."""
+def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def] # annotating the generator would import typing at run time
+    """Write the Python stack to a file if a signal ends this rank.
+
+    If no signal ends this rank, the function removes the file.
+    """
     path = os.path.join(place.directory, "failures", f"{place.rank}.stack")
     try:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps the descriptor until the process ends
@@ -396,13 +407,17 @@ def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the 
 
 
 def _take_context(message: protocol.Message) -> None:
-    """Apply the caller's context to this process. Raises OSError when the working directory is gone."""
+    """Apply the caller's context to this process.
+
+    Raises OSError if the working directory no longer exists.
+    """
     os.environ.clear()
     os.environ.update(_environment(message))
     time.tzset()
     before = locale.setlocale(locale.LC_CTYPE)
-    with contextlib.suppress(locale.Error):  # The node lacks the caller's locale.
-        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python itself replaces these locales with UTF-8.
+    with contextlib.suppress(locale.Error):  # Ignore the error if the node lacks the caller's locale.
+        # Python itself replaces the C and POSIX locales with UTF-8.
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):
             locale.setlocale(locale.LC_CTYPE, before)
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -410,7 +425,7 @@ def _take_context(message: protocol.Message) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     sys.argv[:] = protocol.strings(message, "argv")
     sys.path[:] = protocol.strings(message, "sys_path")
-    sys.path_importer_cache.clear()  # Directories may have changed since the zygote read them.
+    sys.path_importer_cache.clear()  # Directories may have changed since the zygote cached their contents.
     _forget(message.get("packages"))
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = __builtins__
@@ -428,10 +443,11 @@ def _take_context(message: protocol.Message) -> None:
 
 
 def _forget(callers: object) -> None:
-    """Forget modules of this runtime that the caller imports from another file.
+    """Unload modules of this runtime that the caller imports from another file.
 
-    The runtime keeps its own references to these modules. The agent does not use an interpreter that preloaded a module
-    with the same name. Preloaded modules would still refer to the zygote's copy.
+    The runtime keeps references to its own modules. The agent does not use an interpreter that preloaded a module with
+    the same name as a module of the caller. A preloaded module would still refer to the zygote's copy of the runtime
+    module.
     """
     for name, file in callers.items() if isinstance(callers, dict) else ():
         loaded = getattr(sys.modules.get(name), "__file__", None)
@@ -441,9 +457,10 @@ def _forget(callers: object) -> None:
 
 
 def _reseed() -> None:
-    """Give this rank its own random numbers where a library seeded its generator on import.
+    """Reseed random generators that libraries seeded on import, so that ranks have different numbers.
 
-    The standard library's `random` reseeds itself after a fork. CUDA's generators do not exist yet.
+    The standard library's `random` reseeds itself after a fork. CUDA random generators do not exist before the first
+    CUDA call.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -454,9 +471,9 @@ def _reseed() -> None:
 
 
 def _set_threads(count: int) -> None:
-    """Divide the cores among the node's ranks, unless the user has set the thread count.
+    """Divide the CPU cores among the node's ranks, unless the user has set the thread count.
 
-    Loaded libraries have already read their environment variables, so their own functions set the count.
+    Loaded libraries have already read their environment variables, so this function calls their setters.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -469,7 +486,7 @@ def _set_threads(count: int) -> None:
 
 
 def _fill_main(call: RankCall) -> None:
-    """Put the globals of a `__main__` function where `pickle` and `multiprocessing` look them up."""
+    """Copy a `__main__` function's globals into the module that `pickle` and `multiprocessing` search."""
     function = call.function
     names = getattr(function, "__globals__", None)
     if getattr(function, "__module__", None) == "__main__" and isinstance(names, dict):
@@ -487,5 +504,5 @@ def _environment(message: protocol.Message) -> dict[str, str]:
 def _safe_repr(value: object) -> str:
     try:
         return repr(value)[:_REPR_CHARACTERS_MAX]
-    except BaseException as error:  # noqa: BLE001 - the user's __repr__ may raise anything
+    except BaseException as error:  # noqa: BLE001 - the user's __repr__ may raise any exception
         return f"<repr raised {type(error).__name__}>"

@@ -12,15 +12,15 @@ from .rank import RankOutput, execute
 
 
 def main(directory: str, *, world_size: int) -> int:
-    """Run the call of a run directory as the rank that the environment names. Return the exit code.
+    """Run the call of a run directory as the rank given by the environment variables.
 
-    The rank writes nothing to the directory. `world_size` is the number of ranks of the original run. If WORLD_SIZE
-    differs, rank 0 reports the difference on stderr and the ranks use WORLD_SIZE.
+    Return the exit code. The rank writes nothing to the run directory. `world_size` is the number of ranks in the
+    original run. If WORLD_SIZE differs from `world_size`, rank 0 prints a warning and the ranks use WORLD_SIZE.
     """
     rank = int(os.environ.get("RANK", "0"))
     here = int(os.environ.get("WORLD_SIZE", "1"))
     if here != world_size and rank == 0:
-        print(f"the original run had {world_size} ranks, this one has {here}", file=sys.stderr)
+        print(f"the original run had {world_size} ranks, but this run has {here} ranks", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="sgpu-reproduce-") as scratch:
         for name in ("results", "failures"):
             os.mkdir(os.path.join(scratch, name))
@@ -29,7 +29,7 @@ def main(directory: str, *, world_size: int) -> int:
         def report(event: protocol.Message) -> None:
             if event["event"] == "returned":
                 value = load(os.path.join(scratch, "results", f"{rank}.pkl"))
-                # The operating system does not mix a single write with the output of other ranks.
+                # A single write prevents the operating system from mixing this line with other ranks' output.
                 sys.stdout.write(f"rank {rank} returned {value!r}\n")
                 sys.stdout.flush()
             elif event["event"] == "failed":

@@ -271,7 +271,7 @@ def _keep(member: socket.socket, processes: int, pid: int, uid: int) -> NoReturn
 
 
 def _become(uid: int, keeper: socket.socket) -> None:
-    """Enter the namespaces of the principal and become its uid, with all capabilities in the user namespace."""
+    """Enter the principal's namespaces and become its uid, with all capabilities in the user namespace."""
     # The kernel lets a user namespace mount /proc only over a visible /proc. This one shows the sandbox alone.
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
     mounts.unshare(_CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)

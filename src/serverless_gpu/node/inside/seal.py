@@ -59,7 +59,7 @@ def problem() -> str:
 
 
 def set_capabilities(wanted: tuple[int, ...]) -> None:
-    """Set the permitted, effective and inheritable capabilities of this process to `wanted`. Raises OSError."""
+    """Set the permitted, effective and inheritable capabilities to `wanted`. Raises OSError."""
     mask = sum(1 << number for number in wanted)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -89,7 +89,7 @@ def forbid_new_privileges() -> None:
 
 
 def set_dumpable(*, value: bool) -> None:
-    """Allow or refuse other processes of this uid to trace this process. Forked children inherit the setting."""
+    """Allow or refuse tracing by other processes of this uid. Forked children inherit the setting."""
     _prctl(_PR_SET_DUMPABLE, int(value))
 
 
@@ -117,9 +117,9 @@ _EVERYWHERE = (
     *(425, 426, 427),  # io_uring
     *(428, 429, 430, 431, 432, 433, 442, 443, 467),  # open_tree, move_mount, the fs… calls, mount_setattr, quotactl_fd
 )
-# acct add_key bpf delete_module finit_module init_module kexec_file_load kexec_load keyctl mount open_by_handle_at
-# perf_event_open pivot_root quotactl reboot request_key setns swapoff swapon umount2 unshare userfaultfd; on x86 also
-# ioperm and iopl.
+# The calls in order: acct, add_key, bpf, delete_module, finit_module, init_module, kexec_file_load, kexec_load, keyctl.
+# Then mount, open_by_handle_at, perf_event_open, pivot_root, quotactl, reboot, request_key, setns, swapoff, swapon.
+# Then umount2, unshare, userfaultfd. On x86, iopl and ioperm follow.
 _MACHINES = {
     "x86_64": _Machine(
         0xC000003E,

@@ -1,23 +1,23 @@
-"""The parent process of one attempt's ranks, forked from the zygote to stand by for a supervisor.
+"""The parent process of one attempt's ranks, which the zygote forks before a supervisor needs it.
 
     supervisor ◀── channel ──▶ stem ── one channel each ──▶ rank 0 … n-1
                       ▲                                        │
                       └──────────── events ────────────────────┘
 
-The stem moves into its own cgroup while it stands by, because the move takes 5-20 ms. The stem is the subreaper of its
-ranks. The kernel therefore makes every orphaned descendant a child of the stem, even after a double fork, `setsid` or
-an emptied environment. Orphaned descendants therefore end with the run. The stem also forks as many standby ranks as
-the last run had ranks. Without standby, the fork and its page faults would cost a rank 5-10 ms. When the work arrives,
-the stem forks the missing ranks and ends surplus ranks.
+The stem enters its cgroup during standby, because this step takes 5-20 ms. The stem is the subreaper of its ranks.
+Every orphaned descendant therefore becomes a child of the stem, even after a double fork or `setsid`. Orphaned
+descendants therefore end with the run. The stem also forks as many standby ranks as the previous run had. Without
+standby ranks, the fork and its page faults would cost each rank 5-10 ms. When the supervisor starts an attempt, the
+stem forks missing ranks and ends surplus ranks.
 
 Failure cases:
 
-* If the supervisor dies (end of file), the stem ends all descendants. The stem then removes the directory of the run's
-  Ray cluster and exits.
-* If a rank dies, the stem reports the wait status as soon as it reaps the rank.
+* If the supervisor dies, the stem reads end of file and ends all descendants. The stem then removes the directory of
+  the run's Ray cluster and exits.
+* If a rank dies, the stem reports the rank's wait status as soon as it reaps the rank.
 * If the stem cannot mount the environment, the stem reports the problem and exits.
-* If the stem dies, the kernel ends the ranks (PR_SET_PDEATHSIG). The supervisor ends the ranks' children by emptying
-  the cgroup.
+* If the stem dies, the kernel ends the ranks (PR_SET_PDEATHSIG). The supervisor ends the ranks' child processes by
+  emptying the cgroup.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Child(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The message for one rank and the descriptors for its output."""
+    """The supervisor's message for one rank, with the descriptors for the rank's output."""
 
     message: protocol.Message
     fds: tuple[int, ...]
@@ -97,19 +97,22 @@ class _Stem:
         self.work: list[_Work] = []
         self.held: list[int] = []
         self.release = -1
-        self.cluster = ""  # Directory of the run's Ray cluster, or empty.
+        self.cluster = ""  # Directory of the run's Ray cluster, or "".
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
-        """Mount another environment over the zygote's, for this process and its forks. Report a failure."""
+        """Mount another environment in place of the zygote's, for this process and its child processes.
+
+        Report a failure.
+        """
         if not isinstance(plan, list) or not plan:
             return True
         try:
             namespaces.enter_mounts(plan)
         except OSError as error:
-            self._say({"event": "problem", "detail": f"the environment cannot be mounted: {error}"})
+            self._say({"event": "problem", "detail": f"the stem cannot mount the environment: {error}"})
             return False
-        # Cached directory listings and metadata may name other files in the new environment.
+        # Python may have cached directory listings and metadata of the previous environment.
         importlib.invalidate_caches()
         return True
 
@@ -167,8 +170,8 @@ class _Stem:
                 self.cluster = protocol.text(share, "directory") if isinstance(share, dict) else ""
                 try:
                     self._start_ranks(message)
-                except OSError as error:  # The kernel allows no more processes or descriptors.
-                    self._say({"event": "problem", "detail": f"a rank could not be started: {error}"})
+                except OSError as error:  # The kernel has reached its limit of processes or descriptors.
+                    self._say({"event": "problem", "detail": f"the stem could not start a rank: {error}"})
             case "release":
                 if self.release >= 0:
                     os.close(self.release)
@@ -182,9 +185,12 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Send each rank its number. The other ranks wait until the first rank has entered the function."""
+        """Send each rank its rank number.
+
+        The node's other ranks wait until the first rank has entered the function.
+        """
         while len(self.children) < len(self.work):
-            # Forks before creating the pipes, so that no rank inherits an end of a pipe that another rank receives.
+            # Fork before creating the pipes, so that no rank inherits a pipe end intended for another rank.
             self.children.append(self._fork())
         gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
         release_read, self.release = os.pipe2(os.O_CLOEXEC)
@@ -220,7 +226,7 @@ class _Stem:
                 seal.set_dumpable(value=True)  # Debuggers in the attempt may trace a rank, but not the stem.
             linux.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
-            # A lock descriptor that leaked into a rank would hold a GPU until the rank's last child ends.
+            # If a rank inherited a lock descriptor, the GPU would remain locked until the rank's last child ends.
             for fd in (*self.held, self.wake_read, self.wake_write, *(fd for work in self.work for fd in work.fds)):
                 os.close(fd)
             for sibling in self.children:
@@ -232,11 +238,11 @@ class _Stem:
             os._exit(code)
 
     def _signal(self, number: int, ranks: object) -> None:
-        # Ranks in this table are not reaped, so the kernel has not reused their pids.
+        # Ranks in `self.ranks` are not yet reaped, so the kernel has not reused their pids.
         for pid, rank_number in self.ranks.items():
             if isinstance(ranks, list) and rank_number in ranks:
-                # Only the main thread of a rank answers the signal with the right stack. Another thread would write its
-                # own stack or none.
+                # Only the main thread of a rank answers a stack signal with the right stack. Another thread of the rank
+                # would write its own stack or no stack.
                 send = linux.signal_main_thread if number in protocol.LOOK_SIGNALS else os.kill
                 with contextlib.suppress(ProcessLookupError):
                     send(pid, number)
@@ -248,7 +254,7 @@ class _Stem:
                 if not pid:
                     return
                 for child in self.children:
-                    if child.pid == pid:  # The standby rank ended before it received a number.
+                    if child.pid == pid:  # The standby rank ended before the stem sent a rank number.
                         child.channel.close()
                 self.children = [child for child in self.children if child.pid != pid]
                 number = self.ranks.pop(pid, None)
@@ -258,7 +264,7 @@ class _Stem:
                     self._say(event)
 
     def _empty(self) -> bool:
-        """End and reap every descendant. Return True when the kernel reports no remaining child."""
+        """End and reap every descendant of the stem. Return True if the kernel reports that no child remains."""
         pause = select.poll()
         for _ in range(_EMPTYING_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -271,6 +277,6 @@ class _Stem:
         return False
 
     def _say(self, event: protocol.Message) -> None:
-        # The supervisor may have ended. The main loop detects the closed channel.
+        # If the supervisor has ended, the main loop detects the closed channel.
         with contextlib.suppress(OSError):
             self.channel.send(protocol.encode(event))

@@ -3,34 +3,36 @@
     agent ◀── channel ──▶ zygote (torch imported, no CUDA, one thread)
                              └─ fork ─▶ stem ─ fork ─▶ ranks
 
-A fork saves the import of torch. `import torch` takes a second, while a fork of a process with torch takes 3 ms. The
-zygote follows these rules, which make the fork safe:
+Forking saves the time for importing torch. `import torch` takes a second, while forking a process with torch takes 3
+ms. The following rules make the zygote's forks safe:
 
-* **The zygote never runs a parallel region.** The thread pool of the OpenMP runtime does not survive a fork. A child
-  that enters a parallel region after its parent did would wait forever for missing threads.
-* **The zygote never touches CUDA.** A process cannot use a CUDA context after a fork.
-* **The zygote has exactly one thread when it forks a stem.** Another thread could hold a lock, such as malloc's or the
-  importer's. The child would then wait for that lock forever. The OpenBLAS of numpy starts threads on import and ends
-  them in its own fork handler. The zygote therefore makes one trial fork and then counts its threads.
-* **Imports leave no other process behind.** The user's start-up code (`.pth` files, `sitecustomize`) runs in the
-  zygote, and its child processes would belong to no run.
-* **Every rank reseeds its random generators** (`rank.py`). A copied generator would give all ranks the same numbers.
+* **The zygote never runs a parallel region.** The OpenMP runtime's thread pool does not survive a fork. If the parent
+  has run a parallel region, a forked child hangs in its first parallel region.
+* **The zygote never touches CUDA.** A process cannot use a CUDA context that it inherited through a fork.
+* **The zygote has exactly one thread when it forks a stem.** Another thread of the zygote could hold a lock, such as
+  the lock of malloc or of the importer. A forked child would then wait for the inherited lock forever. The OpenBLAS
+  library of numpy starts threads on import and ends them in its own fork handler. The zygote therefore makes one trial
+  fork and then counts its threads.
+* **Imports leave no child process behind.** If start-up code (`.pth` files, `sitecustomize`) starts a process in the
+  zygote, the process belongs to no run.
+* **Every rank reseeds its random generators** (`rank.py`). A copied generator would give all ranks the same random
+  numbers.
 
-Where a server has several principals, each stem has its own user namespace. A rank then cannot write the memory of the
+If a server has several principals, each stem has its own user namespace. A rank then cannot modify the memory of the
 zygote, from which later ranks are forked.
 
-After its first run has ended, an idle zygote moves its memory into huge pages, one at a time. A fork then copies one
-page-table entry instead of 512. Cold starts do not wait for the move to huge pages. Memory stays in small pages before
-Linux 6.1, where memory is fragmented, or where transparent huge pages are forbidden.
+When its first stem has ended, an idle zygote moves its memory into huge pages, one page at a time. A fork then copies
+one page-table entry instead of 512 entries per huge page. Cold starts do not wait until the zygote uses huge pages. The
+zygote keeps small pages on Linux before 6.1, with fragmented memory, or without transparent huge pages.
 
-The zygote ends when the agent closes its end of the channel. Forked stems continue and depend only on their
-supervisors. The agent ends all other remaining descendants of the zygote (`node/agent/zygotes.py`).
+The zygote ends when the agent closes its end of the channel. Forked stems continue to run and depend only on their
+supervisors. The agent ends all other descendants of the zygote (`node/agent/zygotes.py`).
 
 Failure cases:
 
-* If a module cannot be imported, or the trial fork leaves threads or processes, the zygote reports the problem. The
-  zygote also reports a stem without a user namespace. The agent then starts runs cold.
-* If the agent has another protocol version, the zygote ends with exit code 4.
+* If a module import fails, or the trial fork leaves threads or processes, the zygote reports the problem. The zygote
+  also reports a failure to create a stem's user namespace. After a reported problem, the agent starts runs cold.
+* If the agent has another protocol version, the zygote exits with code 4.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     linux.set_name("sgpu-zygote")
     linux.be_ordinary()
-    gc.disable()  # Importing torch creates a million objects and no garbage. Collection would take 15 % of the time.
+    # Importing torch creates a million objects but no garbage. Garbage collection would take 15 % of the import time.
+    gc.disable()
     problem = _preload(preload)
     if problem:
         channel.send(protocol.encode({"event": "cold", "reason": problem}))
@@ -77,33 +80,34 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     for finalizer in list(getattr(weakref.finalize, "_registry", {})):
-        # The zygote owns these objects. torch's finalizers would cost each rank 25 ms at exit.
+        # The zygote owns the objects with finalizers. Running torch's finalizers would cost each rank 25 ms at exit.
         finalizer.atexit = False
-    # Each rank also clears the importer cache. Clearing the cache here copies no page, but a rank that clears a full
-    # cache would copy a thousand pages.
+    # Each rank also clears the importer cache. A rank that clears a full cache would copy a thousand pages, so the
+    # zygote clears the cache first.
     sys.path_importer_cache.clear()
     gc.enable()
-    gc.freeze()  # The collector does not write to frozen objects, so children keep sharing their pages.
+    gc.freeze()  # The garbage collector does not write to frozen objects, so forked processes keep sharing their pages.
     threads = os.listdir("/proc/self/task")
-    # Without preloaded modules, this process serves a cold start, which has no fallback.
+    # Without preloaded modules, the process serves a cold start, which has no fallback.
     if len(threads) != 1 and preload:
         found = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({found})"}))
         return
     if preload:
         _reap()
-    # Orphans of start-up code have become children of this process.
+    # Orphaned processes of start-up code have become children of this process.
     left = linux.children(os.getpid()) if preload else []
     if left:
         found = ", ".join(_name_of(f"/proc/{pid}") for pid in left)
         channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({found})"}))
         return
-    names = sorted({name.partition(".")[0] for name in list(sys.modules)})  # The names include modules without a file.
+    # The module names include modules without a file.
+    names = sorted({name.partition(".")[0] for name in list(sys.modules)})
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     found_files = {name: file for name, file in files.items() if isinstance(file, str)}
     ready = {
-        "modules": sorted(set(found_files.values())),  # The agent watches the files of the loaded modules for changes.
-        # The caller may import other copies of these packages than the zygote.
+        "modules": sorted(set(found_files.values())),  # The agent watches the loaded modules' files for changes.
+        # The caller may import other copies of these packages than the zygote has loaded.
         "packages": {name: file for name, file in found_files.items() if "." not in name},
         "names": names,
         "libraries": mapped_libraries(),
@@ -113,7 +117,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
 
 
 def _preload(names: list[str]) -> str:
-    """Import the installed modules of `names`. Return the reason of a failure, or ""."""
+    """Import those modules in `names` that are installed. Return a failure reason, or ""."""
     for name in names:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             continue
@@ -142,7 +146,7 @@ def _serve(channel: Channel) -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
                 _reap()
-                if ranges is None:  # The first stem has ended, so no cold start waits for the huge pages.
+                if ranges is None:  # When the first stem has ended, no cold start waits for the huge pages.
                     ranges = huge_page_ranges()
             elif not _answer(channel, (wake_read, wake_write)):
                 return
@@ -154,13 +158,13 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "hold":
-        # The agent keeps an environment on the disk while a process holds this descriptor. Stems inherit the
-        # descriptor.
+        # The agent keeps an environment on the disk while a process holds the environment's descriptor. Stems inherit
+        # the environment's descriptor.
         return True
     if request.get("op") == "stem":
         _fork_stem(channel, request, own_fds, received[1])
     for fd in received[1]:
-        os.close(fd)  # The stem holds its own copy of the descriptors.
+        os.close(fd)  # The stem holds its own copies of the descriptors.
     return True
 
 
@@ -211,7 +215,7 @@ def _name_of(process: str) -> str:
 
 
 def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
-    """Return the files mapped into this process, also by libraries outside of Python; None if unknown."""
+    """Return the files mapped into this process, including those of native libraries; None if unknown."""
     try:
         with open(maps, encoding="utf-8", errors="surrogateescape") as file:
             return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
@@ -220,10 +224,10 @@ def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
 
 
 def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
-    """Return the addresses of writable anonymous memory that can become one huge page each.
+    """Return the addresses of writable anonymous memory ranges that fit into one huge page each.
 
-    Copying page tables takes most of the time of a fork with torch loaded. Each call needs three such forks. A process
-    that writes to a huge page still copies only 4 KiB of the page.
+    Copying page tables takes most of the time when a process with torch forks. Each call requires three forks of a
+    process with torch. A process that writes to a shared huge page still copies only 4 KiB.
     """
     found: list[int] = []
     with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="surrogateescape") as file:
@@ -238,6 +242,6 @@ def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
 
 
 def collapse_huge_page(address: int) -> bool:
-    """Move one range into a huge page. Return True if the kernel moved the range."""
+    """Move one memory range into a huge page. Return True if the kernel moved the memory range."""
     libc = ctypes.CDLL(None)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)

@@ -43,7 +43,7 @@ def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
 
 
 def detached_environment(overlays: Sequence[Mapping[str, object]]) -> int:
-    """Mount an environment in a namespace of its own. Return a descriptor of its detached tree. Raises OSError.
+    """Mount an environment elsewhere. Return a descriptor of its detached tree. Raises OSError.
 
     `overlays` are mounts as in `namespaces.enter_mounts`, the outermost first. The caller closes the descriptor.
     """
@@ -58,7 +58,7 @@ def detached_environment(overlays: Sequence[Mapping[str, object]]) -> int:
 
 
 def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
-    """Run `work` in a child that may change its namespaces. Return the descriptors that it sends. Raises OSError."""
+    """Run `work` in a child, which may change its namespaces. Return the sent descriptors. Raises OSError."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

@@ -49,7 +49,7 @@ class Principals:
         self._uids = uid_range(environ.get(RANGE, ""))
 
     def of(self, owner: str) -> Principal:
-        """Return the principal of an owner, and make its uid and home if necessary. Raises IsolationUnavailable."""
+        """Return an owner's principal. Make uid and home if necessary. Raises IsolationUnavailable."""
         try:
             with self._locked() as place:
                 known = _read(place)

@@ -1,31 +1,34 @@
-"""The keeper of an MLflow server: a detached process, one per server, and the server's parent.
+"""The keeper of an MLflow server: a detached process that starts and watches one server.
 
     lock ─▶ reserve port ─▶ end leftovers of an earlier server ─▶ server ─▶ /health? ─▶ ready
       ▲                                                                        │
       └── pause ◀── server ended, or silent for two minutes ◀──────────────────┘ checked every 30 s
     SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and all descendants
 
-An MLflow server is in use while clients touch its `used` file. An open connection also counts as use, such as a browser
-that shows a page.
+An MLflow server is in use while clients touch its `used` file. An open connection, such as a browser that shows a page,
+also counts as use.
 
 Failure cases:
 
-If MLflow is missing, incomplete, or its database has another version, the keeper records one message and exits. After a
-pause, the next request starts another keeper. A keeper with an owner, or with a server that has answered before,
-retries without a request.
+If MLflow is missing or incomplete, or its database has another version, the keeper records one message and exits. After
+a pause, the next request starts another keeper. A keeper retries without a request if it has an owner, or if its server
+has answered before.
 
-If the server dies or hangs, the keeper starts the server again on the same port, with exponential backoff.
+If the server dies or hangs, the keeper restarts the server on the same port, with exponential backoff.
 
-If the keeper is killed, the kernel ends the server. The next keeper ends the server's remaining children.
+If the keeper is killed, the kernel ends the MLflow server. The next keeper ends the MLflow server's remaining child
+processes.
 
-If another process has taken the server's last port, the keeper chooses another port and reports the port. Links with
-the old port then break.
+If another process uses the server's previous port, the keeper chooses another port and logs the change. Links that
+contain the previous port then break.
 
-If the disk is full, the keeper's record is out of date. Readers then behave as if the keeper had not reported yet.
+If the disk is full, the keeper's record is outdated. Readers of an outdated record behave as if the keeper had not
+reported yet.
 
-The server is `mlflow server` in the caller's interpreter. MLflow's command imports all of MLflow and starts a second
-process, which repeats the imports. Each process needs 260 MB. The keeper's program becomes the second process itself,
-if the MLflow version starts the second process in the known way. The kernel ends the server when the keeper exits.
+The server is the program `mlflow server` in the caller's interpreter. MLflow's command imports all of MLflow and starts
+a second process, which repeats the imports. Each of the two MLflow processes needs 260 MB. To save a process, the
+keeper's program replaces itself with the second process if the MLflow version allows it. The kernel ends the MLflow
+server when the keeper exits.
 """
 
 from __future__ import annotations
@@ -77,18 +80,19 @@ _LAST_WORDS_BYTES = 16_000
 class KeeperLimits(NamedTuple):
     """Time limits of a keeper, in seconds."""
 
-    # Seconds until a server must answer. A busy machine may need a minute, an idle machine five seconds.
+    # Time limit in seconds for the server's first answer. A busy machine may need a minute to start the server, an idle
+    # machine five seconds.
     start_s: float = 180.0
-    watch_s: float = 30.0  # Seconds between two checks of a running server.
-    answer_s: float = 5.0  # Timeout of one answer.
-    idle_s: float = 8 * 3600.0  # Seconds without use after which the keeper ends the server.
+    watch_s: float = 30.0  # Interval in seconds between two checks of a running server.
+    answer_s: float = 5.0  # Timeout in seconds of one request to the server.
+    idle_s: float = 8 * 3600.0  # Idle time in seconds after which the keeper ends the server.
 
 
 LIMITS = KeeperLimits()
 
 
 class ServerStart(NamedTuple):
-    """Parameters of a server's start: interpreter, the caller's variables, and additional host names."""
+    """Start parameters of an MLflow server: interpreter, caller's variables and additional host names."""
 
     python: str
     environ: Mapping[str, str]
@@ -96,7 +100,7 @@ class ServerStart(NamedTuple):
 
 
 class End(StrEnum):
-    """Reason why a keeper no longer watches its server."""
+    """Reason for which a keeper stops watching its server."""
 
     ASKED = "asked"
     UNUSED = "unused"
@@ -105,7 +109,7 @@ class End(StrEnum):
 
 
 class MlflowChild(NamedTuple):
-    """A started server, and a descriptor that becomes readable when the server ends."""
+    """A started server with a descriptor that becomes readable when the server ends."""
 
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -113,7 +117,7 @@ class MlflowChild(NamedTuple):
 
 
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
-    """Keep a server running until no client needs it. The arguments are those of `start_keeper`."""
+    """Run an MLflow server until no client needs it. `start_keeper` passes the arguments."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = ServerStart(python, {**os.environ, **environ}, named)
     keep(open_place(Path(directory)), starting, owner=owner)
@@ -122,7 +126,7 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
 
 
 def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
-    """Keep a server running in this process until no client needs it, unless another keeper runs."""
+    """Run an MLflow server in this process until no client needs it, unless another keeper runs."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = hold(place.lock, str(os.getpid()))
@@ -135,9 +139,9 @@ def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: 
 
 
 class MlflowKeeper:
-    """A server and its keeper.
+    """Runs and watches one MLflow server.
 
-    End of file on `owner` (-1: none) ends the server.
+    End of file on the descriptor `owner` ends the server. The value -1 means that the server has no owner.
     """
 
     def __init__(self, place: ServerFiles, starting: ServerStart, *, owner: int, limits: KeeperLimits) -> None:
@@ -166,7 +170,7 @@ class MlflowKeeper:
         )
 
     def serve(self) -> None:
-        """Keep the server running until a stop request, until it is idle, or until it cannot start."""
+        """Run the server until a stop request, until the server is idle, or until it cannot start."""
         restarts = 0
         with contextlib.closing(self._port()):
             while True:
@@ -189,7 +193,7 @@ class MlflowKeeper:
     def _once(self) -> tuple[End, float | None]:
         """Run the server once.
 
-        Return why the server ended, and for how many seconds it answered (None: never).
+        Return the end reason and the seconds during which the server answered (None: never).
         """
         self._note(stage="starting", server=0)
         child = self._start()
@@ -206,14 +210,14 @@ class MlflowKeeper:
             end = self._watch(child)
             answered_s = (self._clock.boottime_ns() - ready_ns) / 1e9
             if end in (End.DIED, End.SILENT):
-                self._note(stage="starting", server=0, problem=f"MLflow's server {end}; the keeper starts it again")
+                self._note(stage="starting", server=0, problem=f"MLflow's server {end}, so the keeper restarts it")
             return end, answered_s
         finally:
             self._finish(child)
 
     def _start(self) -> MlflowChild | None:
         if not (Path(self._python).is_file() and os.access(self._python, os.X_OK)):
-            self._note(problem=f"the interpreter {self._python} does not exist any more")
+            self._note(problem=f"the interpreter {self._python} no longer exists")
             return None
         try:
             log = open_log(self._place.log)
@@ -234,11 +238,11 @@ class MlflowKeeper:
             self._note(server=process.pid)
             return MlflowChild(process, os.pidfd_open(process.pid), log_from)
         except OSError as error:
-            self._note(problem=f"could not start MLflow's server: {error.strerror or error}")
+            self._note(problem=f"the keeper could not start MLflow's server: {error.strerror or error}")
             return None
 
     def _until_ready(self, child: MlflowChild) -> End | None:
-        """Wait until the server answers. Return None, or the reason why the wait ended early."""
+        """Wait until the server answers. Return None, or the reason for which the wait ended early."""
         deadline_ns = self._clock.boottime_ns() + int(self._limits.start_s * 1e9)
         while self._clock.boottime_ns() < deadline_ns:
             if self._get("/health") is not None:
@@ -249,12 +253,12 @@ class MlflowKeeper:
                     self._note(problem=self._why(child))
                 return end
         self._note(
-            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s; see the log {self._place.log}"
+            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s. See the log {self._place.log}"
         )
         return End.SILENT
 
     def _watch(self, child: MlflowChild) -> End:
-        """Check the server periodically. Return why the keeper no longer watches the server."""
+        """Check the server periodically. Return the reason for which the keeper stops watching the server."""
         silent = 0
         while True:
             end = self._wait(self._limits.watch_s, child)
@@ -269,7 +273,7 @@ class MlflowKeeper:
                 return End.UNUSED
 
     def _finish(self, child: MlflowChild) -> None:
-        """End the server and all of its descendants."""
+        """End the server and all its descendants."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
         select.select([child.pidfd], [], [], _STOP_S)
@@ -284,7 +288,7 @@ class MlflowKeeper:
         os.close(child.pidfd)
 
     def _wait(self, seconds: float, child: MlflowChild | None = None) -> End | None:
-        """Wait up to `seconds`. Return the event that ended the wait, or None."""
+        """Wait up to `seconds` for an event. Return the event that ended the wait, or None."""
         fds = [self._wake, *((child.pidfd,) if child else ()), *((self._owner,) if self._owner >= 0 else ())]
         deadline_ns = self._clock.boottime_ns() + int(seconds * 1e9)
         while True:
@@ -315,13 +319,13 @@ class MlflowKeeper:
         self._note(port=held.getsockname()[1])
         if before and before != self._noted.port:
             _say(
-                f"port {before} is taken by another process; the server now uses {self._noted.port}, and earlier "
-                "links break"
+                f"port {before} is taken by another process. The server now uses port {self._noted.port}, so "
+                "earlier links are broken"
             )
         return held
 
     def _get(self, path: str) -> bytes | None:
-        """Return the beginning of the server's answer to a request, or None."""
+        """Return the first bytes of the server's response, or None if the request fails."""
         connection = http.client.HTTPConnection(HOST, self._noted.port, timeout=self._limits.answer_s)
         try:
             connection.request("GET", path)
@@ -359,11 +363,11 @@ class MlflowKeeper:
             with contextlib.suppress(OSError):
                 is_its = os.getsid(pid) == before.server
                 if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
-                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # SIGKILL also frees the port.
+                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # SIGKILL frees the server's port at once.
 
 
 def has_connection(port: int) -> bool:
-    """Return True if a loopback port has a connection."""
+    """Return True if a client is connected to a loopback port."""
     wanted = f":{port:04X}"
     with contextlib.suppress(OSError), open("/proc/net/tcp", encoding="ascii") as file:
         for line in file:
@@ -403,18 +407,18 @@ _HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def server_program(parent: int, port: int) -> str:
-    """Return the program for `python -c`.
+    """Return the server program for `python -c`.
 
-    `parent` is the pid of the keeper.
+    `parent` is the keeper's pid.
     """
     return _PROGRAM.format(parent=parent, host=HOST, port=port)
 
 
 def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, str]:
-    """Return the environment variables of the server, without the caller's MLflow client variables.
+    """Return the server's environment variables, without the caller's MLflow client variables.
 
-    The keeper passes variables instead of options, because an older MLflow ignores unknown variables. A process list
-    also shows no password then.
+    The keeper passes variables instead of options, because older MLflow versions ignore unknown variables. Variables
+    also keep passwords out of the process list.
     """
     environ = starting.environ
     names = [name for host in (*_HOSTS, *starting.hosts) for name in (host, f"{host}:*")]
@@ -429,7 +433,8 @@ def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, s
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
     }
-    if not backing.is_own:  # Files get the default location, so later users of the store find them without this server.
+    # The default artifact location lets later users of the store find the files without this server.
+    if not backing.is_own:
         variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = backing.artifacts
     if backing.is_files:
         variables["MLFLOW_ALLOW_FILE_STORE"] = "true"

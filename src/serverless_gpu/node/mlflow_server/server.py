@@ -1,4 +1,4 @@
-"""Starts, queries and ends the MLflow servers of a home, and defines their files.
+"""Starts, queries and ends the MLflow servers of an installation, and defines their files.
 
     ensure_server ──▶ lock held     ─▶ the record of its keeper
                       free          ─▶ start a keeper (a few milliseconds; the lock admits one keeper)
@@ -13,13 +13,15 @@
     ├── server.log      MLflow's output
     └── mlflow.db  artifacts/               only for the home's own store
 
-The monitor, `sgpu mlflow` and the server call this module. No function waits for MLflow, which takes seconds to start.
-A server keeps its port over restarts, so that links stay valid. The first port is computed from the directory's name.
-The port is therefore the same if `server.json` is lost. The port is below the kernel's ephemeral ports.
+The monitor, `sgpu mlflow` and the server call this module. No function waits for the start of MLflow, which takes
+seconds. A server keeps its port across restarts, so that links remain valid. The first port derives from a hash of the
+directory's path. The server therefore gets the same port if `server.json` is lost. All server ports are below the
+kernel's ephemeral port range.
 
-Failure cases: If the keeper cannot start, or no file can be written, the result contains a problem. The functions raise
-no exception then. A keeper on another machine may hold the lock of a home on a network file system. The result then
-reports the other machine, and no server starts. Otherwise, two MLflow servers would write to one database.
+Failure cases: If the keeper cannot start or no file can be written, the returned result contains a problem message.
+Start failures raise no exceptions. A keeper on another machine may hold the lock if the home directory is on a network
+file system. The result then names the other machine, and no second server starts. Without this check, two MLflow
+servers would write to one database.
 """
 
 from __future__ import annotations
@@ -67,38 +69,39 @@ _started: list[tuple[Path, subprocess.Popen[bytes]]] = []
 class Serving(NamedTuple):
     """Address and state of an MLflow server."""
 
-    uri: str  # Present or future address of the MLflow server.
-    ready: bool  # True if the server answers.
-    problem: str = ""  # Reason why the server does not answer; "" during its first start, or if the server answers.
-    # True if the server died and its keeper is starting it again, so `problem` is temporary.
+    uri: str  # Current or future address of the MLflow server.
+    ready: bool  # True if the MLflow server answers.
+    # Reason for which the server does not answer; "" during the first start or while the server answers.
+    problem: str = ""
+    # True if the server died and its keeper is restarting it, so `problem` is temporary.
     is_restarting: bool = False
-    failures: int = 0  # Number of consecutive failed starts, without a start that is in progress.
+    failures: int = 0  # Number of consecutive failed starts, excluding the current start.
 
 
 class MlflowServer(NamedTuple):
-    """Present state of an MLflow server of this home."""
+    """Current state of an MLflow server of this installation."""
 
     place: ServerFiles
     uri: str
-    store: str  # Address of the caller's store; "" for the home's own store.
-    stage: Stage  # ``"none"`` before the first start.
-    pid: int | None = None  # Pid of the server; None if the server does not run.
+    store: str  # Address of the caller's store; "" for the installation's own store.
+    stage: Stage  # State of the server; ``"none"`` before the first start.
+    pid: int | None = None  # Pid of the MLflow server; None if the server does not run.
     version: str = ""
     python: str = ""
     served_by: str = ""
     problem: str = ""
-    memory_bytes: int = 0  # Memory of the server and its children, in bytes.
-    used_s: float = 0.0  # Seconds since the last use of the server.
+    memory_bytes: int = 0  # Memory of the server and its descendants, in bytes.
+    used_s: float = 0.0  # Seconds since the server was last used.
 
 
 def ensure_server(
     home: Home, python: str, store: str = "", *, environ: Mapping[str, str] | None = None, now: bool = False
 ) -> Serving:
-    """Start a server for a store if needed, and mark the server as used. Returns at once.
+    """Start a store's server if needed, and mark the server as used. Returns at once.
 
-    `python` is the interpreter whose MLflow a new server uses. `store` is "" for the home's own store. `environ`
-    contains the variables by which Python finds modules in the server. With `now`, the call tries again after a recent
-    failure, and waits at most a second for the failed keeper to exit.
+    `python` is the interpreter that provides MLflow for a new server. `store` is "" for the installation's own store.
+    `environ` contains the variables with which Python finds modules in the server. With `now`, the call retries after a
+    recent failure and waits at most a second for the failed keeper to exit.
     """
     place, clock = place_of(home, store), SystemClock()
     try:
@@ -107,12 +110,12 @@ def ensure_server(
     except OSError as error:
         return Serving("", False, f"cannot write to {place.directory}: {error.strerror or error}")
     holder = _ending(place) if now else _holder(place)
-    # Reads the record after the lock, so that the record includes the last report of a keeper that has just exited.
+    # Read the record after checking the lock, so that the record includes the final report of an exiting keeper.
     noted = place.noted()
     if holder is not None:
         return _kept(place, noted, holder)
     _started[:] = [each for each in _started if each[1].poll() is None]
-    # A keeper that this process started does not hold its lock yet.
+    # A keeper that this process started may not hold its lock yet.
     if any(path == place.lock and child.pid != noted.keeper for path, child in _started):
         return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
@@ -126,17 +129,17 @@ def ensure_server(
 
 
 def kept(place: ServerFiles) -> Serving | None:
-    """Return a server's state from its keeper; None without a keeper, or before the keeper's first report."""
+    """Return a server's state from its keeper; None without a keeper or before the keeper's first report."""
     holder, noted = _holder(place), place.noted()
     return _kept(place, noted, holder) if holder and noted.keeper == holder else None
 
 
 def look(place: ServerFiles, clock: Clock) -> MlflowServer:
-    """Return the state of a server without starting it."""
+    """Return a server's state without starting the server."""
     holder, noted = _holder(place), place.noted()
     stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage, problem = "stopped", ""  # The keeper was killed, and no process starts the MLflow server again.
+        stage, problem = "stopped", ""  # The keeper was killed, and no other process restarts the MLflow server.
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     memory_bytes = 0
@@ -162,15 +165,15 @@ def look(place: ServerFiles, clock: Clock) -> MlflowServer:
 
 
 def servers(home: Home) -> list[MlflowServer]:
-    """Return the states of all servers of a home."""
+    """Return the states of all MLflow servers in a home directory."""
     clock = SystemClock()
     return [look(place, clock) for place in places(home)]
 
 
 def stop_server(place: ServerFiles) -> bool:
-    """End a server and wait until it has ended. Return True if the server ran.
+    """End an MLflow server and wait until it has ended. Return True if the server was running.
 
-    Raises AgentUnavailable if the server does not end, or runs on another machine.
+    Raises AgentUnavailable if the server does not end or runs on another machine.
     """
     holder = _holder(place)
     if holder is None:
@@ -186,17 +189,21 @@ def stop_server(place: ServerFiles) -> bool:
 
 
 def stop_servers(home: Home) -> int:
-    """End all MLflow servers of a home and return how many ran. Raises AgentUnavailable on failure."""
+    """End all MLflow servers in a home directory and return the number of servers that ran.
+
+    Raises AgentUnavailable if a server cannot be ended.
+    """
     return sum(stop_server(place) for place in places(home))
 
 
 def start_keeper(
     place: ServerFiles, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start and return a keeper for existing files. The keeper exits if another keeper has the lock.
+    """Start and return a keeper for existing server files.
 
-    With the descriptor `owner` (-1: none), the keeper ends when all other copies of the descriptor are closed, and not
-    for lack of use. `hosts` lists additional host names of the server, separated by commas. Raises OSError.
+    The keeper exits if another keeper holds the lock. A keeper with an `owner` descriptor ends when all other copies of
+    the descriptor are closed, but not when idle. `hosts` contains additional host names of the server, separated by
+    commas. Raises OSError.
     """
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     child = daemon.start(
@@ -213,7 +220,7 @@ def start_keeper(
 def _kept(place: ServerFiles, noted: ServerRecord, holder: int) -> Serving:
     if noted.machine not in ("", machine()):
         problem = (
-            f"the MLflow server of {place.directory} runs on another machine, {noted.host}; set "
+            f"the MLflow server of {place.directory} runs on another machine, {noted.host}. Set "
             "MLFLOW_TRACKING_URI to a server that all machines reach"
         )
         return Serving("", False, problem)
@@ -229,16 +236,16 @@ def _is_too_soon(noted: ServerRecord, python: str, clock: Clock) -> bool:
         return False
     whole_s = pause_s(noted.failures)
     left_s = (noted.retry_wall_ns - clock.wall_ns()) / 1e9
-    # Another interpreter may have the module that the failed interpreter lacked, so only the shortest pause applies.
+    # Another interpreter may have the missing module, so only the shortest pause applies.
     if python != noted.python:
         left_s -= whole_s - pause_s(1)
-    return 0 < left_s <= whole_s  # Other values mean that the wall clock has changed.
+    return 0 < left_s <= whole_s  # A remaining time outside this range means that the wall clock has changed.
 
 
 def _holder(place: ServerFiles) -> int | None:
     """Return the pid of a server's keeper.
 
-    The pid is 0 before the keeper has written its pid, and None without a keeper.
+    The pid is 0 before the keeper has written its pid. Without a keeper, the result is None.
     """
     note = held_note(place.lock)
     if note is None:
@@ -247,7 +254,7 @@ def _holder(place: ServerFiles) -> int | None:
 
 
 def _ending(place: ServerFiles) -> int | None:
-    """Return the result of `_holder`, after waiting for a failed keeper to exit."""
+    """Wait for a failed keeper to exit, then return the result of `_holder`."""
     for _ in range(_ENDING_LOOKS):
         holder = _holder(place)
         if holder is None or not place.noted().problem:
@@ -257,42 +264,42 @@ def _ending(place: ServerFiles) -> int | None:
 
 
 def pause_s(failures: int) -> float:
-    """Return the pause after a number of consecutive failures, in seconds."""
+    """Return the pause in seconds after a number of consecutive failures."""
     return float(min(_PAUSE_S * 2 ** min(max(failures, 1) - 1, 20), _PAUSE_S_MAX))
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A keeper's record of its server, in `server.json`."""
+    """A keeper's record of its server in `server.json`."""
 
     stage: Stage = "none"
     port: int = 0
-    keeper: int = 0  # pid
+    keeper: int = 0  # Pid of the keeper.
     server: int = 0  # Pid of the server, which is a session leader.
-    boot_id: str = ""  # Boot identifier of the boot in which these pids are valid.
-    machine: str = ""  # `ambient.machine()` of keeper and server; `host` is the printable name.
+    boot_id: str = ""  # Boot identifier of the boot in which the recorded pids are valid.
+    machine: str = ""  # `ambient.machine()` of the keeper's machine; `host` is its printable name.
     host: str = ""
-    python: str = ""  # Interpreter whose MLflow is used.
-    served_by: str = ""  # Interpreter of the MLflow server that last answered.
-    version: str = ""  # Version that the server reports.
-    problem: str = ""  # Reason why the server does not answer.
+    python: str = ""  # Path of the interpreter that provides MLflow.
+    served_by: str = ""  # Path of the interpreter whose MLflow server last answered.
+    version: str = ""  # MLflow version that the server reports.
+    problem: str = ""  # Reason for which the server does not answer.
     failures: int = 0  # Number of consecutive failed starts.
-    retry_wall_ns: int = 0  # Earliest time of the next start.
+    retry_wall_ns: int = 0  # Earliest wall-clock time of the next start.
 
 
 class ServerStore(NamedTuple):
-    """The store of a server, in the form of the server's options."""
+    """The store of an MLflow server, in the form of the server's options."""
 
-    uri: str  # Address of the store in MLflow's own form.
-    # Directory of the files that clients send through the server, and of the files that clients write themselves.
+    uri: str  # Address of the store in MLflow's format.
+    # Artifact directory for files that clients upload through the server or write directly.
     artifacts: str
-    is_files: bool  # True for a directory of files, which newer MLflow versions must be configured to accept.
-    is_own: bool  # True for the home's own store, whose files all go through the server.
+    is_files: bool  # True for a file store, which newer MLflow versions accept only after configuration.
+    is_own: bool  # True for the installation's own store, whose clients upload all files through the server.
 
 
 class ServerFiles:
-    """The files of one server. The first write creates the directory.
+    """The files of one MLflow server. The first write creates the server's directory.
 
-    `store` is "" for the home's own store.
+    `store` is "" for the installation's own store.
     """
 
     def __init__(self, directory: Path, store: str = "") -> None:
@@ -300,21 +307,21 @@ class ServerFiles:
 
     @property
     def lock(self) -> Path:
-        """Return the file that the keeper locks."""
+        """Return the path of the keeper's lock file."""
         return self.directory / "lock"
 
     @property
     def log(self) -> Path:
-        """Return the file with MLflow's output."""
+        """Return the path of the MLflow output file."""
         return self.directory / "server.log"
 
     @property
     def used(self) -> Path:
-        """Return the file that users of the server touch."""
+        """Return the path of the file that server users touch."""
         return self.directory / "used"
 
     def make(self) -> None:
-        """Create the directory and record its store. Raises OSError."""
+        """Create the server's directory and record the store. Raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _read(self.directory / "store") != self.store.encode():
             self._write("store", self.store.encode())
@@ -335,11 +342,11 @@ class ServerFiles:
         return ServerRecord()
 
     def uri(self, noted: ServerRecord) -> str:
-        """Return the present or expected address of the server."""
+        """Return the current or expected address of the server."""
         return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
 
     def ports(self, noted: ServerRecord) -> Iterator[int]:
-        """Yield the ports to try in order. The last port is 0, which lets the kernel choose a port."""
+        """Yield the ports to try in order. The last port is 0, with which the kernel chooses a port."""
         if noted.port:
             yield noted.port
         start = int.from_bytes(hashlib.sha256(os.fsencode(self.directory.resolve())).digest()[:4])
@@ -348,7 +355,7 @@ class ServerFiles:
         yield 0
 
     def backing(self) -> ServerStore:
-        """Return the description of the store for the server."""
+        """Return the store's description for the server options."""
         if not self.store:
             return ServerStore(
                 f"sqlite:///{self.directory / 'mlflow.db'}", str(self.directory / "artifacts"), False, True
@@ -373,9 +380,9 @@ class ServerFiles:
 
 
 def place_of(home: Home, store: str = "") -> ServerFiles:
-    """Return the files of the server of a store.
+    """Return a store's server files.
 
-    The store of a caller is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own store.
+    A caller's store is ``sqlite:////…``, ``file:///…`` or a directory. The value "" means the installation's own store.
     """
     if not store:
         return ServerFiles(home.root / "mlflow" / DEFAULT)
@@ -385,18 +392,18 @@ def place_of(home: Home, store: str = "") -> ServerFiles:
 
 
 def places(home: Home) -> list[ServerFiles]:
-    """Return the files of all servers that this home has or had."""
+    """Return the files of all current and previous servers in a home directory."""
     found = sorted(path for path in (home.root / "mlflow").glob("*") if path.is_dir())
     return [open_place(path) for path in found]
 
 
 def open_place(directory: Path) -> ServerFiles:
-    """Return the files of an existing server by their directory."""
+    """Return an existing server's files from its directory."""
     return ServerFiles(directory, _read(directory / "store").decode("utf-8", "replace"))
 
 
 def local_path(store: str) -> Path | None:
-    """Return the file or directory of a store, or None for a remote store."""
+    """Return a store's file or directory, or None for a remote store."""
     scheme = store.partition(":")[0] if "://" in store or store.startswith("file:") else ""
     if not scheme:
         return Path(store)
@@ -410,8 +417,9 @@ def local_path(store: str) -> Path | None:
 def held_port(place: ServerFiles, noted: ServerRecord) -> socket.socket:
     """Return a bound, non-listening socket for the server's port.
 
-    The kernel assigns a bound port only to a process that binds it with SO_REUSEADDR. MLflow's server sets this option
-    and can bind beside the socket. No other process gets the port during a restart. Raises OSError if no port is free.
+    The kernel assigns a bound port only to a process that also sets SO_REUSEADDR. MLflow's server sets SO_REUSEADDR and
+    can therefore bind the same port. The bound socket prevents other processes from taking the port during a restart.
+    Raises OSError if no port is free.
     """
     for port in place.ports(noted):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -433,7 +441,7 @@ def _read(path: Path) -> bytes:
 
 
 class StartAttempt(NamedTuple):
-    """Parameters of a failed start for its message: interpreter, store without password, log path."""
+    """Details of a failed start for the error message: interpreter, store without password, log path."""
 
     python: str
     store: str
@@ -447,7 +455,7 @@ _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 _LINE_MAX = 300
 _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     (
-        "Detected out-of-date database schema",  # MLflow prints this message for newer database schemas too.
+        "Detected out-of-date database schema",  # MLflow also prints this message for newer database schemas.
         lambda tried: (
             f"{tried.store} {OTHER_VERSION}; serve the store with that version, or back it up and upgrade it: "
             f"{shlex.quote(tried.python)} -m mlflow db upgrade {shlex.quote(tried.store)}"
@@ -456,7 +464,7 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     (
         "Can't locate revision",
         lambda tried: (
-            f"{tried.store} was written by a newer MLflow than that of {tried.python}; upgrade MLflow "
+            f"{tried.store} was written by a newer MLflow than that of {tried.python}. Upgrade MLflow "
             "in that interpreter"
         ),
     ),
@@ -465,7 +473,7 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
         "unable to open database file",
         lambda tried: f"cannot open {tried.store}: the file does not exist, or you may not write to it",
     ),
-    ("attempt to write a readonly database", lambda tried: f"{tried.store} cannot be written to"),
+    ("attempt to write a readonly database", lambda tried: f"the database {tried.store} is read-only"),
     ("database is locked", lambda tried: f"{tried.store} is locked by another process"),
     (
         "file is not a database",
@@ -479,24 +487,24 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
 
 
 def failure_sentence(written: str, ending: str, tried: StartAttempt) -> str:
-    """Return why a server did not start, or ended.
+    """Return the reason for which a server did not start or ended.
 
-    `written` is the end of the server's output. `ending` is the fallback, such as "exit code 1".
+    `written` is the last part of the server's output. `ending` is the fallback reason, such as "exit code 1".
     """
     for words, say in _KNOWN:
         if words in written:
             return say(tried)
     lacking = _LACKS.findall(written)
     if lacking and lacking[-1].partition(".")[0] == "mlflow":
-        return f"{tried.python} has no MLflow; pip install mlflow"
+        return f"{tried.python} has no MLflow. Run pip install mlflow"
     if lacking:
         what = f"no {lacking[-1]}; mlflow-skinny is not enough"
         return f"{tried.python} has only a part of MLflow ({what}); pip install mlflow"
     errors = _ERROR.findall(written)
     last = errors[-1].strip()[:_LINE_MAX] if errors else ""
-    return f"MLflow's server ended ({ending}){': ' + last if last else ''}; see the log {tried.log}"
+    return f"MLflow's server ended ({ending}){': ' + last if last else ''}. See the log {tried.log}"
 
 
 def without_password(store: str) -> str:
-    """Return the address of a store without its password."""
+    """Return a store's address without its password."""
     return re.sub(r"(?<=://)[^/@]*@", "…@", store)

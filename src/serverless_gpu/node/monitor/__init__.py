@@ -1,5 +1,5 @@
-"""The monitor: one process per home that samples the node and delivers runs to MLflow.
+"""The monitor: one process per installation that samples the node and delivers runs to MLflow.
 
-The agent starts the monitor (`start_stop.py`). Supervisors and `sgpu top` connect to it (`messages.py`). To read the
-code, start with `process.py`: its docstring has an overview and the failure cases.
+The agent starts the monitor (`start_stop.py`). Supervisors and `sgpu top` connect to the monitor (`messages.py`). Start
+reading the code at `process.py`, whose docstring contains an overview and the failure cases.
 """

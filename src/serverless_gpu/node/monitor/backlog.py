@@ -1,15 +1,15 @@
-"""Undelivered attempts on disk, so that a later monitor can continue after a monitor was killed.
+"""Stores undelivered attempts on disk, so that a later monitor can continue the delivery.
 
     <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; deleted once everything has arrived
 
-The monitor writes the file when an attempt begins. The supervisor writes the file if the attempt ended before any
-monitor ran. The delivering monitor locks the file, so that no two monitors deliver the same attempt. The file contains
-no secrets: the caller's credentials stay in memory. A monitor without credentials for a tracker waits for the next run
-with the tracker's credentials.
+The monitor writes an attempt's file when the attempt begins. If the attempt ends before any monitor runs, the
+supervisor writes the attempt's file. The delivering monitor locks the attempt's file, so that no other monitor delivers
+the same attempt. The file contains no secrets, because the monitor stores the caller's credentials only in memory. A
+monitor without a tracker's credentials waits for the next run that provides them.
 
-Failure cases: On a full or read-only disk, the present monitor tracks the attempt, but a later monitor cannot continue.
-The monitor skips a file that is incomplete or of another version, and deletes it after a week. If there are too many
-files, the monitor discards the oldest.
+Failure cases: On a full or read-only disk, the current monitor tracks the attempt, but a later monitor cannot continue.
+The monitor skips an incomplete file or a file of another version, and deletes the file after a week. If the backlog
+contains too many files, the monitor discards the oldest files.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ _SECRET = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACK
 class BacklogAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt with data to deliver."""
 
-    observe: Observe  # The supervisor's message, without variables that may contain secrets.
-    origin_ns: int  # Time of the call, in nanoseconds since 1970.
+    observe: Observe  # The supervisor's message without variables that may contain secrets.
+    origin_ns: int  # Time of the call in nanoseconds since 1970.
     has_secrets: bool = False  # True if the tracker requires the caller's credentials.
 
 
 class ClaimedAttempt(msgspec.Struct):
-    """An attempt in the backlog that this process delivers."""
+    """A backlog attempt that this process delivers."""
 
     path: Path
     fd: int
 
     def drop(self) -> None:
-        """Delete the attempt's file, because the delivery is complete or impossible."""
+        """Delete the attempt's file after the delivery is complete or impossible."""
         self.path.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:
-        """Release the attempt's file for the next monitor."""
+        """Unlock the attempt's file for the next monitor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Backlog:
-    """The undelivered attempts of one home. The first attempt creates `directory`."""
+    """The undelivered attempts of one installation. The first stored attempt creates `directory`."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
@@ -99,7 +99,7 @@ class Backlog:
         return held
 
     def leave(self, observe: Observe, origin_ns: int) -> None:
-        """Write an attempt's file for the next monitor, unless it exists. Raises OSError."""
+        """Write an attempt's file for the next monitor unless the file exists. Raises OSError."""
         path = self._directory / f"{key_of(observe)}.json"
         if path.exists():
             return
@@ -110,11 +110,11 @@ class Backlog:
     def take(
         self, known: Collection[str], limit: int, ready: Callable[[BacklogAttempt], bool] = lambda kept: True
     ) -> Iterator[tuple[BacklogAttempt, ClaimedAttempt]]:
-        """Yield and lock up to `limit` unclaimed attempts that are `ready`, oldest first.
+        """Lock and yield up to `limit` unclaimed attempts that are `ready`, oldest first.
 
-        The backlog skips attempts in `known`, because another recorder delivers them or they wait for credentials.
+        The backlog skips attempts in `known`, which other recorders deliver or which wait for credentials.
         """
-        names: list[str] = []  # Names begin with the run's time, so the oldest run is first.
+        names: list[str] = []  # File names begin with the run's time, so the oldest run is first.
         with contextlib.suppress(OSError):
             names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
         too_many = max(0, len(names) - KEPT_MAX)
@@ -122,7 +122,8 @@ class Backlog:
             (self._directory / name).unlink(missing_ok=True)
         if too_many:
             print(
-                f"discarded {too_many} attempts: more than {KEPT_MAX} attempts wait for delivery to MLflow", flush=True
+                f"discarded {too_many} attempts, because more than {KEPT_MAX} attempts wait for delivery to MLflow",
+                flush=True,
             )
         for name in names[too_many:]:
             if limit <= 0:
@@ -154,12 +155,12 @@ class Backlog:
 
 
 def key_of(observe: Observe) -> str:
-    """Return the key of an attempt on a node, which is unique in this home."""
+    """Return an attempt's key for one node, which is unique in this installation."""
     return f"{observe.run_id}.{observe.fence}.{observe.node_rank}"
 
 
 def origin_of(observe: Observe, clock: Clock) -> int:
-    """Return the time of the call in nanoseconds since 1970, equal for all nodes and attempts of a run."""
+    """Return the call's time in nanoseconds since 1970, equal for all nodes and attempts of a run."""
     now_ns = clock.wall_ns()
     created_ns = created_wall_ns(observe.run_id)
     called_ns = now_ns - max(0, clock.boottime_ns() - observe.called_ns)
@@ -183,7 +184,10 @@ def _public(observe: Observe) -> Observe:
 
 
 def hold_kept(path: Path) -> ClaimedAttempt | None:
-    """Lock an attempt's file. Return None if the file is missing or already locked. Raises OSError."""
+    """Lock an attempt's file.
+
+    Return None if the attempt's file is missing or already locked. Raises OSError.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -193,7 +197,7 @@ def hold_kept(path: Path) -> ClaimedAttempt | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    if not os.path.exists(path):  # The previous holder of the file has just delivered everything.
+    if not os.path.exists(path):  # The previous holder of the file has just completed the delivery.
         os.close(fd)
         return None
     return ClaimedAttempt(path, fd)

@@ -1,18 +1,18 @@
-"""Delivers one attempt to MLflow in a thread, and reports the state to ranks and supervisor.
+"""Delivers one attempt to MLflow in a thread, and reports the tracking state to ranks and supervisor.
 
     thread: MlflowDelivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
                                                           └▶ news, and the main thread is woken
     <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
                                 "url", "sentence"}
 
-The file contains no credentials, because ranks already have the caller's `MLFLOW_TRACKING_URI`. While the state in the
-file is "pending", the monitor touches the file every few seconds. Ranks therefore recognize a running delivery. "away"
-means that MLflow does not answer now, and ranks need not wait. While the home's own server starts, the state is
-"pending".
+`tracking.json` contains no credentials, because ranks already have the caller's `MLFLOW_TRACKING_URI`. While the state
+in `tracking.json` is "pending", the monitor touches the file every few seconds. Ranks recognize an active delivery by
+the modification time of `tracking.json`. The state "away" means that MLflow does not answer, so ranks do not wait.
+While the installation's own MLflow server starts, the state is "pending".
 
-Failure cases: If the monitor cannot write the file, only ranks that started with the variables know the run. If the
-thread fails because of a bug, the monitor logs the exception and stops tracking the attempt. All other work of the
-monitor continues.
+Failure cases: If the monitor cannot write `tracking.json`, only ranks that started with the MLflow variables know the
+run. If the delivery thread fails because of a bug, the monitor logs the exception and stops tracking the attempt. The
+monitor continues to deliver the other attempts.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from serverless_gpu.tracking.mlflow import MlflowTracker
 
 _NOTE_BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
-_TRIED = "the home's MLflow server could not start, and its keeper tries again; run `sgpu status` to see why"
+_TRIED = "the home's MLflow server could not start, so its keeper retries. Run `sgpu status` for the reason"
 _AGAIN = "the home's MLflow server ended unexpectedly and is starting again"
 
 
 class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of `tracking.json`."""
+    """Contents of the file `tracking.json`."""
 
     state: Literal["pending", "away", "ready", "failed"] = "pending"
-    environ: dict[str, str] = {}  # Variables with which MLflow in a rank finds the run.
+    environ: dict[str, str] = {}  # Variables with which MLflow finds the run in a rank.
     run_id: str = ""
     url: str = ""
-    sentence: str = ""  # Reason why the MLflow run is unknown, or "".
+    sentence: str = ""  # Reason for which the MLflow run is unknown, or "".
 
 
 class AttemptDelivery:
-    """The delivery of one attempt.
+    """The MLflow delivery of one attempt.
 
-    `environ` contains the caller's variables that configure MLflow, including credentials. The thread calls `wake`
-    after it has queued news.
+    `environ` contains the caller's MLflow variables, including credentials. The delivery thread calls `wake` after
+    queuing messages.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class AttemptDelivery:
         wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.status: messages.TrackedNote | messages.Untracked | None = None  # None until the tracker has answered.
-        self.held = held  # The attempt's file in the backlog, or None.
+        # Tracking state; None until the tracker has answered.
+        self.status: messages.TrackedNote | messages.Untracked | None = None
+        self.held = held  # The attempt's claimed backlog file, or None.
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
         self._home = home
@@ -105,7 +106,7 @@ class AttemptDelivery:
 
     @property
     def over(self) -> str:
-        """Return why no process has more data of the attempt to send, or "" while data is left."""
+        """Return the reason for which the attempt's delivery has ended, or "" while data remains."""
         return self._delivery.over
 
     def start(self) -> None:
@@ -118,34 +119,37 @@ class AttemptDelivery:
         self._thread.start()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
-        """Inform the delivery that the attempt has ended and its logs and failures are on disk."""
+        """Notify the delivery that the attempt has ended and its logs and failures are on disk."""
         self._delivery.ending(state, reason, sentence)
 
     def settled(self) -> None:
-        """Inform the delivery that the receipt is on disk too, or that no receipt will follow."""
+        """Notify the delivery that the receipt is on disk, or that no receipt will follow."""
         self._delivery.settled()
 
     def stop(self) -> None:
-        """Stop the thread soon. Any monitor may continue the delivery later."""
+        """Stop the delivery thread soon. Any monitor may continue the delivery later."""
         self._delivery.stop()
 
     def take_answer(self) -> messages.TrackedNote | messages.Untracked | None:
-        """Return the tracker's latest answer or failure, and discard it."""
+        """Return and discard the tracker's latest answer or failure."""
         answer, self._answer = self._answer, None
         return answer
 
     def wake(self) -> None:
-        """Retry the delivery now."""
+        """Retry the delivery immediately."""
         self._delivery.wake()
 
     def tend(self) -> None:
-        """Show ranks that the delivery is running. Retry at once after the home's MLflow server has started."""
+        """Show ranks that the delivery is active.
+
+        Retry immediately after the installation's MLflow server has started.
+        """
         if isinstance(self.status, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
             os.utime(self._path)
         with contextlib.suppress(OSError):
-            os.unlink(self._asked)  # A rank created this file because MLflow answers.
+            os.unlink(self._asked)  # A rank creates this file when MLflow answers.
             self._delivery.wake()
         tracker = self._observe.spec.tracker
         if isinstance(self.status, messages.Untracked) and tracker is not None and not tracker.uri:
@@ -154,7 +158,7 @@ class AttemptDelivery:
                 self._delivery.wake()
 
     def news(self) -> Iterator[messages.MonitorMessage]:
-        """Yield and remove each queued message."""
+        """Remove and yield each queued message."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._news.get_nowait()
@@ -162,7 +166,7 @@ class AttemptDelivery:
     # --- delivery thread -----------------------------------------------------------------------------------------
 
     def tracked(self, tracked: TrackerRun) -> None:
-        """Record the MLflow run of the attempt."""
+        """Record the attempt's MLflow run."""
         environ = {"MLFLOW_RUN_ID": tracked.run_id, "MLFLOW_EXPERIMENT_ID": tracked.experiment_id}
         if split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] != tracked.uri:
             environ["MLFLOW_TRACKING_URI"] = tracked.uri
@@ -182,11 +186,11 @@ class AttemptDelivery:
     def _run(self) -> None:
         try:
             self._delivery.run()
-        except Exception:  # noqa: BLE001 - one attempt's delivery must not end those of the others
+        except Exception:  # noqa: BLE001 - one attempt's delivery must not end the delivery of other attempts
             traceback.print_exc()
-            # Without this call, every later delivery of the attempt would fail in the same way.
+            # Without `abandon`, every later delivery of the attempt would fail in the same way.
             self._delivery.abandon("failed")
-            self.untracked("the delivery to MLflow failed; see the node's monitor.log", final=True)
+            self.untracked("the delivery to MLflow failed. See the node's monitor.log", final=True)
         self._wake()
 
     def _tell(self, message: messages.MonitorMessage) -> None:
@@ -216,14 +220,14 @@ class AttemptDelivery:
 
 
 def address_of(home: Home, observe: messages.Observe, environ: Mapping[str, str]) -> str:
-    """Return the address of the home's MLflow server for an attempt's store. Start the server if needed.
+    """Return the address of the MLflow server for an attempt's store.
 
-    Raises TrackerAway while the server does not answer.
+    The function starts the server if needed. Raises TrackerAway while the MLflow server does not answer.
     """
     store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
     serving = ensure_server(home, observe.python, store, environ=environ)
     if not serving.ready:
-        # Ranks do not wait for a server that failed to start before, although the server's keeper tries again.
+        # Ranks do not wait for a server that failed to start before, although the keeper retries.
         starting = _TRIED if serving.failures else _STARTING
         raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or starting)
     return serving.uri

@@ -7,8 +7,8 @@
     `sgpu stop` ──RetireMonitor──▶ monitor                        exits, or answers why it continues
 
 Every supervisor, agent and `sgpu top` has its own connection to the socket `monitor-<PROTOCOL>-<version>.sock`. `Peer`
-queues messages, up to a bound, while the peer process does not read. Only two steps wait for the monitor: the start of
-programs, and for 200 ms the receipt of a very short run.
+queues a limited number of messages while the peer process does not read. Only the start of programs and, for 200 ms,
+the receipt of a very short run wait for the monitor.
 """
 
 from __future__ import annotations
@@ -46,34 +46,37 @@ _REACHING = frozenset(
 
 
 class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all monitor messages."""
+    """Base class of all monitor messages."""
 
 
 class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
-    """Request to prepare for a likely run.
+    """Request to prepare for a run that is likely to start.
 
-    The monitor starts the home's MLflow server if the run will use that server.
+    The monitor starts the installation's MLflow server if the run will use that server.
     """
 
     tracker: Tracking
-    python: str  # The caller's interpreter, whose MLflow serves the home's store.
+    python: str  # The caller's interpreter, whose MLflow serves the installation's store.
     environ: dict[str, str]  # The caller's MLflow variables, as in `Observe`.
 
 
 class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
-    """Report that an attempt begins on this node. The first message of a supervisor after the launch."""
+    """Report that an attempt begins on this node.
+
+    `Observe` is a supervisor's first message after the launch.
+    """
 
     run_id: str
     fence: int
     directory: str
     spec: RunSpec
     world_size: int
-    node_rank: int = 0  # Number of this node in the gang.
+    node_rank: int = 0  # Number of this node among the attempt's nodes.
     num_nodes: int = 1
     python: str
-    environ: dict[str, str]  # The caller's ``MLFLOW_…`` variables, and variables for proxies and certificates.
+    environ: dict[str, str]  # The caller's ``MLFLOW_…`` variables and its proxy and certificate variables.
     environment: str = ""  # Description of the ranks' environment.
-    called_ns: int  # Boottime that is step 0 of the system metrics; steps are seconds.
+    called_ns: int  # Boottime of step 0 of the system metrics, which count steps in seconds.
 
 
 class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
@@ -87,7 +90,7 @@ class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
 class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
     """Report that all ranks have ended.
 
-    `stopped.json`, logs and failures are then in the attempt's directory.
+    The attempt's directory then contains `stopped.json`, logs and failures.
     """
 
     state: State
@@ -96,51 +99,57 @@ class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
 
 
 class Settled(MonitorMessage, frozen=True, kw_only=True, tag="settled"):
-    """Report that `receipt.json` is written. The supervisor's last message."""
+    """Report that the supervisor has written `receipt.json`. `Settled` is the supervisor's last message."""
 
 
 class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
-    """Report that MLflow has a run for the attempt."""
+    """Report that the attempt has a run in MLflow."""
 
     run_id: str  # MLflow's
     url: str
-    environ: dict[str, str]  # Variables with which MLflow in a rank finds the run.
+    environ: dict[str, str]  # Variables with which MLflow finds the run in a rank.
 
 
 class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
-    """Report why the run is not tracked. `TrackedNote` may follow unless `final` is set."""
+    """Report the reason for which the run is not tracked. `TrackedNote` may follow unless `final` is set."""
 
     sentence: str
     final: bool = False
-    is_starting: bool = False  # The home's own server is starting, which takes seconds.
+    is_starting: bool = False  # True while the installation's own MLflow server starts, which takes seconds.
 
 
 class AttemptSample(MonitorMessage, frozen=True, kw_only=True, tag="seen"):
-    """Telemetry of the attempt so far. The monitor sends the telemetry after every sample."""
+    """Telemetry of the attempt up to the latest sample.
+
+    The monitor sends an `AttemptSample` after every sample.
+    """
 
     uses: tuple[DeviceUse, ...]  # Usage of the attempt's devices, from the first to the latest sample.
-    busy: bool  # True if a device (or, on CPU slots, a rank) was busy since the previous sample.
+    busy: bool  # True if a device or a rank on CPU slots was busy since the previous sample.
 
 
 class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
-    """Message for attached clients. With `note`, the receipt contains the message too."""
+    """Message for attached clients. If `note` is set, the receipt also contains the message."""
 
     sentence: str
     note: bool = False
 
 
 class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
-    """Request for the node's frames, once a second, until the sender disconnects."""
+    """Request for one node frame per second until the sender disconnects."""
 
-    fakes: str = ""  # The sender's `SERVERLESS_GPU_FAKE`. The declared devices replace the node's GPUs.
+    fakes: str = ""  # The sender's `SERVERLESS_GPU_FAKE`. The declared fake devices replace the node's GPUs.
 
 
 class RetireMonitor(MonitorMessage, frozen=True, kw_only=True, tag="retire"):
-    """Request to exit after the last attempt. The monitor answers `UserSentence` if an attempt runs."""
+    """Request to exit after the last attempt.
+
+    If an attempt runs, the monitor answers with a `UserSentence`.
+    """
 
 
 class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt in a frame, with `devices` by uuid and `pids` by global rank."""
+    """One attempt in a node frame, with `devices` by uuid and `pids` by global rank."""
 
     run_id: str
     fence: int
@@ -148,14 +157,14 @@ class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     devices: tuple[str, ...]
     pids: dict[int, int]
-    began_ns: int  # Start of the attempt's ranks in nanoseconds since 1970; 0 before the start.
-    tracked: str = ""  # Printable link to the run in MLflow, or "".
+    began_ns: int  # Start time of the attempt's ranks in nanoseconds since 1970; 0 before the start.
+    tracked: str = ""  # Printable link to the MLflow run, or "".
 
 
 class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
-    """State of the node.
+    """State of the node in one frame.
 
-    `sample` contains all devices and all ranks, in the order of `attempts`.
+    `sample` contains all devices, and the ranks of all `attempts` in the same order.
     """
 
     devices: tuple[Device, ...]
@@ -182,7 +191,7 @@ _decoder: msgspec.json.Decoder[AnyMonitorMessage] = msgspec.json.Decoder(AnyMoni
 
 
 def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's variables that MLflow needs to find and reach a tracker and to start."""
+    """Return the caller's variables that MLflow needs to start and to reach a tracker."""
     return {
         name: value
         for name, value in environ.items()
@@ -198,7 +207,7 @@ def monitor_socket(sockets: Path) -> Path:
 def send(channel: Channel, message: MonitorMessage) -> None:
     """Send a message.
 
-    Raises OSError if the peer has closed its socket, and BlockingIOError if the peer does not read.
+    Raises OSError if the peer has closed its socket. Raises BlockingIOError if the send buffer is full.
     """
     channel.send(_encoder.encode(message), ())
 
@@ -206,35 +215,35 @@ def send(channel: Channel, message: MonitorMessage) -> None:
 def receive(channel: Channel) -> AnyMonitorMessage | None:
     """Return the next message, or None at end of file.
 
-    Raises MsgspecError for another protocol, OSError for a broken connection, and BlockingIOError without a pending
-    message.
+    Raises MsgspecError for another protocol version. Raises OSError for a broken connection. Raises BlockingIOError if
+    no message is pending.
     """
     received = channel.receive()
     if received is None:
         return None
     message = decoded(_decoder, received)
-    close_all(received[1])  # A monitor accepts no descriptors.
+    close_all(received[1])  # The monitor accepts no descriptors from its peers.
     return message
 
 
 class Peer:
-    """The non-blocking connection to a supervisor, an agent or `sgpu top`."""
+    """The monitor's non-blocking connection to a supervisor, an agent or `sgpu top`."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.watch: WatchNode | None = None  # The peer's request for frames, or None.
+        self.watch: WatchNode | None = None  # The peer's request for node frames, or None.
         self._pending: deque[MonitorMessage] = deque(maxlen=_PENDING_MAX)
 
     @property
     def behind(self) -> bool:
-        """Return True while messages are queued."""
+        """Return True while unsent messages are queued."""
         return bool(self._pending)
 
     def send(self, message: MonitorMessage, *, passing: bool = False) -> None:
         """Send or queue a message. Raises OSError if the peer has closed its socket.
 
-        A `passing` message is dropped while another message is queued.
+        `send` drops a `passing` message while another message is queued.
         """
         if passing and self._pending:
             return
@@ -242,9 +251,9 @@ class Peer:
         self.flush(keep=not passing)
 
     def flush(self, *, keep: bool = True) -> None:
-        """Send queued messages while the peer reads. Raises OSError.
+        """Send queued messages until the send buffer is full. Raises OSError.
 
-        Without `keep`, drop the unsent messages.
+        If `keep` is False, the method drops the unsent messages.
         """
         while self._pending:
             try:
@@ -258,7 +267,7 @@ class Peer:
     def receive(self) -> AnyMonitorMessage | None:
         """Return the next message, or None at end of file or for an invalid message.
 
-        Raises BlockingIOError without a pending message.
+        Raises BlockingIOError if no message is pending.
         """
         try:
             return receive(self.channel)

@@ -5,35 +5,35 @@
                                          │ MlflowDeliveries                    │ ──▶ AttemptDelivery (a thread each)
                                          └─────────────────────────────────────┘                 ─▶ MLflow
 
-The monitor is a detached process, one per home. The agent starts the monitor on demand and keeps a connection to it.
-The end of the connection shows the end of the monitor. The monitor makes no decisions about a run. Only the start of
-programs waits for the monitor.
+The monitor is a detached process, one per installation. The agent starts the monitor on demand and remains connected to
+it. The agent detects the monitor's end by end of file on the connection. The monitor makes no decisions about a run.
+Only the start of programs waits for the monitor.
 
     Observe ─▶ Backlog.keep ─▶ AttemptDelivery ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
     every 15 s, with free threads: Backlog.take ─▶ Recorder without a supervisor ─▶ AttemptDelivery ─▶ …
 
-The monitor runs one thread per running attempt, and at most 32 for attempts that have ended. If MLflow is unreachable
-for hours, further ended attempts wait on disk (`backlog.py`). The monitor stores the credentials that runs send in
-memory only, by tracker. An attempt waits until the monitor has the credentials for its tracker.
+The monitor runs one thread per running attempt and at most 32 threads for ended attempts. If MLflow is unreachable for
+hours, further ended attempts wait on disk (`backlog.py`). The monitor stores the runs' credentials by tracker and only
+in memory. An attempt waits until the monitor has the credentials for its tracker.
 
 Failure cases:
 
 If the monitor is killed, runs continue. The agent starts another monitor. Supervisors connect to the new monitor and
-send their messages again. The backlog on disk contains the undelivered data.
+resend their messages. The backlog on disk contains the undelivered data.
 
-If MLflow refuses, hangs or fails, the delivery threads wait and samples stay on disk until MLflow answers.
+If MLflow refuses data, hangs or fails, samples remain on disk until MLflow answers.
 
-If two monitors start at once, only one monitor acquires the lock, and the second monitor exits.
+If two monitors start at once, the monitor without the lock exits.
 
-If a GPU driver hangs, samples of its GPUs stop (`sampler.py`), but the monitor still reads messages.
+If a GPU driver hangs, the monitor stops sampling its GPUs (`sampler.py`) but still reads messages.
 
-If a peer does not read, the monitor drops passing messages and queues other messages, up to a bound.
+If a peer does not read, the monitor drops passing messages and queues a limited number of other messages.
 
-If the home or its socket is deleted, the monitor exits.
+If the home directory or the monitor's socket is deleted, the monitor exits.
 
-An idle monitor exits a few seconds after the last connection, once everything has been delivered to MLflow.
+An idle monitor exits a few seconds after the last connection has closed and MLflow has received all data.
 
-After `sgpu stop`, the monitor has three seconds for undelivered writes. The next monitor delivers the remaining data.
+After `sgpu stop`, the monitor has three seconds to send undelivered data. The next monitor delivers the remaining data.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ ENDED_MAX = 32
 IDLE_S = 5.0
 GRACE_S = 3.0
 _EVERY_NS = 10**9
-_FIRST_NS = _EVERY_NS // 4  # Delay of the first sample, because ranks that just started need the CPU cores.
+_FIRST_NS = _EVERY_NS // 4  # Delay of the first sample, because ranks that have just started need the CPU cores.
 _LOOK_NS = 15 * 10**9
 _SECRETS_MAX = 64
 _TURN_S = 5.0
-_LOOK_S = 0.25  # Seconds between two checks while deliveries are in progress.
+_LOOK_S = 0.25  # Interval in seconds between two checks while deliveries are active.
 _BREATH_S = 0.05
 
 
@@ -87,7 +87,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     The process closes `ready_fd` once any monitor accepts connections.
     """
     if os.fork():
-        os._exit(0)  # The process is reparented, because its starter may exit first and need not reap the process.
+        os._exit(0)  # Fork, because the starter may exit first and then cannot reap the monitor.
     linux.set_name("sgpu-monitor")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -102,7 +102,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     threading.Thread(target=make_ready, name="make ready", daemon=True).start()
     monitor.serve()
     sys.stdout.flush()
-    os._exit(0)  # Threads that wait for a driver are not joined.
+    os._exit(0)  # Skip joining threads, because a thread may wait for a hanging driver.
 
 
 class Monitor:
@@ -126,7 +126,7 @@ class Monitor:
         self._listener = self._listen()
 
     def serve(self) -> None:
-        """Serve until the monitor is idle."""
+        """Handle events until the monitor is idle."""
         while not self._is_done():
             pause_s = _LOOK_S if self._recorders else _TURN_S
             if self._is_needed():
@@ -160,7 +160,7 @@ class Monitor:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            # Without free descriptors, accept would return at once in a busy loop.
+            # Without free descriptors, accept would fail at once in a busy loop.
             select.select([], [], [], _BREATH_S)
             return
         if len(self._peers) >= PEERS_MAX:
@@ -222,7 +222,7 @@ class Monitor:
 
     def _tend(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.behind]:
-            with contextlib.suppress(OSError):  # The loop reads the closed connection next.
+            with contextlib.suppress(OSError):  # The event loop detects the closed connection later.
                 peer.flush()
         sample = self._sampler.take()
         if sample is not None:
@@ -290,7 +290,7 @@ class Monitor:
 
 
 class MlflowDeliveries:
-    """The running deliveries and the attempts that wait for a delivery."""
+    """The active deliveries and the attempts that wait for a delivery."""
 
     def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
         self._home = home
@@ -299,17 +299,17 @@ class MlflowDeliveries:
         self._backlog = Backlog(home.tracking, clock)
         self._away: dict[str, messages.Untracked] = {}
         self._secrets: dict[str, Mapping[str, str]] = {}
-        self._waiting: dict[str, str] = {}  # attempt → tracker whose credentials the attempt waits for
+        self._waiting: dict[str, str] = {}  # Tracker whose credentials an attempt waits for, by attempt key
         self._looked_ns: int | None = None
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Start the home's MLflow server if the next run will need it."""
+        """Start the installation's MLflow server if the next run will need it."""
         if not message.tracker.uri:
             ensure_server(self._home, message.python, message.tracker.store, environ=message.environ)
         self._remember(message.tracker.uri, message.environ)
 
     def begin(self, recorder: Recorder) -> None:
-        """Start the delivery of an observed attempt if it is tracked."""
+        """Start the delivery of an observed attempt if the attempt is tracked."""
         observe = recorder.observe
         if observe.spec.tracker is None:
             return
@@ -317,13 +317,16 @@ class MlflowDeliveries:
         kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
         delivery = recorder.delivery = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
-        # If the tracker's state is known, ranks need not wait for the tracker. The file for ranks shows the state after
-        # the next try.
+        # If the tracker's state is known, ranks need not wait for the tracker. `tracking.json` shows the state after
+        # the next delivery attempt.
         delivery.status = self._away.get(delivery.target)
         delivery.start()
 
     def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
-        """Control deliveries of ended attempts. Yield recorders of attempts that an earlier monitor left."""
+        """Control the deliveries of ended attempts.
+
+        Yield recorders for attempts that an earlier monitor left undelivered.
+        """
         ended = 0
         for recorder in recorders.values():
             delivery = recorder.delivery
@@ -353,7 +356,10 @@ class MlflowDeliveries:
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return True if an attempt can be delivered. An attempt without its credentials waits."""
+        """Return True if the monitor can deliver an attempt now.
+
+        An attempt without its tracker's credentials waits.
+        """
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
         if kept.has_secrets and target not in self._secrets:
@@ -375,7 +381,7 @@ class MlflowDeliveries:
         return False
 
     def _recover(self, target: str, recorders: Mapping[str, Recorder]) -> None:
-        """Continue all deliveries that wait for a tracker that answers again."""
+        """Continue all deliveries that wait for a tracker, because the tracker answers again."""
         self._looked_ns = None
         for recorder in recorders.values():
             if recorder.delivery is not None and recorder.delivery.target == target:

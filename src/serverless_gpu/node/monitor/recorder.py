@@ -1,4 +1,4 @@
-"""Records one attempt: writes samples to its telemetry file and sends sums to its supervisor.
+"""Records one attempt: writes samples to a telemetry file and sends totals to the supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ end
        │                    └─ with the latest metrics of its Ray cluster, if any (`RayFile`)
@@ -6,21 +6,20 @@
 
     sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
 
-The interval between rows grows with the duration of a run.
+The interval between telemetry rows grows with the run's duration.
 
 Failure cases:
 
-If the supervisor's connection ends without `Settled`, the recorder reads the attempt's files until they show that the
-attempt has ended.
+If the supervisor disconnects without `Settled`, the recorder reads the attempt's files until the attempt has ended.
 
-On a full disk, a row of the telemetry file is lost and counted. The recorder reports the loss once and tries the next
-row.
+If the disk is full, the recorder drops and counts the telemetry row. The recorder reports the loss once and tries to
+write the next row.
 
 If the run's directory is deleted, the recorder writes no more rows.
 
-If a writer was killed while it wrote a line, the next writer ends the line, and readers skip the incomplete line.
+If a writer was killed within a line, the next writer ends the line, and readers skip the incomplete line.
 
-If the wall clock moves back, the recorder writes a row at once.
+If the wall clock moves back, the recorder writes a row immediately.
 """
 
 from __future__ import annotations
@@ -60,18 +59,18 @@ _LOST_NS = 10 * 10**9
 
 
 class Recorder:
-    """The record of one attempt.
+    """The recorder of one attempt.
 
-    `origin_ns` is the time of the call, in nanoseconds since 1970.
+    `origin_ns` is the time of the call in nanoseconds since 1970.
     """
 
     def __init__(self, observe: messages.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
         self.origin_ns = origin_ns
-        self.peer: Peer | None = None  # Connection to the attempt's supervisor; None after it disconnected.
-        self.delivery: AttemptDelivery | None = None  # None if the attempt is not tracked.
+        self.peer: Peer | None = None  # Connection to the attempt's supervisor; None while disconnected.
+        self.delivery: AttemptDelivery | None = None  # Delivery of the attempt; None if the attempt is not tracked.
         self.state = State.QUEUED
-        self.ranks: messages.Ranks | None = None  # Processes and devices of the attempt; None before they run.
+        self.ranks: messages.Ranks | None = None  # Processes and devices of the attempt; None before the ranks run.
         self._clock = clock
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
@@ -82,7 +81,7 @@ class Recorder:
 
     @property
     def key(self) -> str:
-        """Return the key of the attempt, which is unique in this home."""
+        """Return the attempt's key, which is unique in this installation."""
         return key_of(self.observe)
 
     @property
@@ -102,7 +101,7 @@ class Recorder:
 
     @property
     def is_over(self) -> bool:
-        """Return True if the recorder has no work left."""
+        """Return True if the recorder has nothing left to record or deliver."""
         if self.is_observed:
             return False
         return self.delivery is None or (self.delivery.is_done and self.delivery.held is None)
@@ -110,7 +109,10 @@ class Recorder:
     # --- supervisor messages -------------------------------------------------------------------------------------
 
     def join(self, peer: Peer) -> None:
-        """Use a connection as the supervisor's. After a reconnect, the supervisor sends all messages again."""
+        """Set the connection to the attempt's supervisor.
+
+        After a reconnect, the supervisor sends all messages again.
+        """
         self.peer = peer
         if self.delivery is None:
             self.send(messages.Untracked(sentence="", final=True))
@@ -118,7 +120,7 @@ class Recorder:
             self.send(self.delivery.status)
 
     def receive(self, message: messages.AnyMonitorMessage) -> None:
-        """Process a message of the attempt's supervisor."""
+        """Process a message from the attempt's supervisor."""
         match message:
             case messages.Ranks():
                 self._begin(message)
@@ -136,15 +138,18 @@ class Recorder:
         self._close()
 
     def send(self, message: messages.MonitorMessage, *, passing: bool = False) -> None:
-        """Send a message to the attempt's supervisor, if connected."""
+        """Send a message to the attempt's supervisor if it is connected."""
         if self.peer is not None:
-            with contextlib.suppress(OSError):  # The event loop then reads end of file and handles the lost connection.
+            with contextlib.suppress(OSError):  # The event loop detects the lost connection later.
                 self.peer.send(message, passing=passing)
 
     # --- delivery messages and files -----------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Forward messages of the delivery to the supervisor. Without a supervisor, read the attempt's files."""
+        """Forward the delivery's messages to the supervisor.
+
+        If the supervisor is not connected, the method reads the attempt's files.
+        """
         if self.delivery is None:
             return
         for message in self.delivery.news():
@@ -154,14 +159,14 @@ class Recorder:
             self._follow()
 
     def _follow(self) -> None:
-        """Read the attempt's final state from its files once no process controls the attempt."""
+        """Read the attempt's final state from its files after the supervisor has ended."""
         if is_live(self.directory):
             return  # The attempt's supervisor will connect again.
         stopped = read_ending(self.directory)
         if stopped is not None:
             self._end(stopped.state, stopped.reason, "")
         elif self._clock.boottime_ns() - self._lost_ns < _LOST_NS:
-            return  # The agent will soon write the final state.
+            return  # The agent will soon write the attempt's final state.
         else:
             reason = Reason.SUPERVISOR_KILLED
             self._end(MEANINGS[reason].state, reason, MEANINGS[reason].sentence)
@@ -197,7 +202,7 @@ class Recorder:
         self._recording.describe(header)
 
     def record(self, node: NodeSample) -> None:
-        """Record the attempt's part of a node sample, and send the sums to the attempt's supervisor."""
+        """Record the attempt's part of a node sample, and send the totals to the attempt's supervisor."""
         recording = self._recording
         if recording is None or not self.is_sampled:
             return
@@ -217,7 +222,7 @@ class Recorder:
                 self._send_once(f"the state of the GPUs is unknown: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
-        """Return attempt and rank for each device: one device per rank, or all devices for a single process."""
+        """Return the attempt key and rank of each device. A single process uses all devices."""
         ranks = sorted(self.ranks.pids) if self.ranks is not None else []
         if len(ranks) == 1:
             ranks *= len(self.devices)
@@ -225,11 +230,11 @@ class Recorder:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return the attempt's devices in the order of its ranks."""
+        """Return the attempt's devices in rank order."""
         return self.ranks.devices if self.ranks is not None else ()
 
     def watched(self) -> messages.WatchedAttempt:
-        """Return the attempt in the form that frames use."""
+        """Return the attempt as an entry of a node frame."""
         status = self.delivery.status if self.delivery is not None else None
         return messages.WatchedAttempt(
             run_id=self.observe.run_id,
@@ -254,7 +259,7 @@ class Recorder:
 
 
 def sample_of(node: NodeSample, devices: tuple[Device, ...], *keys: str) -> Sample:
-    """Return the part of a node sample for some devices and for the ranks of some attempts."""
+    """Return the part of a node sample for the given devices and attempts."""
     ranks: list[RankSample] = []
     for key in keys:
         ranks += node.ranks.get(key, ())
@@ -263,10 +268,10 @@ def sample_of(node: NodeSample, devices: tuple[Device, ...], *keys: str) -> Samp
 
 
 class RayFile:
-    """Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
+    """Reads a node's Ray metrics, written by `inside/raycluster/metrics.py`.
 
-    The reader opens the file again only after a new write. The result is empty without a file, or if the file is old
-    because Ray hangs or has ended. The reader ignores unexpected files (a pipe, a directory, a gigabyte).
+    The reader opens the metrics file only after a new write. The result is empty if the file is missing, or outdated
+    because Ray hangs or has ended. The reader ignores unexpected file types and files above the size limit.
     """
 
     def __init__(self, directory: Path, node_rank: int) -> None:
@@ -275,13 +280,13 @@ class RayFile:
         self._data = b""
 
     def latest(self, now_ns: int) -> RaySample | None:
-        """Return the latest metrics; None if they are missing or too old. `now_ns` is a boottime."""
+        """Return the latest Ray metrics; None if they are missing or too old. `now_ns` is a boottime."""
         try:
             found = os.stat(self._path)
             seen = (found.st_ino, found.st_mtime_ns)
             if seen != self._seen:
-                # Opening or reading a pipe must not block. Reading one byte above the limit shows that the file is too
-                # large.
+                # Use O_NONBLOCK, because opening or reading a pipe must not block. Reading one byte above the limit
+                # shows that the file is too large.
                 fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 try:
                     self._data = os.read(fd, RAY_BYTES_MAX + 1)

@@ -7,25 +7,26 @@
     NvmlSampler ─────┤      └─ waits at most 50 ms for its thread's reading, else uses the previous reading
     fake_gpus.json ──┘
 
-The sampler takes one sample for all attempts. Only one request is active at a time, and the sampler drops further
-requests until the thread has answered. A call for PCIe throughput measures for 20 ms, so each sample measures only two
-GPUs, in turn.
+The sampler takes one sample for all attempts. Only one request is active at a time. The sampler drops further requests
+until the active request ends. Reading a GPU's PCIe throughput takes 20 ms, so each sample reads only two GPUs in
+rotation.
 
-No failure raises an exception:
+Sampling failures raise no exceptions:
 
-A metric that cannot be read is None. `NodeSample.problems` has the reason, so that the receiver reports it once.
+A metric that cannot be read is None. `NodeSample.problems` contains the reason, so that the receiver reports the
+problem once.
 
 The sampler omits a failed sample and logs a repeated failure once.
 
-If a hanging driver blocks NVML, the reading expires after 5 s. Samples then have no GPUs until the thread returns. A
-list of GPUs (`sgpu top`) waits for the driver.
+If a hanging driver blocks NVML, the latest GPU reading expires after 5 s. Samples then contain no GPUs until the NVML
+thread returns. Listing GPUs for `sgpu top` waits for the driver.
 
-If a GPU fell off the bus or the binding fails otherwise, the sample is empty and its `problems` name the GPU.
+If a GPU has failed, its sample is empty and `problems` names the GPU.
 
-A process that ends during the sample is not counted. If the parent has waited for the ended process, the parent's CPU
-time includes the process.
+The sampler ignores a process that ends during the sample. If the parent has reaped the ended process, the parent's CPU
+time includes the ended process.
 
-Shared memory is counted in each process, as in any process list.
+The sampler counts shared memory once in each process, like `ps`.
 """
 
 from __future__ import annotations
@@ -65,24 +66,24 @@ _FAKE_STATE_BYTES_MAX = 1 << 20
 _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
 
-# Constants of NVML, from nvml.h.
+# Constants from the NVML header file nvml.h.
 TEMPERATURE_GPU = 0
 CLOCK_SM, CLOCK_MEMORY = 1, 2
 PCIE_TRANSMIT, PCIE_RECEIVE = 0, 1
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
-NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # NVML fields in KiB, summed over all links.
+NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # NVML fields for NVLink traffic in KiB, summed over all links.
 
 RankKey = tuple[str, int]
-"""Key of a rank: an attempt and a global rank."""
+"""Key of a rank: attempt key and global rank."""
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices and ranks to sample."""
+    """Devices and ranks to include in a sample."""
 
     devices: tuple[Device, ...] = ()  # Devices of all attempts, without duplicates.
-    ranks: Mapping[str, Mapping[int, int]] = {}  # Pids by global rank, for each attempt key.
-    used_by: Mapping[str, tuple[str, int]] = {}  # Attempt key and global rank, by device uuid.
-    # Devices that `sgpu top` declares instead of the node's own devices; None while `sgpu top` does not run.
+    ranks: Mapping[str, Mapping[int, int]] = {}  # Pids by global rank for each attempt key.
+    used_by: Mapping[str, tuple[str, int]] = {}  # Attempt key and global rank by device uuid.
+    # Fake devices that `sgpu top` declares instead of the node's devices; None while `sgpu top` does not run.
     fakes: str | None = None
 
 
@@ -94,21 +95,22 @@ class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
     host: HostSample
     gpus: Mapping[str, GpuSample]
     ranks: Mapping[str, tuple[RankSample, ...]]
-    problems: tuple[str, ...] = ()  # Messages about missing samples. The receiver reports each message once.
+    # Messages about missing sample values. The receiver reports each problem message once.
+    problems: tuple[str, ...] = ()
 
 
 class NodeReader(Protocol):
-    """Protocol of a node's sampler."""
+    """Interface of a node sampler."""
 
     def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return a sample of the present state."""
+        """Return a sample of the node's current state."""
         ...
 
 
 class SamplerThread:
     """The sampling thread.
 
-    The thread calls `machine` and `wake` itself, so that a slow start delays no event loop.
+    The thread calls `machine` and `wake` itself, so that a slow start does not block the event loop.
     """
 
     def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
@@ -121,7 +123,7 @@ class SamplerThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, wanted: SampleRequest) -> bool:
-        """Request a sample. Return False while the previous request is not finished."""
+        """Request a sample. Return False while the previous request is active."""
         if self._busy:
             return False
         if self._thread is None:
@@ -132,7 +134,7 @@ class SamplerThread:
         return True
 
     def take(self) -> NodeSample | None:
-        """Return the requested sample once, or None if the request is not finished or failed."""
+        """Return the requested sample once, or None if the request is active or has failed."""
         try:
             sample = self._samples.get_nowait()
         except queue.Empty:
@@ -150,7 +152,7 @@ class SamplerThread:
                 machine = machine or self._make()
                 sample = machine.sample(wanted, self._clock.wall_ns())
                 logged = ""
-            except Exception as error:  # noqa: BLE001 - the next sample may succeed, and no other thread would begin it
+            except Exception as error:  # noqa: BLE001 - the next sample may succeed, and no other thread would take it
                 if repr(error) != logged:
                     logged = repr(error)
                     traceback.print_exc()
@@ -162,19 +164,19 @@ class WakeupEvent:
     """Wakes an event loop from other threads."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # Readable while the event is set.
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # Descriptor that is readable while the event is set.
 
     def set(self) -> None:
         """Wake the event loop."""
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Reset the event, so that the loop can wait again."""
+        """Reset the event, so that the event loop can wait again."""
         os.eventfd_read(self.fd)
 
 
 class MachineSampler:
-    """Samples this machine, from one thread. Creates its own NVML sampler if `nvml` is None."""
+    """Samples this machine from one thread. The sampler creates an NVML sampler if `nvml` is None."""
 
     def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
         self._home = home
@@ -188,7 +190,7 @@ class MachineSampler:
     def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         """Return a sample. A fake device without a rank is idle.
 
-        `at_ns` is the time of the sample in nanoseconds since 1970.
+        `at_ns` is the sampling time in nanoseconds since 1970.
         """
         boottime_ns = self._clock.boottime_ns()
         own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
@@ -212,9 +214,9 @@ class MachineSampler:
         )
 
     def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
-        """Return this node's devices, and the reason if the list is incomplete.
+        """Return this node's devices, with the reason if the list is incomplete.
 
-        Without GPUs, return CPU slots.
+        On a node without GPUs, the devices are CPU slots.
         """
         if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
             devices: tuple[Device, ...] = ()
@@ -232,7 +234,7 @@ class MachineSampler:
     def _made_up(
         self, devices: Mapping[str, Device], wanted: SampleRequest, ranks: Mapping[str, Sequence[RankSample]]
     ) -> dict[str, GpuSample]:
-        """Return the samples of fakes and CPU slots, computed from the usage of their ranks."""
+        """Return the samples of fake GPUs and CPU slots, computed from their ranks' usage."""
         made_up = {uuid: device for uuid, device in devices.items() if device.kind is not DeviceKind.GPU}
         fakes = any(device.kind is DeviceKind.FAKE for device in made_up.values())
         state: dict[str, FakeGpu] = fake_state(self._home) if fakes else {}
@@ -262,21 +264,21 @@ def _ranks(
 
 
 class HostSampler:
-    """Samples CPU, memory, disk and network.
+    """Samples CPU, memory, disk and network of the machine.
 
-    CPU usage needs two samples, so the first sample has None. The sampler queries the disk only every ten seconds. On a
-    network file system, each query of the disk is a request to the file server.
+    CPU usage requires two samples, so the first sample has None. The sampler queries the disk only every ten seconds.
+    On a network file system, each disk query is a request to the file server.
     """
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
         self._home = home
         self._networks = networks
-        self._cpu: tuple[float, float] | None = None  # Busy and total CPU time, in seconds.
+        self._cpu: tuple[float, float] | None = None  # Busy and total CPU time in seconds.
         self._disk: tuple[int | None, int | None] = (None, None)
         self._disk_ns: int | None = None
 
     def sample(self, at_ns: int) -> HostSample:
-        """Return a sample of the machine. Any clock can supply `at_ns`."""
+        """Return a sample of the machine. `at_ns` may come from any clock."""
         if self._disk_ns is None or not 0 <= at_ns - self._disk_ns < _DISK_EVERY_NS:
             self._disk, self._disk_ns = _disk(self._home), at_ns
         memory = psutil.virtual_memory()
@@ -303,10 +305,11 @@ class HostSampler:
         return round(min(100.0, max(0.0, share * 100)), 1)
 
     def _network(self) -> tuple[int | None, int | None]:
-        """Return the bytes received and sent on the network interfaces that the sampler counts.
+        """Return the bytes received and sent on the counted network interfaces.
 
-        Bridges, bonds and container interfaces forward traffic of a network card. If the machine has network cards, the
-        sampler counts only cards. A container has no cards, so the sampler counts all interfaces except loopback.
+        Bridges, bonds and container interfaces forward the traffic of a network card. If the machine has network cards,
+        the sampler therefore counts only network cards. A container has no network cards, so the sampler counts all
+        interfaces except loopback.
         """
         try:
             counters = psutil.net_io_counters(pernic=True)
@@ -322,14 +325,14 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
     with contextlib.suppress(OSError):
         disk = os.statvfs(path)
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        return used, used + disk.f_bavail * disk.f_frsize  # The total excludes space reserved for root.
+        return used, used + disk.f_bavail * disk.f_frsize  # The disk total excludes space that is reserved for root.
     return None, None
 
 
 class RankUsage(NamedTuple):
-    """Usage of one rank and its children.
+    """Usage of one rank and its descendants.
 
-    CPU usage is measured since the previous sample. The first sample has None.
+    CPU usage is the average since the previous sample. The first sample has no CPU usage (None).
     """
 
     cpu_percent: float | None
@@ -338,7 +341,7 @@ class RankUsage(NamedTuple):
 
 
 class ProcessStat(NamedTuple):
-    """The parent of a process, and its usage."""
+    """Parent pid and resource usage of a process."""
 
     parent: int
     cpu_s: float
@@ -346,12 +349,12 @@ class ProcessStat(NamedTuple):
 
 
 class RankSampler:
-    """Samples CPU and memory of each rank's process and of its descendants.
+    """Samples CPU and memory of each rank's process and its descendants.
 
         /proc ─ every pid once ─▶ which rank's descendant? ─▶ for those of ranks, every second: stat
 
-    The sampler assigns a process to a rank when it first sees the process. Reading every process of a large machine
-    every second would cost too much. A process whose parent has ended stays assigned to its rank.
+    The sampler assigns a process to a rank when the sampler first sees the process. Reading every process of a large
+    machine every second would be too slow. A process whose parent has ended stays assigned to its rank.
     """
 
     def __init__(self) -> None:
@@ -360,12 +363,12 @@ class RankSampler:
         self._before: dict[RankKey, tuple[int, float]] = {}
 
     def sample(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
-        """Return the usage of each rank.
+        """Return the resource usage of each rank.
 
-        `at_ns` is a monotonic time. `roots` maps pids to ranks.
+        `at_ns` is a monotonic time. `roots` maps the pids of rank processes to ranks.
         """
         if roots != self._roots:
-            # Processes were assigned before these ranks were known, so their children may be assigned to other ranks.
+            # The previous assignment did not include these ranks, so their children may be assigned to other ranks.
             self._roots, self._owners = dict(roots), dict(roots)
         self._find_owners()
         sums: dict[RankKey, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}
@@ -411,19 +414,19 @@ class RankSampler:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Return the parent, CPU time and memory of a process, or None if the process has ended."""
+    """Return a process's parent, CPU time and memory, or None if the process has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()  # The name of a program may contain spaces and parentheses.
-        # The CPU time includes ended children that the process has waited for.
+        fields = file.read().rpartition(b")")[2].split()  # A program name may contain spaces and parentheses.
+        # The CPU time includes child processes that the process has reaped.
         ticks = sum(int(field) for field in fields[11:15])
         return ProcessStat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None
 
 
 class GpuReading(NamedTuple):
-    """Readings of GPUs at one time, by uuid, and memory by process.
+    """GPU readings at one time by uuid, and GPU memory by process.
 
-    The memory by process is None if NVML hides it.
+    The memory by process is None if NVML does not report it.
     """
 
     gpus: dict[str, GpuSample]
@@ -432,9 +435,10 @@ class GpuReading(NamedTuple):
 
 
 class NvmlSampler:
-    """Samples NVIDIA GPUs in a thread. Waits at most `wait_s` for a fresh reading.
+    """Samples NVIDIA GPUs in a thread. `sample` waits at most `wait_s` seconds for a new reading.
 
-    `pids_visible` is True if NVML reports pids of this process's namespace. With None, the sampler detects the value.
+    `pids_visible` is True if NVML reports pids of this process's pid namespace. If `pids_visible` is None, the sampler
+    detects the value.
     """
 
     def __init__(
@@ -456,9 +460,9 @@ class NvmlSampler:
         self._thread: threading.Thread | None = None
 
     def sample(self, uuids: Sequence[str]) -> GpuReading:
-        """Return the latest reading of these GPUs: one entry per uuid, never an exception.
+        """Return the latest reading of these GPUs, with one entry per uuid. Failures raise no exceptions.
 
-        The method waits at most `wait_s` for a fresh reading.
+        The method waits at most `wait_s` seconds for a new reading.
         """
         now_ns = self._clock.boottime_ns()
         with self._condition:
@@ -482,7 +486,7 @@ class NvmlSampler:
     def _waits(self) -> bool:
         """Return True while a request has no answer.
 
-        A method, because another thread changes the attribute.
+        This check is a method, because another thread changes the attribute.
         """
         return self._asked is not None
 
@@ -493,7 +497,7 @@ class NvmlSampler:
                 asked = self._asked or ()
             try:
                 reading = self._reader.read(asked, self._clock.boottime_ns)
-            except Exception as error:  # noqa: BLE001 - whatever a binding raises, the next reading may be fine
+            except Exception as error:  # noqa: BLE001 - the next reading may succeed, whatever exception the binding raises
                 reading = _empty(asked, f"the call to NVML failed: {error!r}")
             with self._condition:
                 self._latest, self._readings = reading, self._readings + 1
@@ -502,7 +506,7 @@ class NvmlSampler:
 
 
 class _NvmlReader:
-    """Calls NVML from one thread."""
+    """Reads NVML from one thread."""
 
     def __init__(self, given: Any, pids_visible: bool) -> None:
         self._given = given
@@ -558,7 +562,7 @@ class _NvmlReader:
         )
 
     def _link_rate(self, uuid: str, handle: object, field: int, at_ns: int) -> float | None:
-        """Return bytes per second since the previous reading. The GPU counts KiB."""
+        """Return the bytes per second since the previous reading. The GPU counts traffic in KiB."""
         values = self._ask("DeviceGetFieldValues", handle, [(field, _ALL_LINKS)])
         if values is None or values[0].nvmlReturn != 0:
             return None
@@ -579,27 +583,27 @@ class _NvmlReader:
         self._turn += _PCIE_AT_ONCE
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of an NVML call, or None if the call fails or its first argument is None."""
+        """Return an NVML call's result, or None if the call fails or its first argument is None."""
         if arguments[0] is None:
             return None
         try:
             return getattr(self._nvml, f"nvml{function}")(*arguments)
-        except AttributeError:  # The installed binding does not have this function.
+        except AttributeError:  # The installed NVML binding lacks this function.
             return None
         except nvml_errors(self._nvml):
             return None
 
 
 class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The entry of a fake GPU in the state file. The rank that uses the fake supplies the other values."""
+    """A fake GPU's entry in the state file. The rank on the fake GPU determines the other metric values."""
 
-    memory_used_bytes: int | None = None  # Memory in use, as the GPU gate reads it.
-    problem: str = ""  # Reason why the device does not answer, or "".
-    sampled: dict[str, int | float | None] = {}  # Metrics, with the field names of `GpuSample`.
+    memory_used_bytes: int | None = None  # Memory usage in bytes, as the GPU gate reads it.
+    problem: str = ""  # Reason for which the device does not answer, or "".
+    sampled: dict[str, int | float | None] = {}  # Metric values by field name of `GpuSample`.
 
 
 def fake_state(home: Path) -> dict[str, FakeGpu]:
-    """Return the entries of the state file of fakes, by uuid; empty if the file is missing or unreadable."""
+    """Return the fake GPUs' state file entries by uuid; empty if the file is missing or unreadable."""
     try:
         with (home / FAKE_STATE_FILE).open("rb") as file:
             return from_json(file.read(_FAKE_STATE_BYTES_MAX), dict[str, FakeGpu])
@@ -608,7 +612,7 @@ def fake_state(home: Path) -> dict[str, FakeGpu]:
 
 
 def from_rank(device: Device, rank: RankSample | None, share: int, state: Mapping[str, FakeGpu]) -> GpuSample:
-    """Return the sample of a fake or CPU slot, computed from its rank, which has `share` devices."""
+    """Return the sample of a fake GPU or CPU slot, computed from its rank, which has `share` devices."""
     busy = 0.0 if rank is None else rank.cpu_percent
     memory = 0 if rank is None else rank.memory_bytes
     derived = GpuSample(
@@ -628,7 +632,7 @@ def from_rank(device: Device, rank: RankSample | None, share: int, state: Mappin
     }
     try:
         return from_builtins([figures[name] for name in GpuSample.__struct_fields__], GpuSample)
-    except msgspec.ValidationError:  # An invalid value, for example half a byte of memory.
+    except msgspec.ValidationError:  # The state file contains an invalid value, for example half a byte of memory.
         return derived
 
 

@@ -1,4 +1,4 @@
-"""Starts, contacts and ends the monitor of a home.
+"""Starts, contacts and ends an installation's monitor.
 
     agent ──want()──▶ connected? ─▶ nothing
                       no ─▶ the socket of a running monitor answers? ─▶ connected
@@ -39,7 +39,7 @@ END_S = 10.0
 
 
 class MonitorConnection:
-    """The agent's connection to the monitor of its home."""
+    """The agent's connection to the installation's monitor."""
 
     def __init__(
         self, home: Home, sockets: Path, environ: Mapping[str, str], selector: selectors.BaseSelector, clock: Clock
@@ -63,7 +63,7 @@ class MonitorConnection:
         self._preparation = prepare if prepare is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
-        """Start a monitor that was requested and does not run. With `busy`, also restart a lost monitor."""
+        """Start a requested monitor that does not run. With `busy`, also restart a lost monitor."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if self._peer is not None:
@@ -72,7 +72,7 @@ class MonitorConnection:
             self._reach()
 
     def close(self) -> None:
-        """Disconnect. Without an agent, the monitor exits once no client needs it."""
+        """Disconnect. Without an agent, the monitor exits once no client needs the monitor."""
         if self._peer is not None:
             self._lose(self._peer)
 
@@ -84,11 +84,11 @@ class MonitorConnection:
         try:
             self._process, self._ready_fd = start(self._home, self._sockets, self._environ)
         except OSError:
-            return  # If no process can start now, the agent tries again after the pause.
+            return  # If no monitor process can start, the agent retries after the pause.
         self._selector.register(self._ready_fd, selectors.EVENT_READ, self._started)
 
     def _started(self) -> None:
-        """Handle the end of the pipe: the monitor listens or has ended."""
+        """Handle the end of the start pipe, when the monitor listens or has ended."""
         self._selector.unregister(self._ready_fd)
         os.close(self._ready_fd)
         self._ready_fd = -1
@@ -132,7 +132,7 @@ def _has_undelivered(home: Home) -> bool:
 
 
 def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare | None:
-    """Return the message that prepares the monitor for a run of this context; None without tracking."""
+    """Return the message that prepares the monitor for a run in this context; None without tracking."""
     if tracker is None:
         return None
     return messages.Prepare(
@@ -141,9 +141,9 @@ def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare 
 
 
 def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a monitor, which detaches itself and exits if another monitor runs. Raises OSError.
+    """Start a monitor, which detaches and exits if another monitor runs. Raises OSError.
 
-    Returns the process to reap, and a descriptor that becomes readable once a monitor listens or has failed.
+    Return the process to reap, and a descriptor that becomes readable once a monitor listens or has failed.
     """
     ready_read, ready_write = os.pipe()
     arguments = (str(home.root), str(sockets), ready_write)
@@ -159,7 +159,7 @@ def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subpro
 
 
 def connect(sockets: Path) -> Channel | None:
-    """Return a connection to the monitor without blocking; None if no monitor listens."""
+    """Return a non-blocking connection to the monitor; None if no monitor listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)
     try:
@@ -171,9 +171,9 @@ def connect(sockets: Path) -> Channel | None:
 
 
 def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
-    """Return a connection to the monitor of a home. Start the monitor if needed.
+    """Return a connection to the installation's monitor. The function starts the monitor if needed.
 
-    Raises AgentUnavailable if the monitor does not start, and StorageError if the sockets' directory is not usable.
+    Raises AgentUnavailable if the monitor does not start. Raises StorageError if the socket directory is not usable.
     """
     sockets = home.sockets()
     deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
@@ -200,10 +200,10 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
 
 
 def stop(home: Home) -> int:
-    """End the idle monitors of a home and return the number of ended monitors.
+    """End the installation's idle monitors and return the number of ended monitors.
 
-    Busy monitors exit after their last attempt. Undelivered writes to MLflow get a few seconds. The next monitor
-    delivers the remaining data. Raises AgentUnavailable.
+    Busy monitors exit after their last attempt. A monitor has a few seconds to send undelivered data to MLflow. The
+    next monitor delivers the remaining data. Raises AgentUnavailable.
     """
     count = 0
     for path in home.sockets().glob("monitor-*.lock"):
@@ -234,7 +234,8 @@ def _end(path: Path, pid: int) -> bool:
         if select.select([process], [], [], limit_s)[0]:
             return True
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)  # The monitor hangs. Runs do not depend on the monitor.
+            # The monitor hangs. SIGKILL is safe, because runs do not depend on the monitor.
+            signal.pidfd_send_signal(process, signal.SIGKILL)
         if not select.select([process], [], [], END_S)[0]:
             raise AgentUnavailable(f"the monitor (pid {pid}) did not end after it was killed")
     return True

@@ -1,12 +1,12 @@
-"""Appends the samples of one attempt on one node to a file, without waiting.
+"""Appends one attempt's samples on one node to a file, without waiting.
 
     sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
 
-The interval between rows grows with the duration of a run.
+The interval between telemetry rows grows with the run's duration.
 
-Failure cases: If the disk is full or the directory missing, the row is lost and counted, and the writer tries the next
-row. If the writer was killed while it wrote a line, the next writer ends the line, and readers skip the incomplete
-line. If the wall clock moves back, the writer appends a row at once.
+Failure cases: If the disk is full or the directory is missing, the writer drops and counts the row. If a writer was
+killed within a line, the next writer ends the line, and readers skip the incomplete line. If the wall clock moves back,
+the writer appends a row immediately.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from serverless_gpu.model.telemetry import (
 )
 from serverless_gpu.tracking.metric_points import SampleReader
 
-_EARLY_NS = SECOND_NS // 2  # Tolerance for samples that arrive early, because a sampler's seconds are not exact.
+_EARLY_NS = SECOND_NS // 2  # Tolerance for samples that arrive early, because the sampler's interval is not exact.
 
 
 class TelemetryFile:
-    """Writes one telemetry file, or continues a file of an earlier monitor."""
+    """Writes a telemetry file, or continues an earlier monitor's file."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.rows = 0  # Number of rows in the file.
-        self.lost = 0  # Number of rows that could not be written.
-        self.uses: dict[str, DeviceTotals] = {}  # Sums of the samples, by device.
+        self.rows = 0  # Number of rows in the telemetry file.
+        self.lost = 0  # Number of rows that the writer could not write.
+        self.uses: dict[str, DeviceTotals] = {}  # Totals of the samples by device.
         self._path = path
         self._header = header
         self._headed = False
@@ -50,11 +50,11 @@ class TelemetryFile:
 
     @property
     def header(self) -> Header:
-        """Return the present description of the samples' devices."""
+        """Return the current description of the sampled devices."""
         return self._header
 
     def describe(self, header: Header) -> None:
-        """Set the description of the following samples, once their devices are known."""
+        """Set the device description for the following samples."""
         if header != self._header:
             self.flush()
             self._header, self._headed = header, False
@@ -73,7 +73,7 @@ class TelemetryFile:
         return self.flush()
 
     def flush(self) -> bool:
-        """Write the samples since the last row. Return True if any samples were written."""
+        """Write the samples collected since the last row. Return True if the method wrote any samples."""
         if not self._pending:
             return False
         row = merged(self._pending)
@@ -104,7 +104,7 @@ class TelemetryFile:
         return written == len(data)
 
     def _take_up(self) -> None:
-        """Read the state of an earlier monitor's file: number of rows, last sample, incomplete line."""
+        """Read the state of an earlier monitor's file: row count, last sample, incomplete line."""
         samples = SampleReader(self._path)
         while True:
             before = samples.offset
@@ -118,7 +118,7 @@ class TelemetryFile:
         self._torn = samples.backlog > 0
 
     def _counted(self, sample: Sample) -> Sample:
-        """Return the sample with network traffic counted from the first sample of the file."""
+        """Return the sample with network traffic counted from the file's first sample."""
         host = sample.host
         if host.network_receive_bytes is None or host.network_transmit_bytes is None:
             return sample

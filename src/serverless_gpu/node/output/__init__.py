@@ -1,4 +1,5 @@
-"""Output of ranks on a node: log files, their tails, and live delivery to attached clients.
+"""Rank output on a node: log files, their tails, and live delivery to attached clients.
 
-The supervisor writes output. Clients and the uplink read output. To read the code, start with `logs.py`.
+The supervisor writes the ranks' output. Clients and the uplink read the ranks' output. Start reading the code at
+`logs.py`.
 """

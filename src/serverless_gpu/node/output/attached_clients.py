@@ -1,13 +1,13 @@
-"""Attached clients of an attempt, and the outgoing queue of each client.
+"""Manages an attempt's attached clients and each client's outgoing queue.
 
     first client ──┐
     attach ────────┼──▶ Watchers ──▶ one Watcher each ──▶ its Outbox
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A client that does not read loses output only. The queue of a client has a bound, and the supervisor omits output over
-the bound. The queue keeps all messages except output, because messages without output are few. When a client
-disconnects, the supervisor removes the client and the run continues. The supervisor refuses a client over the limit
-with a message.
+A client that does not read misses output but no other messages. Each client's queue has a limit, and the supervisor
+omits output above the limit. The queue keeps all messages other than output, because such messages are few. When a
+client disconnects, the supervisor removes the client and the run continues. If too many clients are attached, the
+supervisor rejects a new client with a message.
 
     put  ──────────────────────────▶ ┌───────────────────────────────┐
     show ──▶ below the share?  yes ─▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
@@ -15,9 +15,9 @@ with a message.
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
                                                                    before the next message that is not output
 
-All ranks have equal shares of an outbox, so that a flood of output from one rank displaces only lines of that rank.
-Adjacent pieces of one stream become one message. The merge may reorder output of different ranks slightly, but never
-output of one rank.
+All ranks have equal shares of a client's outbox, so a flood from one rank displaces only output of that rank. The
+outbox merges adjacent pieces of one stream into one message. Merging may slightly reorder output of different ranks,
+but never output of one rank.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from serverless_gpu.node.inside.channel import Channel, close_all
 
 WATCHERS_MAX = 64
 QUEUED_CHARACTERS_MAX = 16 << 20
-# Characters for a client that reads slowly (a pager, a stopped terminal): enough for minutes of ordinary output.
+# Limit in characters for a slow client, such as a stopped terminal; enough for minutes of ordinary output.
 RANK_CHARACTERS_MAX = 4 << 20
-WAITING_MAX = 8_192  # Queued messages above which new reasons for waiting are dropped.
-_MERGED_CHARACTERS_MAX = 8 << 10  # Encoded as JSON, a message of this size still fits into one packet.
-_MESSAGE_CHARACTERS = 512  # Size of a message without its text, in characters.
+WAITING_MAX = 8_192  # Number of queued messages above which the outbox drops new waiting reasons.
+_MERGED_CHARACTERS_MAX = 8 << 10  # A message of this size, encoded as JSON, still fits into one packet.
+_MESSAGE_CHARACTERS = 512  # Assumed size in characters of a message without its text.
 _END_CHARACTERS = 4 << 10
 _FULL_HINT = "try again after a client has detached"
 _BREATH_S = 0.05
@@ -52,9 +52,9 @@ _LAST_WORDS_S = 5.0
 
 
 class Watchers:
-    """All attached clients of one attempt, and the socket on which clients connect.
+    """All attached clients of one attempt, with the socket to which clients connect.
 
-    `greet` returns the first message for a new client. `obey` receives each message and its client.
+    `greet` returns the first message for a new client. `obey` handles each message together with its client.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Watchers:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return the bytes of output that slow clients did not receive."""
+        """Return the number of output bytes that slow clients did not receive."""
         return sum(watcher.dropped_bytes for watcher in self._watchers)
 
     def listen(self) -> str:
-        """Accept further clients. Return the reason if a socket cannot be opened, or ""."""
+        """Accept further clients. Return the reason if the socket cannot be opened, or ""."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.bind(str(self._path))
@@ -107,18 +107,18 @@ class Watchers:
         return watcher
 
     def tell(self, message: protocol.Sendable) -> None:
-        """Send a message to every client."""
+        """Send a message to every attached client."""
         for watcher in self._watchers:
             watcher.send(message)
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Send output of a rank to every client."""
+        """Send a rank's output to every attached client."""
         message = protocol.Output(rank=rank, stream=stream, text=text)
         for watcher in self._watchers:
             watcher.show(message, size, lost)
 
     def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
-        """Report a gap in the output to every client."""
+        """Report a gap in the output to every attached client."""
         for watcher in self._watchers:
             watcher.skip(rank, stream, size, lost)
 
@@ -133,7 +133,7 @@ class Watchers:
             watcher.flush()
 
     def drain(self) -> None:
-        """Send all queued messages, waiting a limited time for slow clients."""
+        """Send all queued messages, with a time limit for slow clients."""
         for watcher in self._watchers:
             watcher.drain(_LAST_WORDS_S)
 
@@ -148,7 +148,7 @@ class Watchers:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            # Without free descriptors, accept would return at once in a busy loop.
+            # Without free descriptors, accept would fail at once in a busy loop.
             select.select([], [], [], _BREATH_S)
             return
         channel = Channel(sock)
@@ -166,7 +166,7 @@ class Watchers:
 
 
 class Watcher:
-    """One attached client and its queue of unsent messages."""
+    """One attached client with its queue of unsent messages."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
@@ -182,26 +182,26 @@ class Watcher:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return the bytes of output that this client missed because it did not read."""
+        """Return the number of output bytes that this client missed by not reading."""
         return self._outbox.dropped_bytes
 
     def send(self, message: protocol.Sendable) -> None:
-        """Send a message, or queue it."""
+        """Send a message to the client, or queue the message."""
         if not self._deaf:
             self._outbox.put(message)
             self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Send output, queue it, or omit it.
+        """Send, queue or omit output.
 
-        `lost` is True if the rank's file lacks the output.
+        `lost` is True if the output is missing from the rank's log file.
         """
         if not self._deaf:
             self._outbox.show(message, size, lost)
             self.flush()
 
     def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
-        """Report a gap in the output at this position."""
+        """Report a gap at the current position of the output."""
         if not self._deaf:
             self._outbox.skip(rank, stream, size, lost)
             self.flush()
@@ -214,20 +214,20 @@ class Watcher:
             except BlockingIOError:
                 return
             except OSError:
-                # The client has closed its read side. The last message of the client, such as a cancel, may still be in
-                # the buffer.
+                # The client has stopped reading or closed its socket. The client's last message, such as a cancel
+                # request, may still be in the receive buffer.
                 self._deaf = True
                 self._outbox.clear()
                 return
             self._outbox.sent()
 
     def drain(self, timeout_s: float) -> None:
-        """Send queued messages, waiting up to a limit for each."""
+        """Send queued messages with a time limit for each message."""
         self.channel.sock.settimeout(timeout_s)
         self.flush()
 
     def receive(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
-        """Read one message and process the message.
+        """Read and handle one message.
 
         Return False at end of file or after an invalid message.
         """
@@ -239,16 +239,16 @@ class Watcher:
             return False
         if received is None:
             return False
-        close_all(received[1])  # A supervisor accepts no descriptors from clients.
+        close_all(received[1])  # The supervisor accepts no descriptors from clients.
         obey(received[0])
         return True
 
 
 class Outbox:
-    """The queue of one client that may read more slowly than ranks write. Does no I/O."""
+    """The outgoing queue of one client, which may read more slowly than ranks write. Does no I/O."""
 
     def __init__(self) -> None:
-        self.dropped_bytes = 0  # Bytes of output that were dropped permanently.
+        self.dropped_bytes = 0  # Number of output bytes that the outbox dropped permanently.
         self._queue: deque[protocol.Sendable | _Piece] = deque()
         self._growing: dict[int, _Piece] = {}  # rank → last piece, if more text may be appended to the piece
         self._used: Counter[int] = Counter()  # rank → queued characters
@@ -267,7 +267,7 @@ class Outbox:
         self._gaps.clear()
 
     def put(self, message: protocol.Sendable) -> None:
-        """Queue a message that is not output, after all earlier notices about gaps."""
+        """Queue a message that is not output, after all earlier gap notices."""
         if isinstance(message, protocol.WaitingNote) and len(self._queue) >= WAITING_MAX:
             return
         for rank in dict.fromkeys(rank for rank, _ in self._gaps):
@@ -276,9 +276,9 @@ class Outbox:
         self._queue.append(message)
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Queue output of `size` bytes, or omit the output.
+        """Queue `size` bytes of output, or omit the output if the rank's share is full.
 
-        `lost` is True if the rank's file lacks the output.
+        `lost` is True if the output is missing from the rank's log file.
         """
         if self._has_room(message.rank):
             self._add(message.rank, message.stream, message.text)
@@ -287,15 +287,15 @@ class Outbox:
             self.dropped_bytes += size
 
     def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
-        """Report a gap in the output at this position."""
+        """Report a gap at the current position of the output."""
         gap = self._gap(rank, stream)
         gap.leave_out("", size, lost)
-        gap.end = ""  # The stored text is no longer the end of the gap.
+        gap.end = ""  # The stored text no longer ends at the end of the gap.
         if self._has_room(rank):
             self._own_up(rank)
 
     def first(self) -> protocol.Sendable | None:
-        """Return the next message to send, or None."""
+        """Return the next message to send, or None if the queue is empty."""
         if not self._queue:
             return None
         head = self._queue[0]
@@ -318,7 +318,7 @@ class Outbox:
         return min(RANK_CHARACTERS_MAX, QUEUED_CHARACTERS_MAX // max(1, len(self._used)))
 
     def _has_room(self, rank: int) -> bool:
-        self._used[rank] += 0  # The entry registers the rank, so that the rank counts in the shares.
+        self._used[rank] += 0  # This statement registers the rank, so that the rank counts in the shares.
         if self._used[rank] >= self._share():
             self._full.add(rank)
         return rank not in self._full
@@ -336,7 +336,7 @@ class Outbox:
         return self._gaps.setdefault((rank, stream), _Gap())
 
     def _own_up(self, rank: int) -> None:
-        """Queue the notices about gaps of a rank, followed by the last lines of each gap."""
+        """Queue a rank's gap notices, followed by the last lines of each gap."""
         for key in [key for key in self._gaps if key[0] == rank]:
             gap = self._gaps.pop(key)
             before = gap.size
@@ -353,7 +353,7 @@ class Outbox:
 
 @dataclass
 class _Piece:
-    """Output in the queue, which may grow until it is sent."""
+    """Queued output that may grow until the supervisor sends it."""
 
     rank: int
     stream: str
@@ -362,7 +362,7 @@ class _Piece:
 
 @dataclass
 class _Gap:
-    """A gap in the output of one stream, and the last lines of the missing output."""
+    """A gap in one stream's output, with the last lines of the missing output."""
 
     size: int = 0
     lost: int = 0
@@ -374,7 +374,7 @@ class _Gap:
         self.end = (self.end + text)[-_END_CHARACTERS:]
 
     def found(self) -> str:
-        """Return the last complete lines of the gap and shorten the gap by these lines."""
+        """Return the last complete lines of the gap, and shorten the gap by these lines."""
         whole = self.end if len(self.end) < _END_CHARACTERS else self.end[self.end.find("\n") + 1 :]
         self.end = ""
         size = min(self.size, len(whole.encode(errors="replace")))

@@ -1,24 +1,25 @@
-"""Reads output of ranks from pipes, stores output byte-exact up to a bound and shows it to clients.
+"""Reads rank output from pipes, stores it byte-exact up to a limit, and sends it to clients.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
                                       ├▶ OutputTail                    (last bytes as they arrived, for exceptions)
                                       └▶ LiveOutput                    (text, while a client shows this rank)
 
-A flood of output costs only one read per chunk. The supervisor counts bytes over the bounds but does not process them.
-In the log file, a line marks missing bytes. The last bytes before the end are always present:
+During an output flood, each chunk costs only one read call. The supervisor counts bytes above the limits but does not
+process these bytes. In the log file, a marker line replaces the missing bytes. The log file always contains the last
+bytes of the output:
 
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── later output, or the last 256 KiB
 
-Attached clients receive all output except floods. A notice marks missing output, even if the rank stops writing during
-a flood:
+Attached clients receive all output except during floods. If a client misses output, the supervisor sends a gap notice
+even if the rank stops writing:
 
     chunk ─▶ no client? stop ───▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
 
-The supervisor reads a pipe until it would block, up to a bound per turn. A flood of output from one rank therefore does
-not starve other ranks. The supervisor does not wait for the end of file, because a grandchild may hold the pipe open
-forever. On a full disk, log bytes are lost but the run continues.
+In each turn, the supervisor reads a pipe until the pipe is empty or the turn's limit is reached. An output flood from
+one rank therefore does not starve other ranks. The supervisor does not wait for end of file, because a grandchild
+process may hold the pipe open forever. If the disk is full, the supervisor discards log bytes but the run continues.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from serverless_gpu.units import format_bytes
 STREAMS = ("stdout", "stderr")
 STORED_BYTES_MAX = 1 << 30
 STORED_BYTES_PER_S = 10_000_000
-# Burst that is stored before the rate applies: a single output of 100 MB is not a flood.
+# Burst size that is stored regardless of the rate limit, because a single output of 100 MB is not a flood.
 STORED_BURST_BYTES = 256 << 20
 _LIMIT = "limit 10 MB/s, 1 GiB per rank"
-_READ_BYTES = 1 << 16  # Bytes per read, the default capacity of a pipe.
-_FLOOD_BYTES = 1 << 18  # Capacity and read size after a stream has filled its pipe; larger values are not faster.
+_READ_BYTES = 1 << 16  # Read size in bytes, equal to the default capacity of a pipe.
+_FLOOD_BYTES = 1 << 18  # Pipe capacity and read size after a stream has filled its pipe. Larger values are not faster.
 _TURN_BYTES = 1 << 20
 _READS_PER_TURN = 16
 _CLOSING_TURNS_MAX = 64
@@ -54,19 +55,19 @@ _HIDDEN_LINES = 20
 _HIDDEN_LINE_CHARACTERS_MAX = 500
 KEPT_BYTES = 256 << 10
 _PIECES_MAX = 512
-_SMALL_BYTES = 4096  # A piece below this size is extended before a new piece starts.
+_SMALL_BYTES = 4096  # Data extends a piece below this size before a new piece starts.
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 2_000_000
-# Cost of a line in addition to its bytes: a tag, a row of the terminal, the time to print the line.
+# Cost of one line in bytes, added for the tag, the terminal row and the printing time.
 _LINE_COST_BYTES = 64
-_PIECE_BYTES = 8 << 10  # As JSON, any content of this size fits into one packet.
+_PIECE_BYTES = 8 << 10  # A piece of this size fits into one packet even if JSON escapes every character.
 _LAST_LINES_BYTES = 4 << 10
 
 
 class RankLog:
-    """The output of one rank.
+    """The output streams of one rank.
 
-    `viewer` receives the output live, unless `viewer` is None.
+    If `viewer` is set, `viewer` receives the output live.
     """
 
     def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
@@ -79,12 +80,12 @@ class RankLog:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return the bytes that the log files lack."""
+        """Return the number of bytes missing from the log files."""
         return sum(stream.file.dropped_bytes for stream in self._streams.values())
 
     @property
     def unshown_bytes(self) -> int:
-        """Return the bytes of live output that attached clients did not receive."""
+        """Return the number of live output bytes that attached clients did not receive."""
         return 0 if self._live is None else self._live.skipped_bytes
 
     @property
@@ -98,7 +99,7 @@ class RankLog:
         return self._live is not None and self._live.behind
 
     def write_ends(self) -> tuple[int, int]:
-        """Return the descriptors for the rank's stdout and stderr."""
+        """Return the file descriptors for the rank's stdout and stderr."""
         return self._streams["stdout"].write_fd, self._streams["stderr"].write_fd
 
     def close_write_ends(self) -> None:
@@ -107,9 +108,9 @@ class RankLog:
             stream.close_write_end()
 
     def readers(self) -> list[tuple[int, Callable[[], bool]]]:
-        """Return descriptors and their callbacks for readable data.
+        """Return the descriptors to read and a callback for each descriptor.
 
-        A callback returns False at end of file.
+        A read callback returns False at end of file.
         """
         return [(stream.read_fd, lambda s=stream: self._drain(s)) for stream in self._streams.values()]  # type: ignore[misc]  # mypy does not type a lambda's default
 
@@ -118,15 +119,15 @@ class RankLog:
         return self._tail.text(lines, characters)
 
     def tend(self) -> None:
-        """Report left-out output to attached clients once a flood has ended."""
+        """Report omitted output to attached clients after a flood has ended."""
         if self._live is not None and self._live.behind:
             self._live.tend(self._clock.boottime_ns())
 
     def close(self) -> None:
-        """Read the remaining output from the pipes and close everything."""
+        """Read the remaining output from the pipes and close all files."""
         for stream in self._streams.values():
             with contextlib.suppress(OSError):
-                # A process that still writes may be faster than the supervisor reads.
+                # A process that still writes may be faster than the supervisor's reads.
                 for _ in range(_CLOSING_TURNS_MAX):
                     if not self._drain(stream) or not stream.more:
                         break
@@ -165,7 +166,7 @@ class RankLog:
 
 
 def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
-    """Return the last output of a few ranks of a failed run without live output, `first` ranks first."""
+    """Return the last output of a few ranks without live output, starting with the ranks in `first`."""
     tails: dict[int, str] = {}
     for rank in dict.fromkeys([*first, *logs]):
         if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
@@ -175,23 +176,23 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
 
 
 def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
-    """Return the receipt's notes about output that was not shown or not stored.
+    """Return receipt notes about output that was not shown or not stored.
 
-    `dropped_bytes` counts output that slow clients missed; None if a server shows the output.
+    `dropped_bytes` is the output that slow clients missed; None if a server shows the output.
     """
     notes = []
     unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
     if unshown:
-        notes.append(f"{format_bytes(unshown)} of live output were not shown; logs/ has the stored output")
+        notes.append(f"{format_bytes(unshown)} of live output were not shown. The stored output is in logs/")
     for log in logs:
         if log.dropped_bytes:
             dropped = format_bytes(log.dropped_bytes)
-            notes.append(f"{dropped} of rank {log.rank}'s output were not stored; the rank's log marks the gaps")
+            notes.append(f"{dropped} of rank {log.rank}'s output were not stored. The rank's log marks the gaps")
     return notes
 
 
 class _Allowance:
-    """The remaining storage quota of a rank, for stdout and stderr together."""
+    """The remaining storage quota of a rank for stdout and stderr together."""
 
     def __init__(self, now_ns: int) -> None:
         self.stored = 0
@@ -205,13 +206,13 @@ class _Allowance:
 
 
 class _File:
-    """One log file, created with the first byte.
+    """One log file, which the first stored byte creates.
 
-    The file is complete, or lines mark missing bytes.
+    Marker lines in the log file replace missing bytes.
     """
 
     def __init__(self, path: Path) -> None:
-        self.missing = 0  # Number of bytes missing since the last stored byte.
+        self.missing = 0  # Number of missing bytes since the last stored byte.
         self._dropped = 0
         self._path = path
         self._fd = -1
@@ -222,7 +223,7 @@ class _File:
         return self._dropped + self.missing
 
     def store(self, data: bytes, allowed: int, clock: Clock) -> int:
-        """Append the allowed part of a chunk. Return the number of stored bytes."""
+        """Append the allowed part of a chunk to the file. Return the number of stored bytes."""
         kept = 0
         if allowed and (not self.missing or self._mark(self.missing, clock.wall_ns())):
             kept = self._append(memoryview(data)[:allowed])
@@ -232,7 +233,7 @@ class _File:
         return kept
 
     def end(self, last: bytes, wall_ns: int) -> None:
-        """Complete the file with a line about missing output and the last output of the stream."""
+        """Append a marker line for missing output and the last output of the stream."""
         if not self.missing:
             return
         missing = self.missing - len(last)
@@ -253,7 +254,7 @@ class _File:
         return True
 
     def _append(self, data: memoryview) -> int:
-        """Write to the file. Return the number of written bytes."""
+        """Write data to the log file. Return the number of written bytes."""
         written = 0
         try:
             if self._fd < 0:
@@ -276,9 +277,9 @@ class _Stream:
         self.file = _File(path)
 
     def expect_more(self) -> None:
-        """Enlarge the pipe and the reads.
+        """Increase the pipe capacity and the read size.
 
-        The kernel limits the pipe memory of a user, so pipes of quiet streams stay small.
+        The kernel limits each user's pipe memory, so quiet streams keep small pipes.
         """
         self.read_bytes = _FLOOD_BYTES
         with contextlib.suppress(OSError):
@@ -296,7 +297,7 @@ class _Stream:
 
 
 class Viewer(Protocol):
-    """Receiver of live output."""
+    """Receiver of a rank's live output."""
 
     @property
     def watching(self) -> bool:
@@ -304,19 +305,19 @@ class Viewer(Protocol):
         ...
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Accept text of `size` bytes.
+        """Accept `size` bytes of output text.
 
-        `lost` is True if the rank's file lacks the text.
+        `lost` is True if the text is missing from the rank's log file.
         """
         ...
 
     def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
-        """Accept a notice about missing bytes at this position."""
+        """Accept a notice about missing bytes at the current position."""
         ...
 
 
 class LiveOutput:
-    """The live view of one rank.
+    """The live view of one rank's output.
 
     `last(stream, size)` returns the last bytes of a stream.
     """
@@ -324,7 +325,7 @@ class LiveOutput:
     def __init__(
         self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
     ) -> None:
-        self.skipped_bytes = 0  # Number of bytes omitted from the live view so far.
+        self.skipped_bytes = 0  # Number of bytes omitted from the live view.
         self._rank = rank
         self._viewer = viewer
         self._last = last
@@ -335,13 +336,13 @@ class LiveOutput:
 
     @property
     def behind(self) -> bool:
-        """Return True if a notice about left-out output is still missing."""
+        """Return True if a gap notice is pending."""
         return any(view.size for view in self._views.values())
 
     def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
-        """Show all or a part of a chunk.
+        """Show a chunk completely or partly.
 
-        The rank's file contains the first `kept` bytes of the chunk.
+        The rank's log file contains the first `kept` bytes of the chunk.
         """
         view = self._views[stream]
         if not self._viewer.watching:
@@ -354,21 +355,21 @@ class LiveOutput:
             if b"\n" in before:
                 self._resume(stream, view, before, now_ns)
             else:
-                start = data.find(b"\n", 0, given) + 1  # Output resumes at the beginning of a line.
+                start = data.find(b"\n", 0, given) + 1  # The output resumes at the beginning of a line.
                 view.miss(start, min(kept, start))
                 self._own_up(stream, view)
         self._show(stream, view, data[start:given], lost=kept < given)
         view.miss(len(data) - given, max(0, kept - given))
 
     def tend(self, now_ns: int, *, closing: bool = False) -> None:
-        """Report left-out output and its last lines once the flood has ended, or on `closing`."""
+        """Report omitted output and its last lines after a flood has ended or when `closing` is True."""
         for stream, view in self._views.items():
             if not view.size or not (closing or self._bucket.is_open(now_ns)):
                 continue
             self._resume(stream, view, self._last(stream, _LAST_LINES_BYTES), now_ns)
 
     def _resume(self, stream: str, view: _View, last: bytes, now_ns: int) -> None:
-        """Report left-out output, and show the last lines of the gap."""
+        """Report omitted output, then show the last lines of the gap."""
         lost = view.lost > 0
         end = last[-min(view.size, _LAST_LINES_BYTES) :]
         end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
@@ -378,7 +379,7 @@ class LiveOutput:
         self._show(stream, view, end, lost=lost)
 
     def _given(self, data: bytes, now_ns: int) -> int:
-        """Return how many bytes of a chunk may be shown now, without inspecting a flood."""
+        """Return the number of bytes of a chunk that may be shown now, without inspecting a flood."""
         if not self._bucket.is_open(now_ns):
             return 0
         cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
@@ -400,7 +401,7 @@ class LiveOutput:
 
 
 class _View:
-    """The live view of one stream: its decoder, and the number of left-out bytes without a notice."""
+    """The live view of one stream: the decoder and the number of unreported omitted bytes."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -410,7 +411,7 @@ class _View:
     def miss(self, size: int, kept: int) -> None:
         """Omit bytes from the live view.
 
-        The file contains `kept` of the omitted bytes.
+        The log file contains `kept` of the omitted bytes.
         """
         if size:
             self.size += size
@@ -418,7 +419,7 @@ class _View:
             self.decoder.reset()
 
     def found(self, size: int) -> None:
-        """Count some of the left-out bytes as shown."""
+        """Count a part of the omitted bytes as shown."""
         self.lost = max(0, self.lost - size)
         self.size -= size
         self.lost = min(self.lost, self.size)
@@ -429,12 +430,12 @@ class _View:
 
 
 class OutputTail:
-    """The last bytes that a rank wrote, stored in order of arrival and decoded on demand.
+    """Stores the last bytes that a rank wrote in order of arrival, and decodes them on demand.
 
         stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not
         stderr        [chunk 2][chunk 3]              remove the end of the other; numbers: order of arrival
 
-    Chunks are stored by reference, which needs no copy. Memory is limited by the number of bytes and of pieces.
+    Storing references to chunks avoids copies. Limits on the number of bytes and pieces bound the memory.
     """
 
     def __init__(self, streams: Sequence[str]) -> None:
@@ -442,7 +443,7 @@ class OutputTail:
         self._number = 0
 
     def add(self, stream: str, data: bytes) -> None:
-        """Add output of a stream."""
+        """Add a chunk of a stream's output."""
         pieces = self._pieces[stream]
         if pieces.newest == self._number and len(data) < _SMALL_BYTES:
             pieces.grow(data)
@@ -451,13 +452,13 @@ class OutputTail:
         pieces.add(self._number, data)
 
     def last(self, stream: str, size: int) -> bytes:
-        """Return the last bytes of one stream, at most as many as are stored."""
+        """Return up to `size` of the last stored bytes of one stream."""
         return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
 
     def text(self, lines: int, characters: int) -> str:
         """Return the last lines of all streams in order of completion, then unfinished lines.
 
-        The result has at most `lines` complete lines and one unfinished line per stream. A longer line is cut to its
+        The result has at most `lines` complete lines and one unfinished line per stream. Longer lines are cut to their
         last `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
@@ -468,12 +469,13 @@ class OutputTail:
             *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
             whole.extend(ended[-lines:])
         found = [*whole, *(line for line in unfinished.values() if line)]
-        # Carriage returns rewrite a line, as in progress bars. Only the last state of the line remains visible.
+        # A carriage return rewrites a line, as in progress bars. The terminal shows only the last state of a rewritten
+        # line.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
 
 
 class _Pieces:
-    """The chunks of one stream, oldest first, each with its number in the order of arrival."""
+    """The chunks of one stream from oldest to newest, each with its arrival number."""
 
     def __init__(self) -> None:
         self.kept: deque[tuple[int, bytes]] = deque()
@@ -481,7 +483,7 @@ class _Pieces:
 
     @property
     def newest(self) -> int:
-        """Return the number of the last piece if it may still be extended, or -1."""
+        """Return the last piece's number, or -1 if the last piece can no longer grow."""
         return self.kept[-1][0] if self.kept and len(self.kept[-1][1]) < _SMALL_BYTES else -1
 
     def grow(self, data: bytes) -> None:
@@ -492,6 +494,6 @@ class _Pieces:
     def add(self, number: int, data: bytes) -> None:
         self.kept.append((number, data))
         self._size += len(data)
-        # The last piece always stays; its reader limits its size.
+        # Always keep the last piece, because `newest` limits its size.
         while len(self.kept) > 1 and (len(self.kept) > _PIECES_MAX or self._size - len(self.kept[0][1]) >= KEPT_BYTES):
             self._size -= len(self.kept.popleft()[1])

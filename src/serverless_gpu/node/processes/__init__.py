@@ -1,4 +1,4 @@
-"""Processes of a node: starts processes, ends whole process trees, and removes their shared memory.
+"""Starts a node's processes, ends process trees, and removes shared memory of ended processes.
 
-The supervisor and the agent use this package. To read the code, start with `process_tree.py`.
+The supervisor and the agent use this package. Start reading the code at `process_tree.py`.
 """

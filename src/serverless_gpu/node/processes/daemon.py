@@ -1,14 +1,15 @@
-"""Starts and ends daemons: processes of this package that detach from their starter and outlive it.
+"""Starts and ends daemons, which are processes of this package that detach from their starter.
 
     start ──▶ clean interpreter ──▶ forks and exits (its starter reaps it) ──▶ the daemon holds its lock, and listens
     end   ──▶ SIGTERM ──▶ after a timeout SIGKILL ──▶ its pidfd shows that it has ended
 
-The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons. Each daemon has a lock file with its
-pid. The environment service has no lock: it serves one caller and ends with that caller.
+The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons. Each daemon holds a lock file that
+contains its pid. The environment service has no lock file, because it serves one caller and ends with that caller.
 
-Failure cases: If the interpreter cannot start, `start` raises OSError. `reap` kills a process that does not detach in
-time. A daemon may exit while another process ends it. A pidfd identifies the daemon, so no later process with the same
-pid gets a signal. If the daemon survives SIGKILL because it waits in the kernel, `end` returns False.
+Failure cases: If the Python interpreter cannot start, `start` raises OSError. `reap` kills a started process that does
+not detach in time. A daemon may exit while another process ends the daemon. A pidfd identifies the daemon, so a later
+process with the same pid receives no signal. If a daemon survives SIGKILL because it waits in the kernel, `end` returns
+False.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from serverless_gpu.node.processes.spawn import clean_process, open_log
 def start(
     module: str, arguments: Sequence[object], *, log: Path, environ: Mapping[str, str], fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `main(*arguments)` of a module as a daemon. Return the child to `reap`. Raises OSError.
+    """Start `main(*arguments)` of a module as a daemon.
 
-    The process appends its output to the file `log` and inherits `fds` under the same numbers.
+    Return the child process, which the caller must pass to `reap`. Raises OSError. The daemon appends its output to the
+    file `log` and inherits `fds` under the same numbers.
     """
     output = open_log(log)
     try:
@@ -41,7 +43,7 @@ def start(
 def reap(process: subprocess.Popen[bytes], limit_s: float) -> bool:
     """Wait until a started process has detached.
 
-    Kill a process that does not detach in time, and return False.
+    If the process does not detach in time, kill the process and return False.
     """
     try:
         process.wait(limit_s)
@@ -54,9 +56,9 @@ def reap(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def opened(pid: int) -> Iterator[int | None]:
-    """Open a pidfd, or yield None if the process has ended.
+    """Open a process's pidfd, or yield None if the process has ended.
 
-    A pidfd never refers to another process.
+    A pidfd never refers to a later process with the same pid.
     """
     try:
         process = os.pidfd_open(pid)
@@ -70,9 +72,9 @@ def opened(pid: int) -> Iterator[int | None]:
 
 
 def end(pid: int, limit_s: float, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)) -> bool:
-    """Send a list of signals to a process until it ends. Return True if the process has ended.
+    """Send a sequence of signals to a process until the process ends.
 
-    After each signal, the process has `limit_s` seconds to end.
+    Return True if the process has ended. After each signal, the process has `limit_s` seconds to end.
     """
     with opened(pid) as process:
         if process is None:

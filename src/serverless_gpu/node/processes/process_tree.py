@@ -1,26 +1,26 @@
-"""Ends an attempt's process tree, proves its end, and removes its remaining shared memory.
+"""Ends an attempt's process tree, verifies its end, and removes its remaining shared memory.
 
-All processes of an attempt are below its stem. If cgroup v2 is writable, the stem has its own cgroup. A single write to
-`cgroup.kill` then ends all processes, including detached processes. `cgroup.events` shows when the cgroup is empty.
-Without a writable cgroup v2, the stem is the subreaper and ends its descendants itself. This package never ends a
-process by name.
+All processes of an attempt are descendants of its stem. If cgroup v2 is writable, each stem has a separate cgroup. A
+single write to `cgroup.kill` then ends all processes, including detached processes. The file `cgroup.events` shows when
+the cgroup is empty. Without a writable cgroup v2, the stem is the subreaper and ends its descendants itself. This
+package never selects processes by name for termination.
 
     /sys/fs/cgroup[/unified]/<own cgroup>/serverless_gpu-<home>/<number>/    one per stem
 
-If a pids controller is available, the controller limits the processes and threads of an attempt. A fork bomb therefore
-harms only its own attempt. A memory limit is set if a memory controller is available: v2 first, v1 on hybrid hosts. The
-controller's counters show if the kernel killed a rank for lack of memory. Without a controller, the kernel's global
-counter shows the kill. This package does not use exit codes as evidence.
+If a pids controller is available, the controller limits an attempt's processes and threads. A fork bomb therefore harms
+only its own attempt. If a memory controller is available, the supervisor sets a memory limit, on v2 first and on v1 on
+hybrid hosts. The memory controller's counters show whether the kernel killed a rank for lack of memory. Without a
+memory controller, the kernel's global counter shows OOM kills. Exit codes do not count as evidence of an OOM kill.
 
-Libraries make named segments in /dev/shm and remove them when their process exits. A killed process leaves its
-segments, which finally fill /dev/shm (`AttemptSegments`):
+Libraries create named segments in /dev/shm and remove them when their process exits. A killed process leaves its
+segments behind, and orphaned segments eventually fill /dev/shm (`AttemptSegments`):
 
     during the run    candidates ─▶ segments that the attempt's processes have open or mapped belong to it
     after its end     its segments that no process uses ─▶ removed
 
-A candidate has the name pattern of a library, because files with other names may be the user's. A candidate belongs to
-this user and was created during the attempt. A segment stays if any process uses the segment or if its maker still
-runs. A segment also stays if no process of the attempt was seen with the segment.
+Candidate segments match a library's name pattern, because other files may belong to the user. A candidate segment
+belongs to this user and was created during the attempt. `AttemptSegments` keeps a segment while any process uses the
+segment or its creator runs. `AttemptSegments` also keeps a segment that no process of the attempt was seen using.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from serverless_gpu.node.inside.linux import descendants
 
 _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<kind>\S+) \S+ (?P<options>\S+)$")
 TASKS_MAX = 32_768
-ZYGOTE = "-zygote"  # Suffix of the name of a zygote's cgroup.
-AGENT = "sgpu-agent"  # Name of an agent's process.
+ZYGOTE = "-zygote"  # Suffix of the cgroup name of a zygote.
+AGENT = "sgpu-agent"  # Process name of an agent.
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
 _LEFT_MAX = 16
-_NO_LIMIT_BYTES = 1 << 60  # Without a limit, v1 reports the largest number of pages.
+_NO_LIMIT_BYTES = 1 << 60  # Without a memory limit, cgroup v1 reports the largest number of pages.
 
 _SEGMENTS = Path("/dev/shm")
 _PROC = Path("/proc")
@@ -59,10 +59,10 @@ _SEGMENT_NAME = re.compile(
     r"|nccl-[A-Za-z0-9]{6}"
 )
 _LOOK_NS = 1_000_000_000
-# Number of checks per segment name. Afterwards, a segment that no process of the attempt uses does not belong to the
-# attempt.
+# Maximum number of checks per segment name. A segment that the attempt's processes do not use during these checks does
+# not belong to the attempt.
 _LOOKS_MAX = 3
-_COARSE_NS = 50_000_000  # Timestamps of file systems lag behind the clock by up to one tick.
+_COARSE_NS = 50_000_000  # File timestamps may lag behind the clock by up to one tick.
 
 
 class CgroupRoot:
@@ -71,14 +71,14 @@ class CgroupRoot:
     def __init__(
         self, path: Path | None, pids: Path | None = None, tasks_max: int = TASKS_MAX, problem: str = ""
     ) -> None:
-        self.path = path  # The v2 directory, or None if cgroup v2 is not usable.
-        self.problem = problem  # Reason why no v2 directory is usable, or "".
-        self._pids = pids  # Directory of the v1 pids controller on hybrid hosts, or None.
-        self._tasks_max = tasks_max  # Limit of processes and threads per attempt.
+        self.path = path  # The cgroup v2 directory, or None if cgroup v2 is not usable.
+        self.problem = problem  # Reason for which no cgroup v2 directory is usable, or "".
+        self._pids = pids  # Directory of the cgroup v1 pids controller on hybrid hosts, or None.
+        self._tasks_max = tasks_max  # Maximum number of processes and threads per attempt.
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
-        """Create the cgroups of a stem (`ZYGOTE`: of a zygote), v2 first. Return () if impossible."""
+        """Create the cgroups for a stem, or with `ZYGOTE` for a zygote, v2 first. Return () if impossible."""
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
@@ -94,10 +94,10 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove empty cgroups of earlier agents' stems.
+        """Remove empty cgroups left by earlier agents' stems.
 
-        Call `sweep` only at the start of the agent, before stems arrive. Processes in the cgroup of a zygote whose
-        agent has ended belong to no run. The sweep kills these processes.
+        Call `sweep` only when the agent starts, before stems arrive. If a zygote's agent has ended, processes in the
+        zygote's cgroup belong to no run. `sweep` kills the processes in such a zygote's cgroup.
         """
         for parent in (self.path, self._pids):
             with contextlib.suppress(OSError):
@@ -107,13 +107,13 @@ class CgroupRoot:
                     if entry.name.endswith(ZYGOTE):
                         number = entry.name.partition("-")[0]
                         made_by = look_at(int(number) if number.isdigit() else 0)
-                        # Another agent that still runs may have created the cgroup.
+                        # Another running agent may have created the cgroup.
                         if made_by is None or made_by.pid == os.getpid() or made_by.name != AGENT:
                             end_cgroup(entry)
                     remove_cgroup(entry)
 
     def close(self) -> None:
-        """Remove all cgroups once the last stems have ended, within a second. Later agents retry."""
+        """Wait up to a second until the last stems have ended, and remove all cgroups. Later agents retry."""
         for _ in range(_CLOSING_LOOKS):
             self.sweep()
             if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
@@ -124,8 +124,8 @@ class CgroupRoot:
 def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
     """Return the directories in which this process may create cgroups.
 
-    `name` is unique to one home. `SERVERLESS_GPU_CGROUPS=0` disables cgroups. `SERVERLESS_GPU_TASKS_MAX` limits an
-    attempt's processes.
+    `name` is unique to one installation. `SERVERLESS_GPU_CGROUPS=0` disables cgroups. `SERVERLESS_GPU_TASKS_MAX` limits
+    the number of an attempt's processes.
     """
     if environ.get("SERVERLESS_GPU_CGROUPS") == "0":
         return CgroupRoot(None, problem="switched off by SERVERLESS_GPU_CGROUPS=0")
@@ -137,13 +137,14 @@ def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
         return CgroupRoot(None, pids, tasks_max, "no cgroup v2 directory is writable for this user")
     if not (path / "cgroup.kill").exists():
         return CgroupRoot(None, pids, tasks_max, "this kernel has no cgroup.kill (needs 5.14)")
-    with contextlib.suppress(OSError):  # The parent cgroup may not delegate a controller; such controllers stay unused.
+    # If the parent cgroup does not delegate a controller, this package does not use the controller.
+    with contextlib.suppress(OSError):
         (path / "cgroup.subtree_control").write_text("+memory +pids")
     return CgroupRoot(path, pids, tasks_max)
 
 
 def _directory(kind: str, controller: str, name: str) -> Path | None:
-    """Create and return a directory below this process's cgroup in a hierarchy, or None."""
+    """Create and return a subdirectory of this process's cgroup in a hierarchy, or None if impossible."""
     mount, place = mount_point(kind, controller), own_place(controller)
     if mount is None or place is None:
         return None
@@ -156,7 +157,7 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
 
 
 def controllers(path: Path | None) -> tuple[str, ...]:
-    """Return the limits that can be set on stems: ``memory`` and ``pids`` of v2, and the v1 limits."""
+    """Return the limits available for stems: ``memory`` and ``pids`` on cgroup v2, and v1 limits."""
     found: list[str] = []
     if path is not None:
         with contextlib.suppress(OSError):
@@ -172,13 +173,14 @@ def controllers(path: Path | None) -> tuple[str, ...]:
 
 
 def kill_cgroup(path: Path) -> None:
-    """Kill every process in a cgroup, atomically."""
-    with contextlib.suppress(OSError):  # The cgroup may have been removed. `cgroup_empty` tests the removal separately.
+    """Kill every process in a cgroup atomically."""
+    # A write error means that the cgroup may be gone. `cgroup_empty` checks separately whether the cgroup exists.
+    with contextlib.suppress(OSError):
         (path / "cgroup.kill").write_text("1")
 
 
 def cgroup_pids(path: Path) -> list[int]:
-    """Return the processes in a cgroup."""
+    """Return the pids of the processes in a cgroup."""
     with contextlib.suppress(OSError, ValueError):
         return [int(line) for line in (path / "cgroup.procs").read_text().split()]
     return []
@@ -202,14 +204,14 @@ def cgroup_empty(path: Path) -> bool:
     try:
         return "populated 0" in (path / "cgroup.events").read_text()
     except OSError as error:
-        # The kernel allows the removal of empty cgroups only, so a missing cgroup is empty.
+        # The kernel removes only empty cgroups, so a missing cgroup is empty.
         return error.errno in (errno.ENOENT, errno.ENODEV)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
     """Identity of a process that survived SIGKILL.
 
-    `started` is in ticks since boot.
+    `started` is the process's start time in ticks since boot.
     """
 
     pid: int
@@ -223,7 +225,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[ProcessIdentity, ...]:
-    """Return a few remaining processes of an attempt, from its cgroup and the known `pids`."""
+    """Return up to 16 remaining processes of an attempt, from its cgroup and the known `pids`."""
     known = list(pids)
     if cgroup is not None:
         known += cgroup_pids(cgroup)
@@ -232,18 +234,18 @@ def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[ProcessIdentity, 
 
 
 def look_at(pid: int) -> ProcessIdentity | None:
-    """Return the identity of a process, or None for a missing process or a zombie."""
+    """Return a process's identity, or None if the process has ended or is a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    name, _, rest = line.partition("(")[2].rpartition(")")  # The name of a process may contain parentheses.
+    name, _, rest = line.partition("(")[2].rpartition(")")  # A process name may contain parentheses.
     fields = rest.split()
     return None if fields[0] in "ZX" else ProcessIdentity(pid, int(fields[19]), name)
 
 
 def namespace_pids(pid: int) -> list[int]:
-    """Return the pids of a process in each pid namespace, the namespace of this process first; [] if it is missing."""
+    """Return a process's pid in each pid namespace, this process's namespace first; [] if it ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("NSpid:"):
@@ -252,13 +254,13 @@ def namespace_pids(pid: int) -> list[int]:
 
 
 def pids_in_namespace(root: int, depth: int) -> dict[int, int]:
-    """Return the pids of the descendants of a process, by their pid in the namespace `depth` levels below this one."""
+    """Return the pids of a process's descendants, by their pid in the namespace `depth` levels below."""
     known = ((pid, namespace_pids(pid)) for pid in (root, *descendants(root)))
     return {seen[depth]: pid for pid, seen in known if len(seen) > depth}
 
 
 def remove_cgroup(path: Path) -> bool:
-    """Remove an empty cgroup and all cgroups below. Return True if the cgroup no longer exists."""
+    """Remove an empty cgroup and all its descendant cgroups. Return True if the cgroup no longer exists."""
     with contextlib.suppress(OSError):
         for entry in path.iterdir():
             if entry.is_dir():
@@ -273,14 +275,14 @@ def remove_cgroup(path: Path) -> bool:
 
 
 def memory_limit_bytes() -> int | None:
-    """Return the lowest memory limit of this process's cgroups; None without a visible limit."""
+    """Return the lowest memory limit of this process's cgroups; None if no limit is visible."""
     found: list[int] = []
     for kind, controller, name in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
         mount, place = mount_point(kind, controller), own_place(controller)
         if mount is None or place is None:
             continue
         own = mount / place.lstrip("/")
-        # In a container the mount is the container's own cgroup, and its parents are not visible.
+        # In a container, the mount is the container's cgroup, and its parents are not visible.
         for path in (own, *own.parents):
             if path.is_relative_to(mount):
                 with contextlib.suppress(OSError, ValueError):
@@ -289,7 +291,7 @@ def memory_limit_bytes() -> int | None:
 
 
 class MemoryWatch:
-    """The memory limit of one attempt (None: no limit), and the kernel's counters of memory kills."""
+    """One attempt's memory limit (None: no limit), with the kernel's OOM kill counters."""
 
     def __init__(self, cgroup: Path | None, stem_pid: int, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -307,7 +309,7 @@ class MemoryWatch:
             self.note = "memory= is not enforced: no memory controller can be written to on this machine"
 
     def out_of_memory(self) -> bool:
-        """Return True if the kernel killed a process of this attempt for lack of memory, by its counters."""
+        """Return True if a kernel counter shows that an attempt's process was killed for lack of memory."""
         if self._v2 is not None:
             return _counter(self._v2 / "memory.events", "oom_kill") > 0
         if self._v1 is not None:
@@ -315,7 +317,7 @@ class MemoryWatch:
         return _kernel_oom_kills() > self._kernel_kills
 
     def peak_bytes(self) -> int | None:
-        """Return the attempt's peak of host memory in bytes, or None if no controller reports it."""
+        """Return the attempt's peak host memory in bytes, or None if no controller reports the peak."""
         for path in (self._v2 and self._v2 / "memory.peak", self._v1 and self._v1 / "memory.max_usage_in_bytes"):
             if path is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -323,7 +325,7 @@ class MemoryWatch:
         return None
 
     def close(self) -> None:
-        """Remove the v1 cgroup of the memory limit."""
+        """Remove the cgroup v1 of the memory limit."""
         if self._v1 is not None:
             remove_cgroup(self._v1)
 
@@ -333,7 +335,7 @@ class MemoryWatch:
             return False
         try:
             (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
-            for pid in (stem_pid, *descendants(stem_pid)):  # Ranks on standby are already descendants of the stem.
+            for pid in (stem_pid, *descendants(stem_pid)):  # Standby ranks are already descendants of the stem.
                 (path / "cgroup.procs").write_text(str(pid))
         except OSError:
             remove_cgroup(path)
@@ -343,9 +345,9 @@ class MemoryWatch:
 
 
 def mount_point(kind: str, controller: str) -> Path | None:
-    """Return the mount point of a file system of a kind.
+    """Return the mount point of a file system type.
 
-    For cgroup v1, the mount has the given controller.
+    For cgroup v1, the mount must have the given controller.
     """
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
@@ -388,7 +390,7 @@ class AttemptSegments:
         self._due_ns = 0
 
     def is_due(self, now_ns: int) -> bool:
-        """Return True once per second.
+        """Return True at most once per second.
 
         `now_ns` must always come from the same clock.
         """
@@ -398,9 +400,9 @@ class AttemptSegments:
         return True
 
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
-        """Record the attempt's segments: segments that its processes use, or whose names contain its pids.
+        """Record the attempt's segments, which its processes use or whose names contain its pids.
 
-        `since_ns` is the wall time at which user code began. `look` calls `pids` only for new segments.
+        `since_ns` is the wall time at which user code began. `look` calls `pids` only if new segments exist.
         """
         there = set(self._candidates(since_ns))
         self._own &= there
@@ -414,10 +416,13 @@ class AttemptSegments:
             self._own |= _used(pid, self._place, names)
 
     def remove(self, since_ns: int) -> tuple[str, ...]:
-        """Remove the attempt's segments after its last process has ended. Return the names of the segments."""
+        """Remove the attempt's segments after its last process has ended.
+
+        Return the names of the removed segments.
+        """
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
-        in_use: set[str] = set()  # Processes of other users are not visible, so their segments are not included.
+        in_use: set[str] = set()  # Processes of other users are not visible, so the set lacks their segments.
         for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
             in_use |= _used(pid, self._place, names)
         removed = []
@@ -442,7 +447,7 @@ class AttemptSegments:
 
 
 def _used(pid: int, place: Path, names: set[str]) -> set[str]:
-    """Return the segments that a process has mapped or open.
+    """Return the segments that a process has open or mapped.
 
     The result is empty if the process has ended or is not accessible.
     """
@@ -459,6 +464,6 @@ def _used(pid: int, place: Path, names: set[str]) -> set[str]:
 
 
 def _maker(name: str) -> int | None:
-    """Return the pid in a segment's name, or None."""
+    """Return the pid contained in a segment's name, or None."""
     found = _SEGMENT_NAME.fullmatch(name)
     return next((int(pid) for pid in found.groupdict().values() if pid), None) if found else None

@@ -1,8 +1,8 @@
-"""Starts processes of this package: clean interpreters, and zygotes in the user's environment.
+"""Starts clean interpreters for this package and zygotes in the user's environment.
 
-Agent and supervisor run with `-I -S`: without `PYTHON*` variables, user site and `.pth` files. `.pth` files execute
-code at start even with `-I`. The search path contains only the standard library and the directories of this package's
-few dependencies.
+The agent and the supervisor run with `-I -S`, which ignores `PYTHON*` variables, the user site and `.pth` files.
+Without `-S`, an interpreter executes `.pth` files at start, even with `-I`. A clean interpreter's search path contains
+only the standard library, this package and its few dependencies.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ runtime = sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtime)
 """
 
-# Variables of the caller that a clean process gets. Some libraries require HOME and similar variables. Other variables
-# locate the user's git patterns (for captures) and interpreters (for restores). Only tests use the last two variables.
+# Environment variables that a clean process inherits from the caller. Some libraries require HOME and similar
+# variables. Captures find the user's git patterns through some of the variables, and restores find interpreters. Only
+# tests set the last two variables of `_CLEAN_VARIABLES`.
 _CLEAN_VARIABLES = (
     "PATH",
     "HOME",
@@ -81,22 +82,23 @@ STARTUP_PREFIXES = (
     "TORCH",
     "PYTORCH",
 )
-"""Prefixes of variables that an interpreter or a library reads once at its start; part of a zygote's key."""
+"""Prefixes of variables that an interpreter or a library reads only at start. A zygote's key includes these
+variables."""
 
 SET_BY_LIBRARIES = {
-    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # Scikit-learn and threadpoolctl; torch's inductor.
-    "KMP_INIT_AT_FORK": ("FALSE",),  # Scikit-learn and joblib.
-    "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # ray
-    "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # accelerate
-    "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Lightning
-    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor: any directory is possible.
-    "TORCH_WARM_POOL": ("0",),  # Torch's inductor.
+    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # Set by scikit-learn, threadpoolctl and torch's inductor.
+    "KMP_INIT_AT_FORK": ("FALSE",),  # Set by scikit-learn and joblib.
+    "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # Set by Ray.
+    "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # Set by Accelerate.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Set by Lightning.
+    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor sets any directory.
+    "TORCH_WARM_POOL": ("0",),  # Set by torch's inductor.
 }
-"""Start-up variables that libraries set in their own process on import, with the values; () for any value.
+"""Start-up variables that libraries set on import, with the possible values; () for any value.
 
 The value of a library's variable shows which libraries the caller has imported, not how an interpreter must start. A
-warm interpreter without the variable therefore serves the caller too. Ranks get the variable like all other variables
-of the caller.
+warm interpreter without a library's variable therefore serves the caller too. Ranks get library variables like all
+other variables of the caller.
 """
 
 
@@ -105,8 +107,8 @@ def clean_process(
 ) -> subprocess.Popen[bytes]:
     """Start `main(*arguments)` of a module of this package in a clean interpreter and a new session.
 
-    The process inherits `fds` under the same numbers, writes to `log`, and gets a few of the caller's variables. Raises
-    OSError.
+    The clean process inherits `fds` under the same numbers and writes to `log`. The clean process gets only a few of
+    the caller's environment variables. Raises OSError.
     """
     paths = search_path()
     program = f"import sys; sys.path += {paths!r}; from {module} import main; main(*{list(arguments)!r})"
@@ -125,7 +127,7 @@ def clean_process(
 def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the installed modules that zygotes import before they fork.
 
-    `SERVERLESS_GPU_PRELOAD` selects from `PRELOAD`, separated by commas.
+    `SERVERLESS_GPU_PRELOAD` is a comma-separated selection from `PRELOAD`.
     """
     wanted = environ.get("SERVERLESS_GPU_PRELOAD", "").replace(" ", "").split(",")
     return tuple(name for name in PRELOAD if name in wanted) or PRELOAD
@@ -142,14 +144,14 @@ def search_path() -> list[str]:
 
 
 def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the few variables that clean processes get."""
+    """Return the environment variables that a clean process inherits from the caller."""
     return {name: environ[name] for name in _CLEAN_VARIABLES if name in environ}
 
 
 def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that determine how an interpreter and its libraries start.
+    """Return the environment variables that determine how an interpreter and its libraries start.
 
-    Python takes the encoding of file names from the locale at start, so a locale that is not UTF-8 is included.
+    Python derives the file name encoding from the locale at start, so the result includes a locale other than UTF-8.
     """
     found = {name: value for name, value in environ.items() if name.startswith(STARTUP_PREFIXES)}
     locale = next((environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(name)), "")
@@ -160,9 +162,10 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the start-up variables that callers of one zygote share: all except those of libraries."""
+    """Return the start-up variables that all callers of one zygote share, without library variables."""
     found = startup_variables(environ)
-    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # An empty tuple allows any value.
+    # The values that libraries set, or an empty tuple for any value.
+    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}
     return {
         name: value
         for name, value in found.items()
@@ -171,9 +174,9 @@ def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def one_name(python: str) -> str:
-    """Return one name for all names of an interpreter in its directory, where `python` may be `python3`.
+    """Return one path for an interpreter's aliases in a directory, such as `python` and `python3`.
 
-    The directory in the name stays unchanged, because an interpreter finds its environment by its directory.
+    The path keeps the interpreter's directory, because an interpreter locates its environment through that directory.
     """
     for name in ("python3", "python"):
         beside = os.path.join(os.path.dirname(python), name)
@@ -188,7 +191,8 @@ class CallerInterpreter(NamedTuple):
 
     python: str
     flags: Sequence[str]
-    # The caller's variables. The zygote gets the start-up variables and a few that every program expects.
+    # The caller's variables. The zygote gets the caller's start-up variables and a few variables that every program
+    # expects.
     environ: Mapping[str, str]
     mounts: Sequence[Mapping[str, object]] = ()  # Mounts of the interpreter's environment, for `inside/namespaces.py`.
     cgroups: Sequence[str] = ()  # Directories of the cgroups in which the interpreter starts.
@@ -201,11 +205,11 @@ def zygote_process(
 ) -> subprocess.Popen[bytes]:
     """Start a zygote in the user's interpreter. Raises OSError.
 
-    The launcher enters the containment before the zygote starts. The launcher gets none of the user's variables,
-    because the dynamic loader would read them.
+    The launcher enters the zygote's cgroups and namespaces before the zygote starts. The launcher gets no environment
+    variables of the user, because the dynamic loader would read them.
     """
     if not interpreter.mounts:
-        # Checked in this process, because the launcher could only write the error to the log.
+        # This process checks the interpreter, because the launcher could only write an error to the log.
         python = interpreter.python
         if not stat.S_ISREG(os.stat(python).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
@@ -243,21 +247,21 @@ def zygote_process(
 
 
 def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
-    """Return the program for `python -c` that becomes a zygote.
+    """Return the `python -c` program that becomes a zygote.
 
-    `inside` is the directory of the runtime.
+    `inside` is the directory of the ranks' runtime.
     """
     call = f"zygote.main({channel_fd}, {protocol.VERSION}, {list(preload)!r})"
     return load_inside(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
 
 
 def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> str:
-    """Return the program that enters a zygote's containment and becomes the zygote (`inside/launcher.py`)."""
+    """Return the program that enters a zygote's cgroups and becomes the zygote (`inside/launcher.py`)."""
     return load_inside(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd}, {channel_fd})\n"
 
 
 def load_inside(inside: Path = INSIDE) -> str:
-    """Return the lines of a program that load the ranks' runtime from its directory."""
+    """Return the program lines that load the ranks' runtime from its directory."""
     return _LOAD.format(init=str(inside / "__init__.py"), directory=str(inside))
 
 

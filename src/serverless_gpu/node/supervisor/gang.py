@@ -1,6 +1,7 @@
 """Starts and stops the ranks of one node and turns their messages into lifecycle events.
 
-This module only holds descriptors and sends messages. `model/lifecycle/attempt_lifecycle.py` makes the decisions.
+`gang.py` only holds descriptors and sends messages. `model/lifecycle/attempt_lifecycle.py` decides how an attempt
+proceeds.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ class LocalGang:
         self._alone: set[int] = set()  # Ranks that trained without communicating with another rank.
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
-        self.devices: tuple[Device, ...] = ()  # Devices by LOCAL_RANK; set when the ranks start.
-        self.stacks: dict[int, int] = {}  # rank → number of the rank's descriptor for stack dumps
-        self.on_said: Callable[[str], None] = lambda sentence: None  # Called with messages of ranks.
+        self.devices: tuple[Device, ...] = ()  # Devices by LOCAL_RANK, known once the ranks have started.
+        self.stacks: dict[int, int] = {}  # Numbers of the ranks' stack dump descriptors, by rank.
+        self.on_said: Callable[[str], None] = lambda sentence: None  # Callback for messages from ranks.
         self._sentences_left = _SENTENCES_MAX
         self._cluster: AttemptCluster | None = None  # The Ray cluster of the run on this node.
         self.stem_pid = stem_pid
@@ -117,7 +118,7 @@ class LocalGang:
 
     @property
     def cgroup(self) -> Path | None:
-        """Return the cgroup directory through which the kernel can kill all processes, or None."""
+        """Return the cgroup directory through which the kernel can kill the attempt's processes, or None."""
         return self._cgroup
 
     @property
@@ -126,9 +127,9 @@ class LocalGang:
         return self.stem_pidfd >= 0
 
     def hear(self) -> list[Event] | None:
-        """Read one message of the stem or a rank and return its events, or None at end of file.
+        """Read one message from the stem or a rank and return its events, or None at end of file.
 
-        Raises OSError if the message cannot be read, and ValueError if it is not valid.
+        Raises OSError for an unreadable message, and ValueError for an invalid message.
         """
         received = self.channel.receive()
         if received is None:
@@ -136,7 +137,8 @@ class LocalGang:
         close_all(received[1])
         try:
             return list(self._events(inside.decode(received[0])))
-        except (TypeError, OverflowError) as error:  # A field has the wrong type, or a number is out of range.
+        # A field of the message has the wrong type, or a number is out of range.
+        except (TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
 
     def _events(self, message: inside.Message) -> Iterator[Event]:
@@ -208,8 +210,8 @@ class LocalGang:
         """Send SIGTERM to every rank.
 
         A rank that returns after SIGTERM exits without waiting for other ranks. The gang writes the reason `why` to a
-        file before the signal. Commands can read the file, because a running process cannot receive a new environment
-        variable.
+        file before the signal. Commands read the stop reason from the file, because a running process cannot receive a
+        new environment variable.
         """
         try:
             write_text(self._files.stop_file, f"{why}\n")
@@ -219,13 +221,13 @@ class LocalGang:
         self.signal(signal.SIGTERM, self.numbers)
 
     def signal(self, number: int, ranks: Collection[int]) -> None:
-        """Request that the stem sends a signal to each of `ranks` that is still running."""
+        """Ask the stem to send a signal to each running rank in `ranks`."""
         with contextlib.suppress(OSError):
             if ranks:
                 self._say({"op": "signal", "signal": int(number), "ranks": list(ranks)})
 
     def kill(self) -> None:
-        """Kill the stem and every process below it."""
+        """Kill the stem and all of its descendants."""
         if self._cgroup is not None:
             kill_cgroup(self._cgroup)
             return
@@ -233,9 +235,9 @@ class LocalGang:
             self._say({"op": "kill"})
 
     def empty(self) -> bool:
-        """Return True once no process remains or the wait for them has ended.
+        """Return True once no process of the attempt remains, as far as this node can observe.
 
-        `proven` is True if certainly no process remains.
+        `proven` is True if it is certain that no process of the attempt remains.
         """
         if not self.standby:
             self.proven = True
@@ -264,11 +266,11 @@ class LocalGang:
 
     @property
     def behind(self) -> bool:
-        """Return True if a log has omitted live output and `tend` must report the gap soon."""
+        """Return True if a log has omitted live output that `tend` must report soon."""
         return any(log.behind for log in self.logs.values())
 
     def tend(self) -> None:
-        """Report omitted output of all logs. No descriptor signals the time for the report."""
+        """Report the live output that logs have omitted, because no descriptor signals an omission."""
         for log in self.logs.values():
             log.tend()
 
@@ -289,7 +291,7 @@ class LocalGang:
             count = place_of(self.launch, 0).world_size
             self.account.notes.append(
                 f"the run's {count} ranks trained without communicating (no process group, Ray or MPI), so they "
-                f"made {count} separate models. If you intend this, set {ALONE_NOTE_SWITCH}=0 to omit this note"
+                f"made {count} separate models. Set {ALONE_NOTE_SWITCH}=0 to omit this note"
             )
         if self._cluster is not None:
             note = self._cluster.close()
@@ -301,7 +303,7 @@ class LocalGang:
     def _meet_stem(self, message: inside.Message) -> None:
         if message.get("version") != inside.VERSION:
             raise ValueError(
-                f"the stem uses protocol version {message.get('version')}, this supervisor uses {inside.VERSION}"
+                f"the stem uses protocol version {message.get('version')}, but the supervisor uses {inside.VERSION}"
             )
         if not self._files.uid:
             self.stem_pid = inside.integer(message, "pid")
@@ -326,7 +328,7 @@ class LocalGang:
             self.account.notes += [sentence] if note else []
 
     def _go_message(self) -> inside.Message:
-        """Return the message that makes the stem fork all ranks."""
+        """Return the message that tells the stem to fork all ranks."""
         launch, context = self.launch, self.context
         argv: list[str] | None = None
         if self._command is not None:
@@ -376,7 +378,7 @@ class LocalGang:
         return rank
 
     def _store(self, message: inside.Message) -> None:
-        """Store a failure that a rank could not write to a full disk, without interpreting its content."""
+        """Store the unparsed failure of a rank that could not write the failure to a full disk."""
         rank, unstored = self._rank(message), message.get("unstored")
         for ending, text in unstored.items() if isinstance(unstored, dict) else ():
             if ending in inside.UNSTORED and isinstance(text, str):
@@ -385,8 +387,8 @@ class LocalGang:
                     write_bytes(path, base64.b64decode(text), Path(self.launch.directory))
 
     def _explained(self, failure: Failure) -> Failure:
-        """Return a rank's failure, corrected by information that only the supervisor has."""
-        # User code has begun, so the failure is not a start failure.
+        """Return a rank's failure, corrected with information that only the supervisor has."""
+        # User code has begun, so the rank's failure is not a start failure.
         if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
         if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
@@ -394,7 +396,7 @@ class LocalGang:
         return failure
 
     def memory_text(self) -> str:
-        """Describe an out-of-memory kill. The text follows "was" or "were"."""
+        """Describe an out-of-memory kill. Callers put the text after "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
         peak = self.memory.peak_bytes() if self.memory is not None else None
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []

@@ -5,14 +5,14 @@
                                       └─ counts a hit in `<uuid>.xids` beside the GPU's lock if user code caused it;
                                          hits are counted per principal, for the whole machine
 
-`NodeFaults` runs in the agent and the uplink and reads the whole log, so it also quarantines unused GPUs. `NodeFaults`
-and `AttemptFaults` may read the same log line. The second reader finds the quarantine note and leaves the note
-unchanged. If an operator lifted the quarantine after the log line, for example after a GPU reset, the quarantine stays
-lifted.
+`NodeFaults` runs in the agent and in the uplink. `NodeFaults` reads the whole kernel log and therefore also quarantines
+unused GPUs. `NodeFaults` and `AttemptFaults` may read the same log line. The second reader of a log line leaves the
+first reader's quarantine note unchanged. If an operator lifted the quarantine after the log line, for example after a
+GPU reset, the quarantine stays lifted.
 
-Failure cases: If the kernel log cannot be read, no fault is known, and `sgpu doctor` reports the `problem`. If the lock
-directory cannot be written, the attempt still ends. The next device check refuses a GPU that does not answer. An
-invalid file of hits counts as empty.
+Failure cases: If the kernel log is unreadable, `sgpu doctor` reports the `problem`. If the lock directory is not
+writable, a GPU fault still ends the attempt. The next device check refuses a GPU that does not answer. The node treats
+an invalid `.xids` file as empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _USERS_OWN = frozenset(
     {Reason.RANK_RAISED, Reason.RANK_SIGNAL, Reason.NO_RESULT, Reason.COMMAND_FAILED, Reason.GPU_OOM}
 )
 _HITS_MAX = 16
-# Maximum length of a name in a hit: sixteen hits of this length fit into the bytes of a note that readers read.
+# Maximum length of a principal's name in a hit. Sixteen hits with names of this length fit into a file of hits.
 _PRINCIPAL_MAX = 100
 
 
@@ -54,7 +54,7 @@ class AttemptFaults:
     """Reads driver reports about the GPUs of one attempt and adds them to the receipt's `notes`."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, notes: list[str]) -> None:
-        self.hint = ""  # Probable cause of a failure of user code, or "".
+        self.hint = ""  # Probable cause of a user code failure, or "".
         self._launch = launch
         self._home = home
         self._clock = clock
@@ -67,12 +67,12 @@ class AttemptFaults:
 
     @property
     def fd(self) -> int | None:
-        """Return a descriptor that becomes readable when the log has new lines."""
+        """Return a descriptor that becomes readable when the kernel log has new lines."""
         return None if self._log is None else self._log.fd
 
     @property
     def pause_s(self) -> float:
-        """Return the longest time between two reads of the log, in seconds."""
+        """Return the maximum number of seconds between two reads of the kernel log."""
         return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
 
     def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
@@ -145,9 +145,9 @@ class NodeFaults:
 
 
 def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
-    """Return a message for each GPU that may be broken although only user code failed on it.
+    """Return a message for each possibly broken GPU on which only user code has failed.
 
-    `now_ns` is the time since 1970. Raises StorageError if the lock directory cannot be used.
+    `now_ns` is the number of nanoseconds since 1970. Raises StorageError if the lock directory is unusable.
     """
     hits = read_hits(directory, uuids)
     said = {uuid: xid.suspicion(of_one, now_ns) for uuid, of_one in hits.items()}
@@ -157,7 +157,7 @@ def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
 def faults_of(
     lines: Iterable[KernelLogLine], devices: Sequence[Device], home: Home
 ) -> Iterable[tuple[KernelLogLine, Fault]]:
-    """Yield the Xids of these devices, classified by this node's configuration."""
+    """Yield the Xid faults of the given devices, classified by this node's configuration."""
     by_address = {device.pci: device.uuid for device in devices if device.pci}
     own: Mapping[int, XidKind] | None = None
     for line in lines:
@@ -166,14 +166,14 @@ def faults_of(
             continue
         if own is None:
             own = {}
-            # Device requests report an invalid configuration, so this function ignores it.
+            # `faults_of` ignores an invalid configuration, because device requests report the error.
             with contextlib.suppress(InvalidValue):
                 own = read_configuration(home).xids
         yield line, xid.fault(said, by_address[said.pci], own)
 
 
 def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, clock: Clock) -> None:
-    """Quarantine a GPU that failed, unless a note was written or lifted after the log line."""
+    """Quarantine a failed GPU, unless its quarantine note changed after the log line."""
     if fault.kind not in QUARANTINES:
         return
     with contextlib.suppress(StorageError):

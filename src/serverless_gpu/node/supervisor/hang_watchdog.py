@@ -10,7 +10,7 @@
     event loop ──────look───▶     │ └──────────────▶ HangConfirmed, if the run has a `hang_timeout`
                                   └── an inspection of the ranks (`rank_inspection.py`), polled until it is complete
 
-For a gang on several nodes, the supervisor of each node reports its ranks and the server decides:
+In a gang on several nodes, each node's supervisor reports on its ranks, and the server detects hangs:
 
     output, events ──heard──▶ GangHangReporter ──silent since──▶ server ◀── supervisors of the other nodes
     event loop ──────look───▶    │  ▲  └─────observation───────▶   │
@@ -18,9 +18,9 @@ For a gang on several nodes, the supervisor of each node reports its ranks and t
     hang-<node>-<n>.txt, ◀───────┴──────waiting ranks──────────────┘
     HangConfirmed
 
-A single supervisor cannot distinguish a hang from ranks that correctly wait for ranks on another node. The supervisor
-therefore reports only how long its ranks were silent. Once all nodes are silent, the server requests that every
-supervisor inspects its ranks during the same period.
+A single supervisor cannot distinguish a hang from ranks that correctly wait for ranks on another node. Each supervisor
+therefore reports only how long its ranks have been silent. Once all nodes are silent, the server asks every supervisor
+to inspect its ranks during the same period.
 
 `IdleWatchdog` follows the decisions of `model/hangs/idleness.py`:
 
@@ -28,13 +28,14 @@ supervisor inspects its ranks during the same period.
     output, events ─heard──▶     └───────────────▶ StopRequested        at the limit: ranks may save a checkpoint first
     new client ─────heard──▶
 
-No watchdog blocks the event loop. An inspection takes several turns of the event loop, and output continues meanwhile.
+No watchdog blocks the event loop. An inspection of ranks takes several iterations of the event loop, which still
+forwards output.
 
-Failure cases: A full disk loses the file of stacks, but not the message. A sign of progress cancels a running
-inspection. Without an answer from the server, no node receives a judgement. Without a limit or telemetry, the watchdog
-stops no run, because unobserved devices do not count as idle. The first node that receives a judgement ends its ranks,
-which makes ranks on other nodes fail before their judgement arrives. The supervisors on the other nodes still write
-their inspection.
+Failure cases: If the disk is full, attached clients get the hang message but no stack file. A sign of progress cancels
+a running inspection. If the server does not answer, no node receives a judgement about a hang. Without an idle limit or
+telemetry, `IdleWatchdog` stops no run, because unobserved devices do not count as idle. The first node that receives a
+hang judgement ends its ranks. Ranks on other nodes may then fail before those nodes receive the judgement. Supervisors
+without a judgement still write their last inspection of the ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
-# Nanoseconds after a sign of progress in which a failing rank has only printed its traceback.
+# Nanoseconds in which the last sign of progress may be only the traceback of a failing rank.
 _LAST_WORDS_NS = 10_000_000_000
 _UNEXPLAINED = Hang(waiting=(), elsewhere=())
 
@@ -89,7 +90,7 @@ class Watchdogs:
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
         directory = Path(launch.directory)
         self.hangs: HangWatchdog | GangHangReporter = HangWatchdog(directory, clock, say, notes)
-        # A rank may correctly wait for a rank on another node, which this node cannot observe.
+        # A rank may correctly wait for another node's rank, which this node cannot observe.
         if len(launch.all_crews) > 1:
             self.hangs = GangHangReporter(directory, launch.crews[launch.crew], clock, say, notes)
         self.idleness = IdleWatchdog(launch.spec, clock, say, notes)
@@ -101,9 +102,9 @@ class Watchdogs:
         return self.hangs.said or self.idleness.said
 
     def judged_by(self, peers: Peers) -> None:
-        """Set how observations reach the other nodes and how judgements return.
+        """Connect the watchdogs to the other nodes' supervisors and to the server's judgements.
 
-        The method has no effect in a gang on one node.
+        In a gang on one node, `judged_by` has no effect.
         """
         if isinstance(self.hangs, GangHangReporter):
             self.hangs.tell_server = self.idleness.tell_server = peers.tell
@@ -140,9 +141,9 @@ class Watchdogs:
 
 
 class _HangDetector:
-    """Base of both hang detectors.
+    """Base class of `HangWatchdog` and `GangHangReporter`.
 
-    A detector writes stack files to `directory` and appends to `notes`.
+    A hang detector writes stack files to `directory` and appends to the receipt's `notes`.
     """
 
     def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
@@ -159,7 +160,7 @@ class _HangDetector:
         self._early_said = False
 
     def _write_file(self, path: Path, text: str) -> str:
-        """Write a file of stacks. Return the error message, or ""."""
+        """Write a stack file. Return the error message, or ""."""
         try:
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
@@ -172,7 +173,7 @@ class _HangDetector:
             self._inspector = None
 
     def _returned_early(self, attempt: Attempt, now_ns: int) -> bool:
-        """Return True, once, if some ranks returned long before the remaining ranks (F05)."""
+        """Return True the first time that some ranks have returned long before the others (F05)."""
         if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return False
         self._early_said = True
@@ -191,7 +192,7 @@ class HangWatchdog(_HangDetector):
         self._watch = hang_detection.begin(clock.boottime_ns())
         self._then = HangAction.LOOK
         self._numbers = itertools.count(1)
-        self._silent_ns: int | None = None  # Start of the silence while a warning applies.
+        self._silent_ns: int | None = None  # Start of the silent period while a warning applies.
         self._returned_at = ""
 
     def heard(self, event: Event | None = None) -> None:
@@ -251,11 +252,12 @@ class HangWatchdog(_HangDetector):
         if at_work:
             self._watch = hang_detection.spared(self._watch, now_ns)
             if self._watch.warned:
-                return None  # Attached clients already received the warning, and ranks still work.
+                return None  # Attached clients already received a warning, and some ranks still make progress.
         self._watch = hang_detection.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
-        # The file name is first in the note because a receipt cuts long notes. The file is in the run's directory.
+        # The hang note begins with the file name, because a receipt truncates long notes. The stack file is in the
+        # run's directory.
         self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
         if self._then is HangAction.END and not at_work:
             return HangConfirmed(detail=told)
@@ -278,7 +280,7 @@ class HangWatchdog(_HangDetector):
         )
 
     def _write(self, attempt: Attempt, finding: HangFinding) -> tuple[Path, str]:
-        """Write the file of all stacks. Return its path and the error message or ""."""
+        """Write the stack file of all ranks. Return the file's path, and the error message or ""."""
         name = f"hang-{next(self._numbers)}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
         title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
@@ -295,7 +297,7 @@ class HangWatchdog(_HangDetector):
         self._say("")
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Report an early return. The run continues, because a long evaluation looks the same."""
+        """Report that some ranks returned early, without an end of the run."""
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -306,16 +308,16 @@ class HangWatchdog(_HangDetector):
 
 
 class GangHangReporter(_HangDetector):
-    """Reports the ranks of one node of a gang.
+    """Reports the silence and the inspections of one node's ranks to the server.
 
-    `hang` is the server's judgement.
+    The attribute `hang` contains the server's judgement about a hang.
     """
 
     def __init__(
         self, directory: Path, place: CrewPlace, clock: Clock, tell: Callable[[str], None], notes: list[str]
     ) -> None:
         super().__init__(directory, clock, tell, notes)
-        # Called with the changed fields: `silent`, `silent_since_ns`, `seen`.
+        # Callback for changed fields of the node's state: `silent`, `silent_since_ns`, `seen`.
         self.tell_server: Callable[..., None] = lambda **changes: None
         self._place = place
         self._attempt: Attempt | None = None
@@ -348,7 +350,7 @@ class GangHangReporter(_HangDetector):
         self._until_ns = now_ns + window_ns
 
     def judged(self, judgement: Judgement) -> HangConfirmed | None:
-        """Apply the server's judgement of all nodes. Return the event that ends the run, if any."""
+        """Apply the server's judgement about a hang of the gang. Return the event that ends the run, if any."""
         if judgement == self._judgement:
             return None
         self._judgement = judgement
@@ -363,7 +365,7 @@ class GangHangReporter(_HangDetector):
         self.hang = msgspec.structs.replace(who, file=where)
         path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
-        # The note is the same on all nodes, so the merged receipt shows it once.
+        # All nodes write the same note, so the merged receipt shows the note once.
         self._notes.append(f"{told}: {judgement.sentence}")
         if judgement.ends:
             return HangConfirmed(detail=judgement.sentence)
@@ -371,7 +373,7 @@ class GangHangReporter(_HangDetector):
         return None
 
     def ended(self) -> None:
-        """Write the last inspection if the ranks hung until the end and no judgement arrived."""
+        """Write the last inspection if the ranks hung until the attempt ended without a judgement."""
         moved_ns, now_ns = self._moved_ns, self._clock.boottime_ns()
         has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
         has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
@@ -388,7 +390,7 @@ class GangHangReporter(_HangDetector):
         now_ns = self._clock.boottime_ns()
         self._say_early_return(attempt, now_ns)
         due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
-        # Minimum silence before an inspection, in nanoseconds, if any.
+        # Minimum silence before an inspection, in nanoseconds, or None if no inspection is due.
         quiet_ns = None if due is None else due.at_ns - due.window_ns
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
             self._stop_inspection()
@@ -457,7 +459,7 @@ class GangHangReporter(_HangDetector):
         )
 
     def _write(self, number: int, who: Hang, told: str) -> tuple[Path, str]:
-        """Write the file of this node's stacks. Return its path and the error message or ""."""
+        """Write the stack file of this node's ranks. Return the file's path, and the error message or ""."""
         path = self._directory / f"hang-{self._place.number}-{number}.txt"
         if self._attempt is None:
             return path, " could not be written (no rank has been inspected yet)"
@@ -497,12 +499,12 @@ class GangHangReporter(_HangDetector):
 
 
 class IdleWatchdog:
-    """Detects that an attempt does not use its devices. Appends to the receipt's `notes`."""
+    """Detects that an attempt does not use its devices, and appends to the receipt's `notes`."""
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
-        self.said = ""  # The warning while it applies.
-        # Called with this node's `idle` state if the gang has several nodes. None on one node, which decides without
-        # the server.
+        self.said = ""  # Current warning about idle devices, or "".
+        # Callback for this node's `idle` state in a gang on several nodes. In a gang on one node, the callback is None,
+        # because that node decides without the server.
         self.tell_server: Callable[..., None] | None = None
         self._level = IdleVerdict.GO_ON
         self._spec = spec
@@ -513,7 +515,7 @@ class IdleWatchdog:
         self._begun = False
 
     def heard(self) -> None:
-        """Record that the run is in use: output, an event or a newly attached client."""
+        """Record a sign of use: output, an event or a newly attached client."""
         if self._idle is not None:
             self._idle = idleness.used(self._idle, self._clock.boottime_ns())
             self._take_back("the run makes progress again")
@@ -549,11 +551,11 @@ class IdleWatchdog:
         idle_for = format_duration_ms(self._idle.idle_ns // 1_000_000)
         limit = f"{self._idle.limit_ns / 1e9:g}"
         self._idle = None  # Messages from ending ranks must not count as progress.
-        self._notes.append(f"stopped because no device was busy for {idle_for} (idle_timeout={limit})")
+        self._notes.append(f"the run stopped because no device was busy for {idle_for} (idle_timeout={limit})")
         return StopRequested(StopReason.IDLE)
 
     def judged(self, verdict: IdleVerdict) -> None:
-        """Apply the server's judgement of all nodes. A stop arrives as an ordinary cancel request."""
+        """Apply the server's judgement about idle devices. An idle run ends by an ordinary cancel request."""
         if verdict is IdleVerdict.GO_ON:
             self._take_back("devices of the run on another node work again")
         elif self._idle is not None and not self.said:
@@ -562,8 +564,8 @@ class IdleWatchdog:
     def _warn(self, idle: idleness.Idle, who: str) -> None:
         idle_for, left = (format_duration_ms(ns // 1_000_000) for ns in (idle.idle_ns, idle.left_ns))
         self._say(
-            f"{who} has been busy for {idle_for}: the run will stop in {left} (idle_timeout); work, output or "
-            "`attach` keeps it running"
+            f"{who} has been busy for {idle_for}: the run will stop in {left} (idle_timeout). Device use, output or "
+            "`sgpu attach` prevents the stop"
         )
 
     def _take_back(self, told: str) -> None:

@@ -3,17 +3,18 @@
     supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted monitor
                ◀──TrackedNote, Untracked, AttemptSample, UserSentence──
 
-The connection to the monitor never blocks. With a missing, hanging or dead monitor, an attempt loses only its
-observations. Ranks of a function start without waiting for the monitor, because `mlflow` in a rank finds its run later
-(`inside/`). A program runs no code of this package, and its environment cannot change later. The start of a program
-therefore waits briefly for the tracking variables. The start waits longer while the home's own MLflow server starts.
-The start of a Ray cluster also waits, because Ray workers need the tracking variables. The receipt of a very short run
-waits up to `LINK_NS`, after the client has the outcome and the devices are free.
+The connection to the monitor never blocks. If the monitor is missing, hangs or dies, an attempt loses only its
+telemetry and tracking. A function's ranks start without waiting for the monitor, because `mlflow` in a rank finds its
+run later (`inside/`). A program runs no code of this package, and its environment cannot change later. The start of a
+program therefore waits briefly for the tracking variables. A program's start waits longer while the home's own MLflow
+server starts. The start of a Ray cluster also waits, because Ray workers need the tracking variables. The receipt of a
+very short run waits up to `LINK_NS` for the tracking link. The client already has the outcome during the wait for the
+link, and the devices are free.
 
-Failure cases: Without a monitor, the supervisor retries at most every two seconds. The supervisor writes an attempt to
-the monitor's backlog if it ends before the monitor runs, such as the first attempt of a home. If the monitor dies, its
-successor receives all messages again and continues the same files. If the monitor does not read, the supervisor queues
-the few messages. After an invalid message, the supervisor reconnects after at most two seconds.
+Failure cases: Without a monitor, the supervisor tries to connect at most every two seconds. If an attempt ends before
+the monitor runs, the supervisor writes the attempt to the monitor's backlog. If the monitor dies, its successor
+receives all messages again and continues the same files. If the monitor does not read from its socket, the supervisor
+queues the messages. After an invalid message, the supervisor reconnects after at most two seconds.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ COMMAND_NS = 2_000_000_000
 """Longest wait of a program or a Ray cluster for tracking variables, unless the tracker is unreachable."""
 SERVER_NS = 10_000_000_000
 """Longest wait of a program while the home's own MLflow server starts."""
-_STARTING = "the home's MLflow server is starting; {} waits for it up to 10 s"
-_STARTED_LATE = "the home's MLflow server was still starting: the run will appear in it, see `sgpu mlflow`"
-_FOR_GOOD = "; this run is not tracked"
+_STARTING = "{} waits up to 10 s for the start of the home's MLflow server"
+_STARTED_LATE = "the home's MLflow server was still starting, so the run will appear there later (see `sgpu mlflow`)"
+_FOR_GOOD = ", so MLflow does not track this run"
 _KEPT = "the node stores the recorded data and sends it once MLflow answers (within 24 h)"
 _SILENT = "MLflow had not answered yet: the run will appear in MLflow after its first answer, see `sgpu show`"
 
@@ -67,11 +68,11 @@ class MonitorLink:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        # MLflow's run of the attempt and the link to the run, once known.
+        # The attempt's MLflow run and the link to that run, once known.
         self.tracked: messages.TrackedNote | None = None
         self.uses: tuple[DeviceUse, ...] = ()  # Observed use of the devices so far.
         self.notes: list[str] = []  # Notes for the receipt.
-        # Called after each sample with True if any device was busy.
+        # Callback after each telemetry sample, with True if any device was busy.
         self.on_seen: Callable[[bool], None] = lambda busy: None
         self._launch = launch
         self._path = messages.monitor_socket(sockets)
@@ -87,10 +88,10 @@ class MonitorLink:
         self._again_ns = 0
         self._told_waiting = False
 
-    # --- messages to the monitor ---------------------------------------------------------------------------------
+    # --- monitor messages ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Request that the monitor observes the attempt."""
+        """Ask the monitor to observe the attempt."""
         launch = self._launch
         self._began_ns = self._clock.boottime_ns()
         self._say(
@@ -114,7 +115,7 @@ class MonitorLink:
         self._say(messages.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
 
     def linger(self) -> None:
-        """Read the last messages. Wait up to `LINK_NS` for the tracking link of a short attempt."""
+        """Read the monitor's last messages. Wait up to `LINK_NS` for the tracking link of a short attempt."""
         self.hear()
         until_ns = self._began_ns + LINK_NS
         while self._is_undecided and (left_ns := until_ns - self._clock.boottime_ns()) > 0:
@@ -124,7 +125,7 @@ class MonitorLink:
             self.hear()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
-        """Report to the monitor how the attempt ended, after the attempt's files are written."""
+        """Report the attempt's outcome to the monitor once the attempt's files are complete."""
         self._say(messages.EndingNote(state=state, reason=reason, sentence=sentence))
 
     def settled(self, backlog: Path) -> None:
@@ -166,13 +167,13 @@ class MonitorLink:
 
     @property
     def hold_ns(self) -> int | None:
-        """Return the time until which ranks wait for tracking variables, or None if they need not wait."""
+        """Return the deadline for tracking variables, or None if the ranks need not wait."""
         until_ns = self._began_ns + self._patience_ns()
         return until_ns if self._clock.boottime_ns() < until_ns else None
 
     @property
     def wake_ns(self) -> int | None:
-        """Return the time of the next `tend`, or None while the supervisor is connected."""
+        """Return the time of the next `tend` call, or None while the supervisor is connected."""
         return self._again_ns if self._channel is None and self._said else None
 
     def receipt_notes(self) -> list[str]:
@@ -202,7 +203,7 @@ class MonitorLink:
         tracker, untracked = self._launch.spec.tracker, self._untracked
         if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
             return 0
-        # A program or Ray worker runs no code of this package and knows only the variables of its start.
+        # A program or Ray worker cannot receive tracking variables after its start.
         is_told_once = isinstance(self._launch.spec.payload, Command) or self._launch.spec.ray is not None
         if untracked is not None:
             return SERVER_NS if is_told_once and untracked.is_starting else 0
@@ -284,7 +285,7 @@ class MonitorLink:
             except BlockingIOError:
                 return
             except OSError:
-                self.hear()  # The monitor's last messages may still be in the buffer.
+                self.hear()  # The monitor's last messages may still be in the socket buffer.
                 self._lose()
                 return
             self._pending.popleft()

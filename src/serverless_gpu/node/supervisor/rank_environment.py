@@ -59,7 +59,7 @@ class RankEnvironment:
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
 
     def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
-        """Return the variables of one rank.
+        """Return the environment variables of one rank.
 
         `devices` are the node's devices in LOCAL_RANK order. Raises OSError if a secret cannot be read.
         """
@@ -83,7 +83,7 @@ class RankEnvironment:
         )
 
     def _places(self) -> dict[str, str]:
-        """Return the paths of an attempt's files for a rank: stop reason, checkpoints, process group, secrets."""
+        """Return variables with the paths of an attempt's stop reason, checkpoints, process group and secrets."""
         launch = self._launch
         places = dict(self._files.variables)
         if self._command is not None:
@@ -96,7 +96,7 @@ class RankEnvironment:
 
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
-        # If the caller is itself a rank, the caller's value does not apply to the new run.
+        # If the caller is itself a rank, the caller's process group does not apply to the new run.
         caller.pop(PROCESS_GROUP_VARIABLE, None)
         if (secrets := self._launch.secrets) is not None:
             place = Path(secrets.directory)
@@ -109,6 +109,6 @@ class RankEnvironment:
 
 
 def program_path(path: str, python: str) -> str:
-    """Return a PATH that contains the environment's programs (`python`, `torchrun`), activated or not."""
+    """Return a PATH with the environment's programs (`python`, `torchrun`), even without activation."""
     own = os.path.dirname(python)
     return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"

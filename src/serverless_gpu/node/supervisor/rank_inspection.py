@@ -7,19 +7,19 @@
 A rank that runs Python answers the first signal. A rank that is blocked in a collective cannot answer the first signal.
 A blocked rank answers the second signal, which needs neither the interpreter nor the GIL. The inspector sends the
 second signal only to a rank inside a call, because faulthandler would read changing frames as garbage. A rank is inside
-a call if it received the first signal, did not answer, and sleeps or has used CPU time since. If a rank answers the
-first signal at the next inspection, its main thread has returned from the call.
+a call if it has not answered the first signal and has slept or used CPU time since then. If a rank answers the first
+signal at the next inspection, its main thread has returned from the call.
 
 The stem sends the signals, because only the stem knows which ranks it has not reaped yet. A signal therefore never
 reaches another process. The inspector skips a rank that no longer catches the signals or has closed its memfd. A
-skipped rank runs another program, or user code replaced the handlers. The signal would end the rank, or the rank would
-write the stack into a file of the user.
+skipped rank runs another program, or user code replaced the handlers. A signal could end a skipped rank or write the
+stack into one of the user's files.
 
 An inspection never blocks. The supervisor's event loop polls the inspection and still forwards output.
 
-Failure cases: A rank that does not answer in time (frozen, uninterruptible or without a CPU core) has no stack. The
-inspector signals a stopped rank only if `wake` is True. A stopped rank then runs until its stack is written, and the
-inspector stops the rank again.
+Failure cases: If a rank does not answer in time, for example a frozen rank, the inspection has no stack of the rank.
+The inspector signals a stopped rank only if `wake` is True. After a stopped rank has written its stack, the inspector
+stops the rank again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
-_IN_PYTHON_NS = 50_000_000  # A rank that runs Python and has a CPU core answers within this time.
-_IN_CALL_US = 20_000  # CPU time without an answer, which shows that no Python code ran.
-_STEADY_NS = 100_000_000  # An unfinished stack that has not grown for this long will not grow further.
+_IN_PYTHON_NS = 50_000_000  # Nanoseconds within which a rank that runs Python on a CPU core answers.
+_IN_CALL_US = 20_000  # Microseconds of CPU time without an answer that show that a rank runs no Python code.
+_STEADY_NS = 100_000_000  # Nanoseconds without growth after which an unfinished stack counts as final.
 _STACK_BYTES_MAX = 1 << 20
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
 _ENDED = ("Z", "X", "")
@@ -50,7 +50,7 @@ _OWN = f"{INSIDE}/"
 
 
 class RankInspector:
-    """An inspection of some ranks. With `wake`, the inspection briefly continues stopped ranks."""
+    """Inspects the given ranks of a gang. With `wake`, the inspector briefly resumes stopped ranks."""
 
     def __init__(self, gang: LocalGang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:
         self.began_ns = now_ns
@@ -86,7 +86,7 @@ class RankInspector:
         return [self._completed(look) for look in self._looks.values()]
 
     def close(self) -> None:
-        """Abort the inspection. Stop the ranks again that the inspection had continued."""
+        """Abort the inspection. Stop all ranks that the inspection has resumed."""
         self._gang.signal(signal.SIGSTOP, [rank for rank in self._woken if rank in self._asked])
         for asked in self._asked.values():
             asked.close()
@@ -111,7 +111,7 @@ class RankInspector:
             return
         self._looks[rank] = msgspec.structs.replace(self._looks[rank], stack=parse(text, _OWN))
         if rank in self._woken:
-            self._note(rank, "the inspection continued the rank for a moment to write its stack")
+            self._note(rank, "the inspection briefly resumed the rank to write its stack")
 
     def _note(self, rank: int, note: str) -> None:
         look = self._looks[rank]

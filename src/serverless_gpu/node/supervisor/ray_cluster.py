@@ -1,25 +1,25 @@
-"""The supervisor's part of a run's private Ray cluster: the node's resources and its directory.
+"""Manages a node's part of a run's private Ray cluster: its resources and its directory.
 
     supervisor ─ AttemptCluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/share.py`)
                ├─ share ─▶ "go" ─▶ the rank that starts the node's part of the cluster (`inside/raycluster/`)
                └─ close, after all processes ended: keeps logs in <attempt>/ray/<node>, removes the directory
     agent ─ ClusterSweeper ─▶ a clean process that removes directories without a lock
 
-A held flock means that the run continues. Only supervisor and stem hold the flock. The flock also keeps
-systemd-tmpfiles from deleting the directory of a run that takes many days.
+While a process holds the flock on a cluster directory, the run continues. Only the supervisor and the stem hold the
+flock. The flock also keeps systemd-tmpfiles from deleting the directory of a run that takes many days.
 
-Failure cases: Without free space in /tmp, the run does not start, and its final state contains the reason. If
-supervisor and stem are killed together, an agent of the same user removes the directory later. If the sweeper removes a
-directory that a supervisor has just created, the supervisor tries another name. After a few failed tries, the sweeper
-leaves a directory that it cannot remove.
+Failure cases: Without free space in /tmp, the run does not start, and its final state contains the reason. If the
+supervisor and the stem are both killed, an agent of the same user removes the cluster directory later. If the sweeper
+removes a directory that a supervisor has just created, the supervisor tries another name. The sweeper gives up on a
+directory after `_SWEEPS_MAX` failed sweeps.
 
 Ray writes one log file per process below its sessions' directories (/tmp/sgpu-ray-*/<start>/session_*/logs). The
-supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. The logs are
-necessary because every process that could explain a failure has already ended. The supervisor skips pipes, links and
-files that it cannot copy, because the run's outcome does not depend on them. On a slow disk, copying ends after
-`LIMIT_NS`, because the devices stay reserved meanwhile. The receipt reports the missing logs.
+supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. Only these logs
+can explain a failure after all Ray processes have ended. The supervisor skips pipes, links and files that it cannot
+copy, because the run's outcome does not depend on them. On a slow disk, the supervisor stops copying after `LIMIT_NS`,
+because the devices stay reserved during the copy. The receipt reports the missing logs.
 
-Ray counts CPUs, GPUs and memory but isolates no resource. A node's share therefore only states the resources that Ray
+Ray counts CPUs, GPUs and memory but isolates no resource. A node's share therefore states only how many resources Ray
 may schedule for tasks of this run.
 """
 
@@ -59,7 +59,8 @@ _PIECE_BYTES = 1 << 20
 _ALONE = Network(("127.0.0.1", 0))
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
-_SWEEPS_MAX = 3  # Sweeps per agent for one directory. A task may have created files of another user in the directory.
+# Maximum number of sweeps of one directory per agent. A Ray task may have created another user's files.
+_SWEEPS_MAX = 3
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FIGURES = Path("/proc/meminfo")
@@ -68,12 +69,12 @@ MEMORY_FIGURES = Path("/proc/meminfo")
 class NoDirectory(OSError):
     """Raised if no directory can be created for a run's Ray cluster.
 
-    The text contains the path and the reason.
+    The exception's text contains the directory's path and the reason.
     """
 
 
 class AttemptCluster:
-    """One attempt's Ray cluster on this node: the resources that outlive its processes.
+    """The resources of an attempt's Ray cluster on this node that outlive the cluster's processes.
 
     `ranks_path` is the path of the directory for the ranks, if their sandbox shows another path. Raises NoDirectory if
     the directory cannot be created, and OSError if the attempt's directory has no free space.
@@ -94,7 +95,7 @@ class AttemptCluster:
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
         files.mkdir(mode=0o700, exist_ok=True)
-        self.note = ""  # Note for the caller about the node's share, or ""; `share` sets it.
+        self.note = ""  # Note for the caller about the node's share, set by `share`, or "".
         self.path, self.fd = _make()
         # A principal gets a directory inside, because the outer directory must stay this process's own.
         self.own = os.path.join(self.path, "ranks") if ranks_path else self.path
@@ -118,7 +119,7 @@ class AttemptCluster:
         shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
-        nonce = self._launch.nonce  # All nodes derive the same secret from the nonce.
+        nonce = self._launch.nonce  # All nodes derive the cluster's secret from the run's nonce.
         return ClusterShare(
             directory=self._ranks_path,
             devices=0 if kind == CPU else count,
@@ -135,7 +136,7 @@ class AttemptCluster:
         )._asdict()
 
     def close(self) -> str:
-        """Keep Ray's logs and remove the directory after all processes ended.
+        """Keep Ray's logs and remove the cluster directory after all processes have ended.
 
         Return a note for the receipt, or "".
         """
@@ -159,10 +160,10 @@ class ClusterSweeper:
         self._start = start
         self._process: Process | None = None
         self._due_ns = 0
-        self._tries: Counter[str] = Counter()  # directory → number of failed sweeps
+        self._tries: Counter[str] = Counter()  # Number of failed sweeps by directory.
 
     def tend(self, *, ended: bool) -> None:
-        """Start a sweep if the interval has passed or `ended` is set."""
+        """Start a sweep if the sweep interval has passed or an attempt has `ended`."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         now_ns = self._clock.boottime_ns()
@@ -172,7 +173,8 @@ class ClusterSweeper:
         left = [path for path in _directories() if self._tries[path] < _SWEEPS_MAX and is_left(path)]
         if left:
             self._tries.update(left)
-            with contextlib.suppress(OSError):  # The system cannot start a process at the moment.
+            # If the system cannot start the sweeper process, a later `tend` tries again.
+            with contextlib.suppress(OSError):
                 self._process = self._start()
 
 
@@ -189,7 +191,7 @@ def sweep() -> None:
         fd = _open(path)
         if fd is None:
             continue
-        with contextlib.suppress(OSError):  # A process still holds the lock.
+        with contextlib.suppress(OSError):  # A process still holds the directory's lock.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             share.remove_directory(path)
         os.close(fd)
@@ -221,7 +223,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _make() -> tuple[str, int]:
-    """Create a directory with a free name and lock it. Raises NoDirectory."""
+    """Create a cluster directory under an unused name and lock the directory. Raises NoDirectory."""
     for _ in range(_NAMES_TRIED):
         path = f"{share.DIRECTORY_PARENT}/{share.DIRECTORY_PREFIX}{secrets.token_hex(4)}"
         try:
@@ -242,7 +244,7 @@ def _make() -> tuple[str, int]:
 
 
 def _make_spill(path: str, files: Path) -> None:
-    """Create the directory for Ray's spilled objects, in `path` or on the home's disk if larger."""
+    """Create the directory for Ray's spilled objects in `path`, or on the home's disk if that is larger."""
     spill = os.path.join(path, share.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
@@ -250,12 +252,12 @@ def _make_spill(path: str, files: Path) -> None:
             elsewhere.mkdir(mode=0o700)
             os.symlink(elsewhere, spill)
             return
-    with contextlib.suppress(OSError):  # If this fails, Ray tries to create the directory itself.
+    with contextlib.suppress(OSError):  # If mkdir fails, Ray tries to create the spill directory itself.
         os.mkdir(spill, 0o700)
 
 
 def _taken(path: str) -> int | None:
-    """Return a descriptor that locks a directory, or None if the sweeper has removed it."""
+    """Return a descriptor that locks a directory, or None if the sweeper has removed the directory."""
     fd = _open(path)
     if fd is None:
         return None
@@ -298,7 +300,7 @@ def shared_memory_bytes() -> tuple[int, int]:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Return the number of bytes that the user may still write to the file system of a path."""
+    """Return the number of bytes that the user may still write to a path's file system."""
     system = os.statvfs(path)
     return system.f_bavail * system.f_frsize
 
@@ -306,7 +308,7 @@ def free_bytes(path: str | Path) -> int:
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
     """Copy Ray's logs to `kept`.
 
-    Return a message if the time limit prevented the copy of some logs, else "".
+    Return a message if the copy exceeded the time limit, else "".
     """
     left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):
@@ -371,14 +373,14 @@ def _copy(path: str, target: str, bytes_max: int) -> int:
     return copied
 
 
-_OF_MEMORY = 0.3  # Ray's own default share of the memory.
-_OF_SHARED = 0.9  # The object store's share of the run's part of /dev/shm. Ray moves a larger store to the disk.
+_OF_MEMORY = 0.3  # Ray's default for the object store's share of host memory.
+_OF_SHARED = 0.9  # The object store's share of the run's part of /dev/shm. Ray moves a larger object store to the disk.
 
 
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:
     """Return the size of a node's object store in bytes.
 
-    The function reduces the requested size only to fit the run's part of /dev/shm.
+    `object_store_bytes` reduces a requested size only if the run's part of /dev/shm is smaller.
     """
     wanted = asked if asked is not None else round(memory_bytes * _OF_MEMORY)
     bounded = min(wanted, round(shared_bytes * _OF_SHARED), OBJECT_STORE_BYTES_MAX)
@@ -386,9 +388,10 @@ def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None =
 
 
 def part_of_shared(size: int, free: int, devices: int, of_type: int) -> int:
-    """Return the run's part of /dev/shm in bytes: proportional to its devices, and at most the free bytes.
+    """Return the run's part of /dev/shm in bytes, in proportion to its devices, up to the free bytes.
 
-    Ray allocates pages on demand. If every run could use all of /dev/shm, runs would kill each other.
+    Ray allocates pages of /dev/shm on demand. If every run could use all of /dev/shm, concurrent runs would crash each
+    other.
     """
     least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # Ray cannot start with a smaller object store.
     return min(free, max(least, size * devices // of_type))
@@ -402,17 +405,17 @@ def store_note(size: int, shared_bytes: int, asked: int | None) -> str:
     if not small and (asked is None or asked <= size):
         return ""
     instead = "" if asked is None or asked <= size else f", not {format_bytes(asked)}"
-    where = ", and is in /tmp" if size > shared_bytes else ""
+    where = ", in /tmp" if size > shared_bytes else ""
     store = f"so Ray's object store is {format_bytes(size)}{instead}{where}"
     return (
-        f"/dev/shm has {format_bytes(shared_bytes)} for this run, {store}; in a container, enlarge it with --shm-size"
+        f"/dev/shm has {format_bytes(shared_bytes)} for this run, {store}. In a container, enlarge it with --shm-size"
     )
 
 
 def cluster_cpus(cores: int, devices: int) -> int:
-    """Return how many CPUs a node offers to Ray's scheduler.
+    """Return the number of CPUs that a node offers to Ray's scheduler.
 
-    A node offers at least one CPU per device and one more. On a small machine, Ray would otherwise never schedule a
+    A node offers at least one CPU per device and one additional CPU. With fewer CPUs, Ray would never schedule a
     trainer and its workers, which each need one CPU.
     """
     return max(cores, devices + 1)

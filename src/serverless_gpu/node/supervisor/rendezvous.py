@@ -1,15 +1,15 @@
 """Connects the nodes of a gang and tests if they can reach each other before ranks begin.
 
-`Peers` represents the gang to one node's supervisor. Except for the rendezvous, all messages go through the server. The
-server's messages are in brackets:
+`Peers` represents the gang to one node's supervisor. All messages between nodes go through the server, except for the
+rendezvous. In the diagram, the server's messages are in parentheses:
 
     devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin
     all ranks returned ─▶ returned ─▶ (release) ─▶ ranks may exit
     an early end ─▶ halt, at once                           ◀─ (peer_failed): early end on another node
 
-A supervisor sends its whole state each time, and sends it again to a restarted uplink. Messages may therefore arrive
-twice. This module has no deadlines. The server ends a failed rendezvous. The lease limits how long a node runs without
-the server. For a gang on one node, `Peers` only reserves a rendezvous port.
+A supervisor sends its complete state with each change, and again to a restarted uplink. The server may therefore
+receive a message twice. `rendezvous.py` has no deadlines, because the server ends a failed rendezvous. The lease limits
+how long a node runs without the server. For a gang on one node, `Peers` only reserves a rendezvous port.
 
 `Rendezvous` listens, tries the addresses of the other nodes, and reports the results:
 
@@ -17,18 +17,18 @@ the server. For a gang on one node, `Peers` only reserves a rendezvous port.
                 ◀─ word(other, this) ─┘          identity, and the time that it took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-`model/lifecycle/rendezvous.py` decides. The test makes the same connections as the ranks. As with NCCL and Gloo, every
-node connects to every other node. The kernel chooses the ports, and the packets are as large as the network allows.
-Every node also connects to the rendezvous port on rank 0's node. Before user code begins, the server can therefore name
-a pair of nodes that cannot communicate.
+`model/lifecycle/rendezvous.py` chooses the addresses. The rendezvous tests the same connections that the ranks make
+later. As with NCCL and Gloo, every node connects to every other node. The kernel chooses the ports of test connections,
+and test packets are as large as the network allows. Every node also connects to the rendezvous port on rank 0's node.
+Before user code begins, the server can therefore name a pair of nodes that cannot communicate.
 
-No function blocks the supervisor's event loop. Unknown peers may connect. Unknown peers receive no data before they
-send a secret that only nodes of the gang know. The supervisor closes every other connection.
+No function blocks the supervisor's event loop. An unknown peer may connect, but receives no data before it sends a
+secret that only the gang's nodes know. The supervisor closes connections with a wrong secret.
 
-Failure cases: An address without an answer costs `PROBE_S`, or `SETTLE_S` if every node was reached at another address.
-A port on which another program answers counts as not reached. In a flood of connections, the supervisor closes the
-oldest unidentified connections. Without free descriptors, the supervisor does not try an address and reports the
-address.
+Failure cases: The supervisor waits `PROBE_S` for an address that does not answer. Once every node was reached at
+another address, the supervisor waits only `SETTLE_S`. A port counts as not reached if another program answers. In a
+flood of connections, the supervisor closes the oldest unidentified connections. Without a free descriptor, the
+supervisor reports an address as not tried.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 
 FILL_BYTES = 16 << 10
-"""Larger than a packet of any network. If the test data of this size is lost, the network drops large packets."""
+"""Number of test bytes, larger than a packet of any network. If the test bytes are lost, the network drops large
+packets."""
 SETTLE_S = 0.25
 """Seconds to wait for further addresses after every node was reached at one address."""
 CALLS_MAX = 256
@@ -91,7 +92,8 @@ class Peers:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        # Called with the server's news. Returns the events that follow from the server's judgement of all nodes.
+        # Callback for the gang state from the server. The callback returns the events that follow from the server's
+        # judgement.
         self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
         self._launch = launch
         self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
@@ -114,7 +116,7 @@ class Peers:
         return self._news.offer is not None and self._chosen is None
 
     def met(self) -> bool:
-        """Return True once the rendezvous is complete (at once on one node). The first call begins it.
+        """Return True once the rendezvous is complete. The first call of `met` begins the rendezvous.
 
         Raises NoPort if no port can be reserved or opened for listening.
         """
@@ -141,10 +143,10 @@ class Peers:
         return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
 
     def hear(self, heard: protocol.GangNews) -> list[Event]:
-        """Process the server's state of the gang. Return the events for this node."""
+        """Process the gang state that the server has sent. Return the events for this node."""
         if self._meeting is None:
             return []
-        # The server's judgement precedes the failure of a peer, because the judgement may explain the failure.
+        # Process the server's judgement before a peer's failure, because the judgement may explain the failure.
         judged = self.judge(heard)
         if heard.peer_failed:
             return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
@@ -174,11 +176,11 @@ class Peers:
 
     @property
     def wake_ns(self) -> int | None:
-        """Return the time of the next `tend`, or None."""
+        """Return the time of the next `tend` call, or None."""
         return None if self._meeting is None else self._meeting.wake_ns
 
     def tend(self) -> None:
-        """Do the pending work of the rendezvous."""
+        """Run the pending steps of the rendezvous."""
         if self._meeting is not None:
             self._meeting.tend()
             self._say(reach=self._meeting.reach)
@@ -204,7 +206,7 @@ class Peers:
 
 
 def _halt(attempt: Attempt) -> Halt:
-    """Return why a node's ranks end early, as far as its supervisor knows."""
+    """Return the known reason for the early end of a node's ranks."""
     assert attempt.reason is not None
     cause = attempt.cause
     if cause is None:
@@ -229,17 +231,17 @@ class Rendezvous:
         self._waiting: list[_Call] = []  # Connection attempts that have not started.
         self._offers: dict[int, Offer] = {}
         self._enough_ns: int | None = None  # Time at which the wait for missing results ends.
-        self._look_ns = 0  # Time of the next check for enough results.
+        self._look_ns = 0  # Time of the next check if every node was reached.
 
     def offer(self, rendezvous_port: int = 0) -> Offer:
-        """Listen, and return the addresses at which other nodes can try this node. Raises OSError.
+        """Start to listen, and return the addresses at which other nodes may reach this node. Raises OSError.
 
-        `rendezvous_port` is reserved for rank 0 and is 0 on the other nodes.
+        `rendezvous_port` is the reserved port on rank 0's node, and 0 on the other nodes.
         """
         listeners = [listener()]
         self._listeners = listeners
         if rendezvous_port:
-            # The listener shares the port with the reserving socket until the rendezvous is complete.
+            # Until the rendezvous is complete, the listener shares the port with the socket that reserves the port.
             listeners.append(listener(rendezvous_port))
         others = [other for other in range(self._crews) if other != self._crew]
         self._answers = {
@@ -267,13 +269,13 @@ class Rendezvous:
             for port in (offer.port, offer.rendezvous_port)
             if port
         ]
-        # Sorts the best address of each node first.
+        # Sort the best address of each node first.
         self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]
         self.tend()
 
     @property
     def wake_ns(self) -> int | None:
-        """Return the time of the next `tend`, or None while this node only waits for other nodes."""
+        """Return the time of the next `tend` call, or None while this node only waits for other nodes."""
         limits = [call.until_ns for call in self._calls if call.tried is None]
         limits += [guest.wire.until_ns for guest in self._guests]
         if self._offers and self.reach is None:
@@ -281,7 +283,7 @@ class Rendezvous:
         return min(limits, default=None)
 
     def tend(self) -> None:
-        """Start new connection attempts, expire old ones, and collect their outcomes."""
+        """Start new connection attempts, expire old attempts and collect the outcomes."""
         now_ns = self._clock.boottime_ns()
         for guest in self._guests:
             if now_ns >= guest.wire.until_ns:
@@ -329,7 +331,7 @@ class Rendezvous:
         for (_, address), ports in calls.items():
             tried = [call.tried for call in ports if call.tried is not None]
             if len(tried) == len(ports):
-                # The worst port counts as the outcome of an address: a port that was not reached, or the slowest port.
+                # An address gets the outcome of its worst port: an unreached port, or else the slowest port.
                 found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
         return found
 
@@ -349,20 +351,20 @@ class Rendezvous:
                 if call.began_ns:
                     call.expire((now_ns - call.began_ns) / 1e9)
                 else:
-                    call.end("not tried, because another address had answered")
+                    call.end("the node did not try this address, because another address had answered")
             self._calls += self._waiting
             self._waiting = []
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
             if not self._has_room():
-                return  # Connections of identified peers end soon. The kernel queues further connections.
+                return  # Connections of identified peers end soon, and the kernel queues new connections.
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
                 return
-            # The peer has closed, or no descriptor is free. In the second case, accept would return at once in a busy
-            # loop.
+            # The peer has closed the connection, or no descriptor is free. Without a free descriptor, a retry of
+            # `accept` would be a busy loop.
             except OSError:
                 select.select([], [], [], _BREATH_S)
                 return
@@ -396,7 +398,7 @@ def listener(port: int = 0) -> socket.socket:
 
 
 class _Wire:
-    """One connection with its unsent and its received bytes."""
+    """A connection with its unsent and received bytes."""
 
     def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, until_ns: int) -> None:
         sock.setblocking(False)
@@ -417,7 +419,7 @@ class _Wire:
             self._selector.modify(self._sock, events, callback)
 
     def say(self, data: bytes) -> None:
-        """Send as much as the kernel accepts, and queue the remaining bytes.
+        """Send as many bytes as the kernel accepts, and queue the remaining bytes.
 
         Raises OSError if the peer has closed its socket.
         """
@@ -507,7 +509,7 @@ class _Call:
         self._own = b""
 
     def begin(self, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
-        """Connect to the address.
+        """Connect to the address of the other node.
 
         `words` are the secret to send and the expected secret.
         """
@@ -541,7 +543,7 @@ class _Call:
         self.end(_TOO_LARGE if self.answered_ns is not None else f"no answer in {waited_s:.2g} s")
 
     def end(self, problem: str = "") -> None:
-        """Record the outcome and close the connection."""
+        """Record the outcome of the connection attempt and close the connection."""
         if self._wire is not None:
             self._wire.close()
         took_us = None if self.answered_ns is None or problem else (self.answered_ns - self.began_ns) // 1000
@@ -579,7 +581,7 @@ class _Call:
         wire.rewatch(self._hear)
 
     def _understand(self, wire: _Wire) -> str | None:
-        """Return "" once the peer was reached, the problem once a problem is known, otherwise None."""
+        """Return "" once the peer was reached, the text of a problem, or None while the outcome is open."""
         if self.answered_ns is None and len(wire.got) >= _WORD_BYTES:
             if bytes(wire.got[:_WORD_BYTES]) != self._expected:
                 return "another program answers at this address"

@@ -1,24 +1,25 @@
-"""The process of a session: holds devices and lends the devices to the runs of the session.
+"""Holds the devices of a session and lends the devices to the session's runs.
 
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
                              ◀── SessionReady, WaitingNote, Finished ──┘   ──Lent───▶
 
-The nursery forks the session's process like a supervisor. The process does not depend on the agent. One thread runs one
-event loop. `model/lifecycle/session.py` makes the decisions.
+The nursery forks the session's process like a supervisor. The session's process does not depend on the agent, and runs
+one event loop in one thread. `model/lifecycle/session.py` decides which run gets which devices.
 
 Failure cases:
 
-If the owner ends, for example a killed notebook kernel, the session ends at once. A forked child that keeps a copy of
-the socket does not delay the end. The session cancels waiting runs. Runs that use the session's devices continue,
-because their supervisors and stems have copies of the lock descriptors.
+If the session's owner exits, for example a killed notebook kernel, the session ends at once. A forked child with a copy
+of the owner's socket does not delay the session's end. The session then cancels waiting runs. Runs that use the
+session's devices continue, because their supervisors and stems have copies of the lock descriptors.
 
-If a supervisor is killed, its loan ends when its stem has also ended. The end of the stem closes the pipe. The session
-verifies the devices before another run gets them.
+If a run's supervisor is killed, the run's device loan ends once the stem has ended too. The stem's exit closes the
+loan's pipe. The session verifies returned devices before another run gets them.
 
-If the session's process is killed, idle devices are free at once. Lent devices are free when their runs end. The
+If the session's process is killed, idle devices are free at once. Lent devices become free when their runs end. The
 owner's next call reports that the session has ended.
 
-If no run uses the session, the owner gets a warning at four fifths of the idle limit. The session ends at the limit.
+If no run uses the session, the owner gets a warning at four fifths of the idle limit. The session ends at the idle
+limit.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _LEAVING_S = 1.0  # Seconds for which the stem of a run may keep devices after t
 class SessionHolder:
     """Holds the devices of one session.
 
-    End of file on the channel `agent` has no effect.
+    The session ignores end of file on the channel `agent`.
     """
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
@@ -88,13 +89,13 @@ class SessionHolder:
         self._book: SessionState | None = None
         self._billed: tuple[Device, ...] = ()
         self._borrowers: dict[str, Watcher] = {}
-        self._reported: dict[str, tuple[str, ...]] = {}  # run → devices that its supervisor returned as not free
+        self._reported: dict[str, tuple[str, ...]] = {}  # Devices that a run's supervisor returned as not free, by run.
         self._said: dict[str, str] = {}
         self._returning: list[str] = []
         self._owner: Watcher | None = None
         self._waiting = ""
         self._look_again_ns = 0
-        self._ending: str | None = None  # Reason for the end of the session, or None while it continues.
+        self._ending: str | None = None  # Reason for the session's end, or None while the session continues.
         self._leave_by_ns = 0
         self._done = False
 
@@ -151,7 +152,7 @@ class SessionHolder:
             self._audience.tell(protocol.WaitingNote(sentence=sentence))
 
     def _bill(self) -> None:
-        """Record which devices are idle from now on. The accounts of runs cover the lent devices."""
+        """Record which devices are idle from now on. The runs' accounts contain the lent devices."""
         idle = self._book.idle if self._book is not None else ()
         if idle == self._billed:
             return
@@ -209,12 +210,12 @@ class SessionHolder:
         borrower = self._borrowers[run_id]
         fds = self._reservation.fds_of([device.uuid for device in devices])
         try:
-            borrower.flush()  # Earlier waiting messages must arrive before the loan.
+            borrower.flush()  # The run must receive earlier waiting messages before the loan.
             protocol.send(borrower.channel, protocol.Lent(devices=devices), (*fds, write))
             self._account.runs = (self._account.runs or 0) + 1
         except OSError:
-            borrower.gone = True  # The supervisor has closed its socket.
-            # The run never received the devices. End of file on the pipe reports the return of the devices.
+            borrower.gone = True  # The run's supervisor has closed its socket.
+            # The run never received the devices. End of file on the loan's pipe signals the return of the devices.
             self._reported[run_id] = ()
         finally:
             os.close(write)
@@ -223,14 +224,14 @@ class SessionHolder:
     def _loan_over(self, read: int, run_id: str) -> None:
         self._selector.unregister(read)
         os.close(read)
-        # Handled after this turn of the event loop, because the run's last message may still be unread.
+        # The session ends a loan after this event loop iteration, because the run's last message may still be unread.
         self._returning.append(run_id)
 
     def _take_back(self, book: SessionState, run_id: str) -> SessionState:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
-        # The supervisor was killed. The session checks the devices only once, because waiting would block all runs of
-        # the session.
+        # The run's supervisor was killed. The session checks the devices only once, because waiting would block all
+        # runs of the session.
         if unfit is None:
             unfit = self._verified(devices, run_id, GatePolicy(pauses_s=()))[1]
         self._borrowers.pop(run_id, None)
@@ -263,13 +264,13 @@ class SessionHolder:
         self._audience.tend()
         if self._ending is not None:
             loans = self._book.loans if self._book is not None else {}
-            # The run has returned its devices, but its stem still holds them.
+            # The run has returned its devices, but the run's stem still holds them.
             is_leaving = bool(loans.keys() & self._reported.keys())
             if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
                 self._conclude(None)
 
     def _after_turn(self, book: SessionState) -> SessionState:
-        """Return the state without runs that returned their devices or disconnected in the queue."""
+        """Return the session state without runs that returned their devices or left the queue."""
         returning, self._returning = self._returning, []
         for run_id in returning:
             book = self._take_back(book, run_id)
@@ -280,7 +281,7 @@ class SessionHolder:
         return book
 
     def _retested(self, book: SessionState) -> SessionState:
-        """Check unfit devices again while a run waits for the devices."""
+        """Check unfit devices again while a run waits for devices."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
             return book
@@ -328,9 +329,9 @@ class SessionHolder:
         self._conclude(Failure(rank=None, reason=Reason.START_FAILED, at_ns=self._clock.boottime_ns(), detail=problem))
 
     def _end(self, sentence: str) -> None:
-        """End the session after this turn of the event loop.
+        """End the session after the current iteration of the event loop.
 
-        Devices that a run returned in the same turn are still verified.
+        The session still verifies devices that a run returned in the same iteration.
         """
         if self._ending is not None:
             return
@@ -341,7 +342,7 @@ class SessionHolder:
             self._account.notes.append(sentence)
 
     def _conclude(self, failure: Failure | None) -> None:
-        """Report the end, verify and release idle devices, and send the receipt."""
+        """Report the session's end, release the verified idle devices and send the receipt."""
         reason = failure.reason if failure else (Reason.CANCELLED if self._book is None else Reason.COMPLETED)
         state = MEANINGS[reason].state
         idle = self._book.idle if self._book is not None else ()
@@ -367,7 +368,7 @@ class SessionHolder:
             state=state,
             reason=reason,
         )
-        gate = "the session's runs use all of its devices and release them" if all_lent else ""
+        gate = "runs of the session still use all devices and release them at their end" if all_lent else ""
         self._audience.tell(protocol.Finished(receipt=self._account.receipt(attempt, idle, verdicts, unfit, gate)))
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._audience.drain()

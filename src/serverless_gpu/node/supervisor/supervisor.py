@@ -1,12 +1,12 @@
-"""The supervisor: controls one attempt on this node, from its devices to its receipt.
+"""Controls one attempt on this node, from the device reservation to the receipt.
 
     agent ──Assign, Stem──▶ supervisor ◀──events── stem, ranks
                               │  ▲
     client ◀──messages────────┘  └── pipes: output of ranks
 
-The supervisor is a clean interpreter without user code, forked ahead of time (`nursery.py`). One thread runs one event
-loop. The loop feeds events to `model/lifecycle/attempt_lifecycle.py` and executes the returned instructions. The
-supervisor never unpickles data.
+The supervisor is a clean interpreter without user code, forked ahead of time (`nursery.py`). The supervisor runs one
+event loop in one thread. The event loop passes events to `model/lifecycle/attempt_lifecycle.py` and executes the
+returned instructions. The supervisor never unpickles data.
 
 Failure cases:
 
@@ -17,21 +17,22 @@ descriptors keep the devices locked until the ranks have ended.
 
 If the stem dies, its ranks die too and the attempt fails as `runtime_lost`.
 
-If no stem arrives, the attempt fails as `start_failed` or with the environment's reason. The message contains the
-zygote's output.
+If no stem connects, the attempt fails as `start_failed` or with the environment's reason. The failure message contains
+the zygote's output.
 
-If a device fails, the attempt ends with the device's rank or a minute later. The supervisor quarantines the device.
+If a device fails, the attempt ends when the device's rank ends, or after a minute. The supervisor quarantines a failed
+device.
 
 If the client exits or cancels before it has confirmed the environment, the attempt ends without user code.
 
-If the server does not answer before the lease ends, the supervisor stops the attempt by its own clock. The server may
-soon start another attempt elsewhere.
+If the server does not answer before the lease expires, the supervisor stops the attempt. After the lease has expired,
+the server may start another attempt on another node.
 
-If the agent assigns the attempt twice, only one supervisor gets the attempt's lock. An attempt that has ended does not
-begin again.
+If the agent assigns the attempt twice, only one supervisor gets the attempt's lock. An ended attempt never starts
+again.
 
 If the kernel cannot end a process (D state), the supervisor ends the attempt after a minute, although the process
-remains (`ProcessDrain`). The final check of the devices then includes the remaining processes.
+remains (`ProcessDrain`). The final device check then takes the remaining processes into account.
 
 For ranks on other nodes, see `rendezvous.py`.
 """
@@ -166,13 +167,13 @@ class Supervisor:
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 callback: Callback = key.data
-                # An earlier callback of this turn may have ended the attempt and closed the descriptor.
+                # An earlier callback in this event loop iteration may have ended the attempt and closed the descriptor.
                 if not self._done:
                     callback()
             if not self._done:
                 self._look()
 
-    # --- messages of the agent -----------------------------------------------------------------------------------
+    # --- agent messages ------------------------------------------------------------------------------------------
 
     def _hear_agent(self) -> None:
         try:
@@ -263,7 +264,7 @@ class Supervisor:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
             return
         except OSError as error:
-            told = "" if isinstance(error, NoDirectory) else "could not send the work to the ranks' parent process: "
+            told = "" if isinstance(error, NoDirectory) else "cannot start the ranks through their parent process: "
             self._apply(RanksNotStarted(Reason.START_FAILED, f"{told}{error}"))
             return
         for log in self._gang.logs.values():
@@ -317,7 +318,7 @@ class Supervisor:
             self._attempt, instructions = advance(self._attempt, event, self._clock.boottime_ns())
         except IllegalAttemptTransition:
             if self._attempt.state in TERMINAL:
-                return  # A late message of a rank does not change the outcome.
+                return  # A rank's late message does not change the attempt's outcome.
             raise
         if self._attempt.state is State.STOPPING:
             self._account.stopping(self._attempt, self._devices)
@@ -343,14 +344,14 @@ class Supervisor:
     def _hear_gpus(self) -> None:
         """Read the driver's reports before the supervisor judges a rank's death.
 
-        The driver's reports may explain the death of the rank.
+        The driver's reports may explain the rank's death.
         """
         for event in self._watchdogs.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
 
     def _look(self) -> None:
-        """Do the periodic work that no descriptor triggers."""
+        """Run the periodic checks that no descriptor triggers."""
         if not self._confirmed and self._client is not None and self._client.gone:
             self._leave_unconfirmed()
         self._audience.tend()
@@ -365,7 +366,7 @@ class Supervisor:
         if self._process_drain.since_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
-            self._lease_ns = None  # A later answer of the server has no effect.
+            self._lease_ns = None  # An answer of the server after the lease has no effect.
             if self._attempt.state not in TERMINAL:
                 self._account.notes.append("the server did not answer before the run's lease ended")
                 self._apply(LeaseExpired())
@@ -394,19 +395,20 @@ class Supervisor:
             self._apply(TreeEmpty())
 
     def _conclude(self) -> None:
-        """Report the outcome, verify and release the devices, and send the receipt."""
+        """Report the outcome, release the verified devices and send the receipt."""
         self._account.mark("exited")
         gang = self._gang
         proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
-        # The user stops paying for devices that failed or that a process still uses. The supervisor does not free these
-        # devices.
+        # The user does not pay for failed devices or for devices that a process still uses. The supervisor does not
+        # release failed devices or devices in use.
         lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED, lost_ns or (None if proven else self._process_drain.since_ns))
         left = gang.left() if gang is not None and not proven else ()
         if left:
             self._account.notes.append(
-                f"{left_text(left)} of this run cannot be ended; the devices of the run stay reserved until then"
+                f"{left_text(left)} of this run cannot be ended. "
+                "The run's devices stay reserved until the remaining processes end"
             )
         if gang is not None:
             self._unwatch_gang(gang)
@@ -440,7 +442,7 @@ class Supervisor:
             verdicts = verdicts_of(reservation, self._watchdogs.gpus.verdicts(devices), proven=proven, left=left)
             self._account.mark("freed")
             if proven and self._attempt.reason is not Reason.GPU_LOST:
-                # The fact precedes the release of the devices, so that no device is in two accounts.
+                # The supervisor writes the fact before it releases the devices, so that no device is in two accounts.
                 self._fact(FactKind.FREED)
             quarantined = reservation.give_back(verdicts, left)
         elif reservation is not None:
@@ -452,7 +454,7 @@ class Supervisor:
         self._audience.tell(protocol.Finished(receipt=receipt))
         self._monitor.settled(self._home.tracking)
 
-    # --- attached clients and output -----------------------------------------------------------------------------
+    # --- clients and output --------------------------------------------------------------------------------------
 
     def _greet(self) -> protocol.AttemptSnapshot:
         self._watchdogs.idleness.heard()  # An attaching client counts as use of the run.
@@ -493,7 +495,7 @@ class Supervisor:
         if self._lease_ns is not None:
             self._apply(RanksNotStarted(Reason.REFUSED, "the node's uplink ended before the server confirmed the run"))
             return
-        self._account.notes.append("the caller ended before the environment was confirmed; no user code ran")
+        self._account.notes.append("no user code ran, because the caller ended before it confirmed the environment")
         self._apply(StopRequested(StopReason.CANCEL))
 
     def _say(self, sentence: str) -> None:
@@ -575,7 +577,7 @@ def make_stopped(
 
 
 def stopped_sentence(stopped: Stopped) -> str:
-    """Return why the attempt ended in one sentence, or "" if the attempt completed."""
+    """Return the reason for the attempt's end as one sentence, or "" if the attempt completed."""
     if stopped.reason is Reason.COMPLETED:
         return ""
     detail = stopped.cause.detail if stopped.cause is not None else ""
@@ -590,9 +592,9 @@ def verdicts_of(
     proven: bool,
     left: Sequence[ProcessIdentity] = (),
 ) -> dict[str, Verdict]:
-    """Return a verdict for each device. The failed devices in `known` need no check.
+    """Return a verdict for each device. Devices with a verdict in `known` need no check.
 
-    `proven` is True if no process of the attempt remains. Otherwise `left` contains some of the remaining processes.
+    `proven` is True if no process of the attempt remains. If processes remain, `left` contains some of them.
     """
     uuids = [device.uuid for device in reservation.devices]
     if not proven:
@@ -623,23 +625,23 @@ _DRAIN_TOLD_S = 10.0
 
 
 class ProcessDrain:
-    """Waits for the end of the processes of a killed attempt."""
+    """Waits until all processes of a killed attempt have ended."""
 
     def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
-        self.since_ns: int | None = None  # Boottime of the kill, or None.
+        self.since_ns: int | None = None  # Boottime at which the processes were killed, or None.
         self._clock = clock
         self._say = say
         self._told = False
 
     def begin(self, gang: LocalGang | None) -> int:
-        """Kill all processes of the attempt. Return the boottime."""
+        """Kill all processes of the attempt. Return the boottime of the kill."""
         self.since_ns = self._clock.boottime_ns()
         if gang is not None:
             gang.kill()
         return self.since_ns
 
     def is_over(self, gang: LocalGang | None) -> bool:
-        """Return True once no process remains or the time limit has passed."""
+        """Return True once no process of the attempt remains or the time limit has passed."""
         assert self.since_ns is not None
         waited_s = (self._clock.boottime_ns() - self.since_ns) / 1e9
         if gang is None or gang.empty() or waited_s > _DRAIN_LIMIT_S:

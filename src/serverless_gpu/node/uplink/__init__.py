@@ -1,6 +1,6 @@
-"""The uplink makes this machine a node of a server: a local client that executes the server's orders.
+"""Makes this machine a node of a server and executes the server's orders locally.
 
-To read the code, start with `process.py`. `attempt_controller.py` controls one attempt, `reporter.py` reports the
-attempt and `delivery.py` sends its files. `presence.py` describes the node. `server.py` manages the connections to the
-server.
+Start reading with `process.py`, which contains the uplink process. `attempt_controller.py` controls one attempt.
+`reporter.py` reports the attempt's state, and `delivery.py` sends the attempt's files. `presence.py` describes the
+node. `server.py` manages the connections to the server.
 """

@@ -1,25 +1,25 @@
-"""Controls one attempt on this node for its server: starts it, follows it, reports it and stops it.
+"""Starts, follows, reports and stops one attempt on this node for its server.
 
     order ──▶ AttemptController ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
                 │ ▲                           │
                 │ └──── the socket ───────────┘
                 └─ PendingReport ─▶ Reporter ─▶ server       one thread reports; answers become Lease, Confirm, Cancel
 
-A restarted uplink finds the attempt's directory and `remote.json`, connects to the supervisor's socket and continues.
-Without the supervisor's socket, the attempt's lock shows if a supervisor runs. If no supervisor runs, the uplink writes
-`stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore has a `stopped.json` and a receipt at
-its end.
+A restarted uplink finds the attempt by its directory and `remote.json`. The uplink then reconnects to the supervisor's
+socket. Without the supervisor's socket, the attempt's lock shows if a supervisor runs. If no supervisor runs, the
+uplink writes `stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore has a `stopped.json` and
+a receipt at its end.
 
 Failure cases:
 
 If the node cannot start the attempt, the attempt ends as `refused` and no user code has run.
 
-If the agent dies before a supervisor has the launch, the uplink launches the attempt again, at most three times. A new
-launch is safe because an attempt without facts has not run.
+If the agent dies before a supervisor has accepted the launch, the uplink launches the attempt again, at most three
+times. A new launch is safe because an attempt without facts has not run.
 
 If the supervisor is killed, the attempt ends as `supervisor_killed`, or as `supervisor_lost` if the kernel reports a
 machine failure. The attempt ends once none of its processes holds a device. A process that survives SIGKILL keeps the
-attempt STOPPING.
+attempt in state STOPPING.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class AttemptController:
         self._writing = threading.Lock()
         self._channel: Channel | None = None
         self._confirmed = False
-        self._gang = protocol.GangNews()  # The server's latest state of the gang.
+        self._gang = protocol.GangNews()  # Latest gang state from the server.
         self._abandoned = False
         self._launch: protocol.Launch | None = None
         self._launches = 0
@@ -105,7 +105,7 @@ class AttemptController:
         self._seen_ns: int | None = None  # Boottime at which a process of the attempt was last seen.
         self._agent_pid = 0
         self._detail = _RESTARTED
-        self._of_itself = ""  # Latest message of the run about its own state.
+        self._of_itself = ""  # Latest status message from the run.
         self._reported = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -123,13 +123,13 @@ class AttemptController:
         self._run_threads(lambda: None, fresh=False, first_s=AT_ONCE_S)
 
     def stop(self, reason: StopReason) -> None:
-        """Stop the attempt in an orderly way. A later call may give a stronger reason."""
+        """Stop the attempt gracefully. A later call may replace the reason with a stronger reason."""
         if self.news.known.stop is not reason:
             self.news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
     def look(self, order: ReportNow) -> None:
-        """Forward the order's news to the supervisor and schedule a report, at once for an order without news."""
+        """Forward the order's gang state, if any, to the supervisor and schedule a report."""
         news = protocol.GangNews(
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
         )
@@ -143,7 +143,7 @@ class AttemptController:
         return AttemptSeen(run_id=self.remote.run_id, fence=self.remote.fence, state=state)
 
     def is_over(self) -> bool:
-        """Return True once the attempt needs no more work from this controller."""
+        """Return True once this controller has completed all tasks for the attempt."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def abandon(self) -> None:
@@ -151,14 +151,14 @@ class AttemptController:
         if self._abandoned:
             return
         self._abandoned = True
-        self._say(f"the server has given up attempt {self.remote.gang}; the attempt's files stay in {self.directory}")
+        self._say(f"the server has given up attempt {self.remote.gang}, but its files stay in {self.directory}")
         self.stop(StopReason.CANCEL)
         self._write_stale()
 
     # --- server answers ------------------------------------------------------------------------------------------
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """Extend the lease to a boottime and forward a stop request. The first call lets user code start."""
+        """Extend the lease and forward a stop request. The first call of `renew` lets user code start."""
         if not self._confirmed:
             faults.reach("after_answer_before_confirm")
         self._tell(protocol.Lease(deadline_ns=deadline_ns))
@@ -169,13 +169,13 @@ class AttemptController:
             self._tell(protocol.Confirm())
 
     def pass_on(self, news: protocol.GangNews) -> None:
-        """Send the server's state of the gang to the supervisor, unless it has not changed."""
+        """Send the server's gang state to the supervisor if the state has changed."""
         if news not in (self._gang, protocol.GangNews()):
             self._gang = news
             self._tell(news)
 
     def heard(self, deadline_ns: int) -> None:
-        """Extend the lease of a confirmed attempt. Never confirm an attempt."""
+        """Extend the lease of a confirmed attempt. `heard` never confirms an attempt."""
         if self._confirmed:
             self._tell(protocol.Lease(deadline_ns=deadline_ns))
 
@@ -211,7 +211,7 @@ class AttemptController:
             thread.start()
 
     def _begin(self, order: Start) -> None:
-        """Launch the attempt of an order. Convert a failure to the attempt's final state."""
+        """Launch the attempt of an order. Convert a launch failure to the attempt's final state."""
         try:
             line = self._server.line(order.token)
             try:
@@ -248,7 +248,7 @@ class AttemptController:
             protocol.send(channel, msgspec.structs.replace(self._launch, confirmed=self._confirmed))
         except OSError:
             channel.close()
-            return  # The agent has exited; `_look` launches the attempt again.
+            return  # After the agent's exit, `_look` launches the attempt again.
         self._take(channel)
 
     def _take(self, channel: Channel) -> None:
@@ -277,14 +277,14 @@ class AttemptController:
     def _write_stale(self) -> None:
         """Record that this node no longer reports an abandoned attempt.
 
-        Call `_write_stale` after the attempt has ended, because otherwise the next uplink would not end the attempt.
-        The attempt's facts must be reported before the call.
+        The record changes only after the attempt has ended, because the next uplink does not end a stale attempt. The
+        server must also have the attempt's facts.
         """
         if self._abandoned and self.news.known.finished and self._reported.is_set():
             self._write_down(standing="stale")
 
     def _write_down(self, **changes: str) -> None:
-        """Change the record that the next uplink reads. Two threads may call this method at the same time."""
+        """Update the attempt's record for the next uplink. Two threads may call `_write_down` concurrently."""
         with self._writing, contextlib.suppress(OSError):
             self.remote = msgspec.structs.replace(self.remote, **changes)
             write_remote(self.directory, self.remote)
@@ -384,12 +384,13 @@ class AttemptController:
                 finished=True,
             )
             return -1
-        except OSError as error:  # With a full or broken disk, it is unknown which process controls the attempt.
+        # On a full or broken disk, the node cannot determine which process controls the attempt.
+        except OSError as error:
             self.news.learn(SOME_TIME_S, sentence=f"cannot check the attempt's lock: {error}")
             return -1
 
     def _should_launch_again(self) -> bool:
-        """Return True if the agent died before a supervisor had the attempt.
+        """Return True if the agent died before a supervisor accepted the attempt.
 
         The caller holds the attempt's lock.
         """
@@ -412,13 +413,13 @@ class AttemptController:
     def write_ending(self) -> None:
         """Write the missing `stopped.json` and receipt once no process of the attempt holds a device.
 
-        The caller holds the attempt's lock. The wait has no limit, because the server may start another attempt as soon
-        as it receives the final state.
+        The caller holds the attempt's lock. The wait has no time limit, because the server may start another attempt as
+        soon as it receives the final state.
         """
         pause_s = _LOOK_S
         while still_held(self._home, self.directory):
             self._seen_ns = self._clock.boottime_ns()
-            sentence = "the run's supervisor has ended; a process of the run still uses a device"
+            sentence = "the run's supervisor has ended, but a process of the run still uses a device"
             self.news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, LOOK_S_MAX)
@@ -447,7 +448,7 @@ class AttemptController:
 
 
 def still_held(home: Home, directory: Path) -> bool:
-    """Return True while a process of the attempt holds one of its devices."""
+    """Return True while a process of the attempt holds one of the attempt's devices."""
     run_id = directory.parent.name
     uuids = {uuid for fact in first_facts(directory) for uuid in fact.gpus}
     for base in (home.locks, *MACHINE_DIRECTORIES):
@@ -470,7 +471,7 @@ def settle_orphan(
     The caller holds the attempt's lock. `detail` is the reason why the attempt never started. `seen_ns` is the boottime
     at which a process of the attempt was last seen, or None.
     """
-    # A damaged record, or a file of facts without a record, does not prove that user code never began.
+    # With a damaged record, or with facts but no record, user code may have begun.
     begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
     stopped = None if begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
     lost = LostAttempt(

@@ -2,12 +2,12 @@
 
     Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
-The launch is not confirmed. User code therefore waits until the server has answered a report about this attempt. An
-order may be an hour old, and the server may have started another attempt meanwhile.
+User code waits until the server has answered a report about the attempt. An order may be an hour old, and the server
+may have started another attempt since then.
 
 A node starts the interpreter before the run's ranks exist. A client must therefore name an existing interpreter that
-other users cannot replace (`check_python`). Options may change the interpreter's behaviour. The node refuses options
-that name code or a file, such as `-c` and `-m` (`check_flags`).
+other users cannot replace (`check_python`). Interpreter options may change the interpreter's behaviour. The node
+refuses options that name code or a file, such as `-c` and `-m` (`check_flags`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-"""Environment variables of the node for ranks in a captured environment, unless the caller sent them."""
+"""Variables that ranks in a captured environment take from the node, unless the caller sent values."""
 
 
 def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
     """Create the attempt's directory, or return None if an earlier call created the directory.
 
-    After `take_order` returns, the server need not send the order again. The uplink repeats an interrupted earlier
-    call, because an interrupted call cannot have launched anything. The server's run id names a directory on this node.
-    `take_order` accepts only a valid run identifier, and never the identifier of a run of this node's own user.
+    After `take_order` returns, the server need not send the order again. The uplink repeats an interrupted call of
+    `take_order`, because an interrupted call cannot have launched the attempt. The server's run id names a directory on
+    this node. `take_order` accepts only a valid run identifier, and never the identifier of a run of this node's own
+    user.
 
-    Raises InvalidValue for a bad identifier or gang, and StorageError. Raises OSError if it is unknown whether the
+    Raises InvalidValue for an invalid identifier or gang, and StorageError. Raises OSError if it is unknown whether the
     directory existed before.
     """
     if created_wall_ns(order.run_id) is None or order.fence < 1:
@@ -84,10 +85,9 @@ def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAtt
 def make_launch(
     order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: StoreLocation
 ) -> protocol.Launch:
-    """Return the launch for an order. Raises HardwareError or InvalidValue if this node cannot run it.
+    """Return the launch for an order. Raises HardwareError or InvalidValue for an order that cannot run.
 
-    `waited_ns` is the time since the client submitted the run, by the server's clock. `store` is the store of
-    environments.
+    `waited_ns` is the time since the client submitted the run, by the server's clock. `store` is the environment store.
     """
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -142,7 +142,7 @@ def write_call(order: Start, directory: Path, connection: Connection) -> None:
 def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
     """Write the run's secrets for its ranks and return the launch with the secrets' directory.
 
-    Raises SecretMissing if a secret was deleted after placement, InvalidValue for a bad variable, or StorageError.
+    Raises SecretMissing if a secret was deleted after placement, InvalidValue for an invalid variable, or StorageError.
     After an exception, the attempt must not start.
     """
     if not order.secrets:
@@ -197,7 +197,7 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return the context of ranks. The node itself supplies declared devices and home variables."""
+    """Return the context of the ranks. The node itself supplies declared devices and home variables."""
     try:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:

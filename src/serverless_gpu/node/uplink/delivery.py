@@ -7,19 +7,20 @@
                                             └─ Upload: large files as blobs first, in a separate thread
         hash in parts ─▶ query missing parts ─▶ send them ─▶ the next report names the file by its parts
 
-A restarted uplink knows no offsets. The uplink sends an empty piece for each log, and the server answers with the
-offset to continue from. The uplink sends a piece of a log again if the server's disk has lost the piece. The report
-with the final state queries each log once more, so that the uplink also detects a lost last piece.
+A restarted uplink does not know the log offsets on the server. The uplink sends an empty piece for each log, and the
+server answers with the offset to continue from. The uplink sends a piece of a log again if the server's disk has lost
+the piece. The report with the final state queries each log once more, so that the uplink also detects a lost last
+piece.
 
 A run whose results cannot be delivered does not succeed. If the server answers all requests except the upload for
-`upload_s`, the attempt ends as `result_upload`. The message names the directory of the files. While the uplink retries,
-the client sees the problem. A cancel request gives up the results at once. A failed run does not wait for missing files
-and keeps its outcome.
+`upload_s`, the attempt ends as `result_upload`. The failure message names the directory of the undelivered results.
+While the uplink retries, the client displays the problem. After a cancel request, the uplink stops sending results at
+once. A failed run does not wait for undelivered files and keeps its outcome.
 
 Failure cases of an upload: After an interruption, the upload continues with the missing parts. If the server's store is
-slow or returns errors, the uplink retries for `upload_s` and then reports the problem in the final state. If the file
-is missing or changes during the upload, the uplink reports the problem at once, because no part of the file is
-reliable. The node's copy stays until the attempt is settled.
+slow or returns errors, the uplink retries for `upload_s` and then reports the problem in the final state. If a file is
+missing or changes during the upload, the uplink reports the problem at once. The node keeps its copy of the files until
+the attempt is settled.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from serverless_gpu.wire.blobs import DigestList
 
 
 class Delivered(NamedTuple):
-    """The outputs for one report."""
+    """Outputs and final state for one report."""
 
     files: tuple[File, ...]
     is_last: bool  # True if the server has all outputs after this report.
     stopped: Stopped  # The attempt's final state, which is a failure if its results did not arrive.
-    sentence: str  # progress
+    sentence: str  # Progress message about the upload, or "".
 
 
 class OutputDelivery:
@@ -86,7 +87,8 @@ class OutputDelivery:
     def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
         """Return the outputs for the next report.
 
-        The uplink tries to send large outputs for `upload_s`. With `cancelled`, the uplink stops trying.
+        The uplink tries to send large outputs for `upload_s` seconds. With `cancelled`, the uplink stops sending large
+        outputs.
         """
         unsent = self._outputs.unsent(ended=True)
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
@@ -106,7 +108,7 @@ class OutputDelivery:
         self._outputs.taken(files)
 
     def answered(self) -> None:
-        """Record that the server answers. The time without upload progress counts from this call."""
+        """Record an answer of the server. The time without upload progress counts from this call."""
         if self._upload is not None and self._tried_ns is None:
             self._tried_ns = self._clock.boottime_ns()
 
@@ -141,27 +143,27 @@ class OutputDelivery:
         return tuple(there[output.name] for output in large if output.name in there)
 
     def _sentence(self, upload_s: float) -> str:
-        """Return the progress of large outputs, or the problem that delays them."""
+        """Return the upload progress of large outputs, or the problem that delays the upload."""
         if self._upload is None:
             return ""
         if not self._upload.problem:
             return self._upload.sentence()
         waited = format_duration_ms(round(upload_s * 1000))
         return (
-            f"{NOT_SENT}{self._upload.problem}; the results are on the node, which retries for {waited}; to stop "
+            f"{NOT_SENT}{self._upload.problem}. The results are on the node, which retries for {waited}. Stop "
             f"the retries: sgpu cancel {self._directory.parent.name}"
         )
 
     def _called_off(self, missing: Sequence[OutputFile], stopped: Stopped) -> str:
-        """Return why the uplink does not send large outputs of a cancelled run; "" while it sends them."""
+        """Return why the uplink does not send large outputs of a cancelled run, or "" if the upload continues."""
         upload = self._upload
         if upload is None or not missing or (stopped.state is not State.SUCCEEDED and not upload.problem):
             return ""
         why = f" ({upload.problem})" if upload.problem else ""
-        return f"the run was cancelled during the upload of its results{why}; the results are in {self._directory}"
+        return f"the run was cancelled during the upload of its results{why}. The results are in {self._directory}"
 
     def _given_up(self, missing: Sequence[OutputFile], upload_s: float) -> str:
-        """Return why the large outputs will not arrive, or "" while they may still arrive."""
+        """Return why the server will not get the large outputs, or "" while their delivery is possible."""
         upload = self._upload
         if upload is None or not missing:
             return ""
@@ -172,14 +174,14 @@ class OutputDelivery:
         names = ", ".join(output.name for output in missing[:3]) + (" …" if len(missing) > 3 else "")
         waited = format_duration_ms(round(upload_s * 1000))
         why = f": {upload.problem}" if upload.problem else ""
-        return f"{names} did not reach the server in {waited}{why}; the files are on the node, in {self._directory}"
+        return f"{names} did not reach the server in {waited}{why}. The files are on the node, in {self._directory}"
 
 
 _PARTS_ASKED_AT_ONCE = 1_000
 
 
 class Upload:
-    """The upload of an attempt's large outputs, in a thread."""
+    """Uploads an attempt's large outputs in a thread."""
 
     def __init__(self, outputs: Sequence[OutputFile], server: UplinkServer, token: Callable[[], str]) -> None:
         self.files: dict[str, File] = {}  # Files that are complete on the server.
@@ -218,8 +220,7 @@ class Upload:
                     self.lost = f"cannot read {output.path}: {error.strerror or error}"
                     return
                 except ServerlessGpuError as error:
-                    # The comparison by type keeps one message per problem, although the numbers in the message may
-                    # change.
+                    # Compare problems by type, because the numbers in a message may change between tries.
                     if type(error) is not problem:
                         self.problem, problem = error.message, type(error)
                     self._server.look_again()
@@ -253,7 +254,7 @@ class Upload:
 
 
 def _digests(path: Path, size: int) -> tuple[str, ...]:
-    """Return the digest of each part. Raises OSError if the file is unreadable or has changed."""
+    """Return the digest of each part of a file. Raises OSError if the file is unreadable or has changed."""
     parts, read = [], 0
     with open_regular(path) as file:
         while data := file.read(BLOB_PART_BYTES):
@@ -281,7 +282,7 @@ class LogShipment:
     """
 
     def __init__(self, directory: Path, *, known: bool) -> None:
-        # True while telemetry counts as unsent data. Telemetry grows every second, and no client waits for telemetry.
+        # True while telemetry counts as unsent data. No client waits for telemetry, which grows every second.
         self.samples = False
         self._directory = directory
         self._asks = not known
@@ -289,7 +290,7 @@ class LogShipment:
         self._first = 0
 
     def pieces(self) -> tuple[LogPiece, ...]:
-        """Return the next bytes of all streams, up to the limit of one report."""
+        """Return the next bytes of all log streams, up to the size limit of one report."""
         sizes = self._sizes()
         if self._asks:
             return tuple(_piece(stream, 0, b"") for stream in sizes)
@@ -318,11 +319,11 @@ class LogShipment:
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
-        """Apply the server's `wanted` offsets to these pieces. Return True if the server stored all pieces."""
+        """Apply the server's `wanted` offsets to log pieces. Return True if the server stored all pieces."""
         has_room = True
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
-            # A piece that continues the stored bytes is stored completely unless the server's disk is full.
+            # The server stores a consecutive piece completely unless the server's disk is full.
             has_room = has_room and not piece.offset <= wanted.get(_log_key(piece.rank, piece.stream), end) < end
         for key, offset in wanted.items():
             rank, _, stream = key.partition(".")
@@ -383,11 +384,11 @@ class FactsFile:
         facts, self._next = [], self._offset
         for line in data.splitlines(keepends=True)[:FACTS_MAX]:
             if not line.endswith(b"\n"):
-                break  # The line is not complete yet.
+                break  # The supervisor has not completed the last line of facts.
             self._next += len(line)
             try:
                 facts.append(from_json(line, Fact))
-            except msgspec.MsgspecError:  # A full disk has cut off a line.
+            except msgspec.MsgspecError:  # A full disk has truncated a line of facts.
                 continue
         return tuple(facts)
 
@@ -417,7 +418,7 @@ class OutputFile(NamedTuple):
 
 
 class Outputs:
-    """Finds the outputs of one attempt that have not been sent."""
+    """Finds the unsent outputs of one attempt."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -4,8 +4,8 @@
     Heartbeat    every few seconds
 
 The node offers the devices that a local client could use. Declared devices replace real devices, and
-`CUDA_VISIBLE_DEVICES` hides devices. The node reports the devices that other runs, other users or a quarantine hold, so
-that the server does not use them. The server already knows the devices of this uplink's own attempts.
+`CUDA_VISIBLE_DEVICES` hides devices. The node reports devices in quarantine, and devices in use by other runs or users,
+as unavailable. The server already knows the devices of this uplink's own attempts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from serverless_gpu.wire.base import PROTOCOL
 TAKES = ("renewal", "secrets", "without", "max_run", "crews")
 """Capabilities that this version has in addition to the first version of the protocol."""
 LEFT = "left"
-"""File in a home's `ray/` that marks a machine that has left its pool while its runs continue."""
+"""Marker file in a home's `ray/` for a machine that has left its pool while its runs continue."""
 PYTHONS_S = 30.0
 """Longest time in seconds until the node offers a newly installed interpreter."""
 
@@ -57,16 +57,17 @@ class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
     unavailable: tuple[str, ...] = ()  # UUIDs of devices that other processes use or that are in quarantine.
     draining: str = ""  # Reason why the node accepts no new runs, or "" if it accepts runs.
     degraded: str = ""  # Reason why the state of the devices is unknown, or "".
-    findings: tuple[str, ...] = ()  # Further messages about the devices.
-    problem: str = ""  # Reason why the node cannot run anything, or "".
+    findings: tuple[str, ...] = ()  # Further messages about the node's devices.
+    problem: str = ""  # Reason why the node cannot run any attempt, or "".
 
 
 class NodePresence:
     """Builds the node's messages to the server. Raises StorageError if the home is not writable."""
 
     def __init__(self, home: Home) -> None:
-        self.instance = instance_of(home)  # Distinguishes this home from another home with the same name.
-        self.process = new_run_id()  # Distinguishes this uplink from another uplink of the same home.
+        # Identifier that distinguishes this home from another home with the same name.
+        self.instance = instance_of(home)
+        self.process = new_run_id()  # Identifier that distinguishes this uplink from another uplink of the same home.
         self._home = home
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
@@ -77,7 +78,7 @@ class NodePresence:
         self._level = measure(os.environ)
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
-        """Return the node's introduction, with the name and pool of its profile."""
+        """Return the node's hello message with the name and pool from the profile."""
         offer = self.offer(attempts)
         return AgentHello(
             name=profile.name or socket.gethostname(),
@@ -132,7 +133,7 @@ class NodePresence:
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:
-        """Return the current offer. Devices of `attempts` do not count as used by other runs."""
+        """Return the node's current offer. Devices of `attempts` do not count as used by other runs."""
         self._inventory.refresh()
         greeting = self._inventory.greeting(__version__)
         try:
@@ -156,7 +157,7 @@ class NodePresence:
         return self._found
 
     def _taken(self, devices: Sequence[Device], own: Collection[str]) -> NodeOffer:
-        """Return the devices that are not available, and the reason if the whole node is not available."""
+        """Return the unavailable devices, and the reason if the whole node is unavailable."""
         found: list[str] = []
         draining, degraded = "", ""
         for kind in dict.fromkeys(device.kind for device in devices):
@@ -178,7 +179,7 @@ class NodePresence:
     def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
         """Test quarantined devices again and return the devices that stay in quarantine.
 
-        Without a run, no other process tests the devices.
+        Without a run, no other process tests quarantined devices.
         """
         try:
             if not locks.quarantined():
@@ -197,8 +198,8 @@ class NodePresence:
 def instance_of(home: Home) -> str:
     """Return the identity of a home. Create the identity on first use.
 
-    If a disk failure has emptied the identity's file, the function creates another identity. Raises StorageError if the
-    home is not writable.
+    If a disk failure has emptied the identity's file, `instance_of` creates another identity. Raises StorageError if
+    the home is not writable.
     """
     path = home.root / "instance"
     try:

@@ -5,16 +5,17 @@
     acknowledging    sends acknowledgements in batches
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-The uplink joins with an agent's token. The uplink makes no decisions about a run. The server sends orders, and the
-supervisor executes orders. The uplink outlives the process that started it (`start_stop.py`). A run needs the uplink
-only for its reports and its lease.
+The uplink joins the server with an agent token. The uplink makes no decisions about a run. The server sends orders, and
+the supervisor executes orders. The uplink outlives the process that started it (`start_stop.py`). A run needs the
+uplink only for its reports and its lease.
 
 Failure cases:
 
 If the uplink is killed, runs continue. The next uplink finds runs by `remote.json` and by their sockets. The next
 uplink then sends the data that the server does not have.
 
-If the server does not answer, the uplink retries with exponential backoff of up to 5 s. New data stays on disk.
+If the server does not answer, the uplink retries with exponential backoff of up to 5 s. Unsent data stays on the node's
+disk.
 
 If the server restarts with another port or token, the uplink reads the profile again.
 
@@ -23,7 +24,7 @@ If an attempt's token expires while the server is unreachable, the next heartbea
 If two uplinks start at once, only one uplink acquires the lock, and the second uplink exits.
 
 If an administrator has not approved the node yet, or another process uses its identity, the log names the remedy. The
-uplink sends its hello again.
+uplink repeats its hello message until the server accepts the node.
 
 If the server repeats a refused order before it has received the refusal, the uplink refuses the order again.
 
@@ -75,7 +76,8 @@ IDLE_S = 600.0
 _HEARTBEAT_S = 5.0
 _ACKNOWLEDGED_AT_ONCE = 500
 _ACKNOWLEDGED_AFTER_S = 0.25
-"""Delay of acknowledgements in seconds. Batches save a request and a database commit during a short run."""
+"""Delay of acknowledgements in seconds. A batch of acknowledgements saves a request and a database commit during a
+short run."""
 
 
 def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
@@ -84,7 +86,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     `environ` may declare the devices that the node offers.
     """
     if os.fork():
-        os._exit(0)  # The process is reparented, because its starter may exit before or after the uplink.
+        os._exit(0)  # The uplink's parent exits here, because the starter may exit before or after the uplink.
     os.setsid()
     linux.set_name("sgpu-uplink")
     linux.outlive_ranks()
@@ -93,7 +95,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     place = Home(Path(home))
     if hold(lock_path(place, Path(profile)), f"{os.getpid()} {__version__}") is None:
         os._exit(0)
-    # The next uplink repeats work that this uplink leaves incomplete.
+    # The next uplink repeats all steps that this uplink leaves incomplete.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     code = 0
     try:
@@ -102,7 +104,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
         say(f"it ends: {error}")
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # Attempts continue. Threads that wait for the network are not joined.
+    os._exit(code)  # Attempts continue. The exit does not join threads that wait for the network.
 
 
 class Uplink:
@@ -206,9 +208,9 @@ class Uplink:
     # --- orders --------------------------------------------------------------------------------------------------
 
     def _follow_orders(self) -> None:
-        """Follow the stream of orders without end.
+        """Process the server's stream of orders in an endless loop.
 
-        After a break of the stream, the server repeats unacknowledged orders.
+        After the order stream breaks, the server repeats unacknowledged orders.
         """
         backoff = Backoff()
         line = self._server.line()
@@ -224,7 +226,7 @@ class Uplink:
             except ServerlessGpuError as error:
                 say(f"orders: {type(error).__name__}: {error.message}")
                 self._server.look_again()
-            # Another server process may answer after the break, so the node introduces itself again.
+            # After the stream breaks, another server process may answer, so the node sends its hello message again.
             self._joined.clear()
             self._wake.set()
             threading.Event().wait(backoff.next_s())
@@ -236,7 +238,7 @@ class Uplink:
         match order:
             case Stop(reason=reason):
                 if controller is not None and order.released:
-                    # The supervisor gets the release before the stop request, because the ranks' work is complete.
+                    # The supervisor gets the release before the stop request, because all ranks have returned.
                     controller.pass_on(GangNews(release=True))
                 if controller is not None:
                     controller.stop(reason)
@@ -278,8 +280,9 @@ class Uplink:
     def _refuse(self, order: Start, gang: str) -> None:
         """Report in a thread that the node refused an attempt.
 
-        The server repeats the order until it has received the report. The uplink does not start the attempt meanwhile,
-        even if it could. The server may receive the refusal at any moment and place the run elsewhere.
+        The server repeats the refused order until it has received the report. The uplink never starts a refused
+        attempt, even if the node could run the attempt later. The server may receive the refusal at any moment and
+        place the run on another node.
         """
         with self._lock:
             if gang in self._refusing:
@@ -322,6 +325,6 @@ class Uplink:
 
 
 def say(line: str) -> None:
-    """Write a line to the log. On a full disk, the line is lost but the process continues."""
+    """Write a line to the uplink's log. If the disk is full, the line is lost and the uplink continues."""
     with contextlib.suppress(OSError):
         print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)

@@ -5,10 +5,10 @@
       final state ◀── once all logs and outputs are on the server, in the same report if they fit
           receipt ◀─ with the final state or after it; then the attempt is settled
 
-The reporter repeats an unanswered report with later news. A repeated report is harmless, because the server identifies
-all data by name or offset. Unsent data stays on this node's disk. The server's answer extends the lease by
-`partition_grace_s` from the *start* of the request. The server starts its own timer later, when it receives the
-request.
+If the server does not answer a report, the reporter repeats the report with the latest state. A repeated report is
+harmless, because the server identifies all data by name or offset. Unsent data stays on this node's disk. The server's
+answer extends the lease by `partition_grace_s` from the *start* of the request. The server starts its own timer later,
+when it receives the request.
 
 Failure cases:
 
@@ -20,10 +20,10 @@ final state, but no results.
 
 If the attempt's token has expired, the node's next heartbeat returns another token.
 
-If the server's database is full, a failed report still proves to the server that the attempt runs. The attempt then
-continues. The attempt stops once the server may have given it up without disk space to report that.
+If the server's database is full, the attempt continues, because a failed report still proves that the attempt runs. The
+attempt stops when its lease expires, because a server with a full disk cannot record a lost attempt.
 
-If the uplink cannot send results for an hour in which the server answers, the run ends as `result_upload`. The run's
+If the uplink cannot send results for an hour although the server answers, the run ends as `result_upload`. The run's
 files stay on the node.
 """
 
@@ -56,19 +56,22 @@ from serverless_gpu.wire.base import Json
 
 AT_ONCE_S = 0.0
 RECEIPT_S = 0.005
-"""Longest wait of a final state for the receipt, in seconds. The receipt usually follows at once, in the same report.
+"""Longest wait of a final state for the receipt, in seconds. The same report usually contains the final state and the
+receipt.
 """
 SOON_S = 0.02
 BEGUN_S = 0.1
-"""Longest wait of a start report for the final state, in seconds. A short run then needs only one report."""
+"""Longest wait of a start report for the final state, in seconds. Within this time, a short run needs only one
+report."""
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
-"""Longest wait of a gang's first report for the node's offer, in seconds. With a warm stem, one report contains both.
+"""Longest wait of a gang's first report for the node's offer, in seconds. With a warm stem, one report contains the
+start and the offer.
 """
 
 
 _HEARTBEAT_S = 5.0
-_LOOK_S = 1.0  # Seconds between checks for logs of ranks without live output, which no message announces.
+_LOOK_S = 1.0  # Seconds between log checks of ranks without live output, because no message announces their output.
 _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
 _LEFT_MAX = 256
@@ -83,28 +86,28 @@ class ReportListener(Protocol):
     """The controller of an attempt, which acts on the server's answers."""
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """Called after each answer of the server."""
+        """Extend the lease and forward a stop request after each answer of the server."""
         ...
 
     def pass_on(self, news: GangNews) -> None:
-        """Called with the server's state of the gang, or with an empty state."""
+        """Receive the gang state from the server, which may be empty."""
         ...
 
     def heard(self, deadline_ns: int) -> None:
-        """Called when the server received a report but had no disk space to store the report."""
+        """Extend the lease after a report for which the server had no disk space."""
         ...
 
     def settled(self) -> None:
-        """Called once the server has all data of the attempt."""
+        """Record that the server has all data of the attempt."""
         ...
 
     def abandon(self) -> None:
-        """Called if the server has given the attempt up."""
+        """Stop an attempt that the server has given up."""
         ...
 
 
 class _Shown(NamedTuple):
-    """The report's parts that the reporter repeats only after a change."""
+    """Parts of a report that the reporter repeats only after a change."""
 
     state: State
     sentence: str
@@ -155,7 +158,7 @@ class Reporter:
         self._saved, self._looks = 0, set[str]()
 
     def run(self, listener: ReportListener, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
-        """Report until the attempt is settled or given up.
+        """Send reports until the server has settled the attempt or given the attempt up.
 
         `fresh` is True for a new attempt without reports.
         """
@@ -186,8 +189,8 @@ class Reporter:
                         return
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
-                # The supervisor gets the gang's state before a stop request. A stop must not end ranks that may already
-                # exit.
+                # The supervisor gets the gang state before a stop request, because a stop must not end ranks that may
+                # already exit.
                 listener.pass_on(_of_the_gang(answer))
                 listener.renew(self._until_ns, answer.stop)
                 if is_settled:
@@ -211,7 +214,7 @@ class Reporter:
             if text != self._error:  # Log only the first of several equal errors.
                 self._say(text)
             self._error = text
-            # The server received a report within the lease, so it cannot have given up the attempt.
+            # The server received a report within the lease, so the server cannot have given up the attempt.
             is_held = not self._over and self._clock.boottime_ns() < self._until_ns
             self._was_heard = isinstance(error, ServerStorageFull) and is_held
             self._delivery.refused(error, ended=report.ending is not None)
@@ -230,12 +233,12 @@ class Reporter:
     # --- report contents -----------------------------------------------------------------------------------------
 
     def _next(self) -> Report | None:
-        """Wait until a report is due, or return None if no report is necessary."""
+        """Wait until a report is due and return the report, or None if no report is necessary."""
         heartbeat_s = (self._said_ns - self._clock.boottime_ns()) / 1e9 + self._heartbeat_s
         look_s = _UPLOAD_LOOK_S if self._delivery.is_uploading else _LOOK_S
         woken = self._news.wait(max(0.0, min(heartbeat_s, look_s)))
         known = self._news.known
-        # Samples arrive every second and cause no report. Periodic reports include the samples.
+        # Telemetry samples arrive every second but do not trigger a report. Periodic reports include the samples.
         self._logs.samples = known.ending is not None or heartbeat_s <= look_s
         if self._over:
             report = self._late(known)
@@ -255,11 +258,11 @@ class Reporter:
         state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
         files = self._delivery.before_the_end(None if crew.halt is None else crew.halt.rank)
         facts = self._learn_from(self._facts.unsent())
-        # If the previous attempt was lost, the server may not have its last checkpoint.
+        # If the previous attempt was lost, the server may not know that attempt's last checkpoint.
         if known.begun and self._remote.fence > 1:
             self._look_at_checkpoints("start")
         silence = None
-        if crew.silent:  # The report contains a duration, because the server has another clock.
+        if crew.silent:  # The report contains the duration of the silence, because the server has another clock.
             silent_ns = self._clock.boottime_ns() - crew.silent_since_ns
             silence = Silence(number=crew.silent, ms=max(0, silent_ns // 1_000_000))
         return Report(
@@ -283,12 +286,13 @@ class Reporter:
         )
 
     def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
-        """Return the report of an attempt whose ranks have ended. The last report carries the final state."""
+        """Return the report of an attempt whose ranks have ended. The last report contains the final state."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         cancelled = known.stop is StopReason.CANCEL
         delivered = self._delivery.deliver(stopped, self._server.profile.upload_s, cancelled=cancelled)
-        # A final state does not wait for a full server disk. The final state names the incomplete logs.
+        # The reporter sends the final state even if the server's disk is full. The final state names the incomplete
+        # logs.
         are_told = self._logs.is_complete(logs) or self._has_no_room()
         is_last = self._ending_sent or (delivered.is_last and are_told)
         if not is_last and (logs or delivered.files):
@@ -355,7 +359,7 @@ class Reporter:
         return self._news.known.finished and read_receipt(self._directory) is None
 
     def _has_more_to_say(self, report: Report) -> bool:
-        """Return True if a given-up attempt still has data to report; False if it never had devices."""
+        """Return True if a given-up attempt that had devices still has data to report."""
         if report.logs or report.facts:
             self._left -= 1
         return not self._refused and self._left > 0 and (self._directory / "facts.jsonl").exists()
@@ -364,7 +368,7 @@ class Reporter:
         return () if self._has_no_room() else self._logs.pieces()
 
     def _has_no_room(self) -> bool:
-        """Return True while the server's disk was full at the last report."""
+        """Return True if the server's disk was full at the last report."""
         return self._clock.boottime_ns() < self._logs_again_ns
 
     def _learn_from(self, facts: tuple[Fact, ...]) -> tuple[Fact, ...]:
@@ -404,7 +408,7 @@ class Reporter:
         known = self._news.known
         if wanted or (known.ending is not None and behind) or (self._ending_sent and known.finished):
             self._news.learn(AT_ONCE_S)
-        # The next report includes data written meanwhile, because each report takes CPU time from the ranks.
+        # Data written meanwhile waits for the next report, because each report takes CPU time from the ranks.
         elif behind:
             self._news.learn(SOON_S)
 
@@ -449,11 +453,11 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingReport:
-    """The newest unreported state and the time by which it is due.
+    """Holds the newest unreported state of an attempt and the deadline for its report.
 
-    The attempt's listening thread writes the state and its reporter reads it. Each change has its own deadline. A
-    report combines all pending changes. A run of ten milliseconds needs one report, and a rank that prints line by line
-    does not cause one request per line.
+    The attempt's listening thread writes the state, and the reporter reads the state. Each change has a separate report
+    deadline. A report combines all pending changes. A run of ten milliseconds therefore needs only one report. A rank
+    that prints line by line does not cause one request per line.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -468,7 +472,7 @@ class PendingReport:
         return self._known
 
     def learn(self, within_s: float, **changes: object) -> None:
-        """Change fields of `AttemptState`. The changes are due for a report within `within_s` seconds."""
+        """Change fields of `AttemptState`. A report must contain the changes within `within_s` seconds."""
         with self._condition:
             if changes:
                 self._known = msgspec.structs.replace(self._known, **changes)
@@ -478,7 +482,7 @@ class PendingReport:
                 self._condition.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait up to `limit_s` for a due change.
+        """Wait up to `limit_s` seconds for a due change.
 
         If a change is due, mark the change as reported and return True.
         """
@@ -503,9 +507,10 @@ _stuck_probes: list[subprocess.Popen[bytes]] = []
 class CheckpointProbe:
     """Finds the newest attempt of a run that saved a checkpoint, as evidence that `resume` makes progress.
 
-    A short-lived process lists the directory, because a call into a hanging shared file system blocks its thread
-    permanently. The result is 0 (unknown) without an answer in a few seconds, for an unreadable directory, or after too
-    many hanging probes. The server then counts the attempt as an attempt without a checkpoint.
+    A short-lived process lists the checkpoint directory, because a call into a hanging shared file system blocks its
+    thread permanently. The result is 0 (unknown) if the directory is unreadable or does not answer within a few
+    seconds. After too many hanging probes, the result is also 0. The server treats an attempt with the result 0 as an
+    attempt without a checkpoint.
 
     `directory` is in a home whose configuration names the checkpoint directory. `program` lists the directory and
     prints the result.

@@ -6,7 +6,7 @@
     ServerTime          the server's clock; the node's own wall clock is not used
 
 The uplink reads the profile again whenever the server does not answer. A server that restarts with another port or
-token writes the same file, and every connection uses the new profile.
+token rewrites the profile, and every connection then uses the new values.
 
     report ─▶ answer with the next token ─▶ take ─▶ used by every connection of the attempt, stored in its directory
        └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
@@ -35,7 +35,7 @@ class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Address and token of a server for this node."""
 
     url: str
-    token: str  # Token of an agent, which the node uses.
+    token: str  # The node's agent token.
     ca: str = ""  # File with trusted certificates; "" for the system's certificates.
     name: str = ""  # Name of the node; "" for the host name.
     pool: str = ""  # The pool that the node requests; "" lets the server choose.
@@ -43,7 +43,7 @@ class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile(path: Path) -> UplinkProfile:
-    """Return the profile in a file. Raises InvalidValue."""
+    """Return the server profile in a file. Raises InvalidValue."""
     try:
         return from_json(path.read_bytes(), UplinkProfile)
     except (OSError, msgspec.MsgspecError) as error:
@@ -51,7 +51,7 @@ def read_profile(path: Path) -> UplinkProfile:
 
 
 def write_profile(path: Path, profile: UplinkProfile) -> None:
-    """Write the profile, readable by this user alone. Raises OSError."""
+    """Write a server profile that only this user can read. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
@@ -84,8 +84,8 @@ class UplinkServer:
         return ServerConnection(self, token)
 
     def look_again(self) -> None:
-        """Read the profile again. All connections then use the new profile."""
-        # If the file is missing or incomplete, the uplink keeps the known profile.
+        """Read the server profile again, so that all connections use the new profile."""
+        # If the profile file is missing or incomplete, the uplink keeps the known profile.
         with contextlib.suppress(InvalidValue):
             self._profile = read_profile(self.path)
 
@@ -140,7 +140,7 @@ class Backoff:
         return pause_s
 
     def reset(self) -> None:
-        """Start again with short pauses."""
+        """Reset the backoff to short pauses."""
         self._pause_s = _PAUSE_S
 
 
@@ -181,11 +181,11 @@ class Credential:
 
 
 class Credentials:
-    """The tokens of all attempts, by gang; thread-safe."""
+    """Thread-safe collection of all attempts' tokens by gang."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.wanted = threading.Event()  # Set when the uplink must send a heartbeat at once.
+        self.wanted = threading.Event()  # Event that requests an immediate heartbeat.
         self._by_gang: dict[str, Credential] = {}
 
     def add(self, gang: str, credential: Credential) -> None:
@@ -194,7 +194,7 @@ class Credentials:
             self._by_gang[gang] = credential
 
     def of(self, gang: str) -> Credential:
-        """Return the credential of a gang that has been added."""
+        """Return the credential that `add` stored for a gang."""
         with self._lock:
             return self._by_gang[gang]
 
@@ -232,9 +232,9 @@ class ServerTime:
         asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
           └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
 
-    The estimate uses the fastest answer, because that answer is the most precise. An answer that contradicts the
-    estimate replaces it, because the server's clock has changed. Any answer replaces an old estimate, because clocks
-    drift. The estimate does not use this node's wall clock, which may jump.
+    The estimate uses the server's fastest answer, because the fastest answer is the most precise. An answer that
+    contradicts the estimate replaces the estimate, because the server's clock has changed. Any answer replaces an old
+    estimate, because clocks drift. The estimate does not use this node's wall clock, which may jump.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,8 @@
                        lock held, other version ─▶ end it and start a new uplink: attempts continue
                        free                     ─▶ start an uplink, detached
 
-Each home and profile has one uplink. A lock ensures that a second uplink exits. The uplink outlives its starter.
+Each home and profile has one uplink. A second uplink for the same home and profile exits, because the first uplink
+holds a lock. The uplink outlives its starter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from serverless_gpu.version import __version__
 _START_S = 30.0
 END_S = 10.0
 _TRIES = 100
-_PAUSE_S = 0.01  # Seconds between tries. A lock test by another process holds the lock briefly.
+_PAUSE_S = 0.01  # Seconds between two tries to lock a file. Another process's test holds the lock briefly.
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
 """Variables that declare the node's devices, and variables that only tests use."""
 
@@ -68,7 +69,7 @@ def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
 
 
 def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
-    """Start an uplink, which detaches itself. Raises the errors of `ensure`."""
+    """Start an uplink, which detaches itself. Raises the same exceptions as `ensure`."""
     require_for_runs(home)
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     arguments = (str(home.root), str(profile.absolute()), passed)
@@ -93,7 +94,7 @@ def stop(home: Home, profile: Path) -> bool:
 
 
 def stop_all(home: Home) -> int:
-    """End every uplink of a home and return their number. The attempts of the uplinks continue.
+    """End every uplink of a home and return their number. The uplinks' attempts continue to run.
 
     Raises AgentUnavailable if an uplink does not end.
     """
@@ -107,7 +108,7 @@ def stop_all(home: Home) -> int:
 
 
 def _noted(path: Path) -> RunningUplink | None:
-    """Return the holder of a lock. Wait briefly if the holder has not written its note yet."""
+    """Return the uplink that holds a lock. Wait briefly if the uplink has not written its pid yet."""
     for _ in range(_TRIES):
         note = held_note(path)
         if note is None:

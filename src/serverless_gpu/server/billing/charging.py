@@ -5,24 +5,25 @@
                                                                    several nodes per transaction ──┘
     end of a UTC day        ─▶ the same for running attempts, except for their last day
 
-The loop charges an attempt on each node after the attempt has ended and all reports have arrived. A charge has one
-ledger entry per day. Before this charge, usage reports compute the usage from the attempt's facts. The loop charges an
-attempt on a silent node provisionally, up to the last report. If facts arrive later, the loop reverses the provisional
-entries. Before retention removes a run, its provisional entries become final.
+The charging loop charges an attempt on each node after the attempt has ended and all reports have arrived. A charge has
+one ledger entry per day. Before the charge, usage reports compute an attempt's usage from its facts. The loop charges
+an attempt on a silent node provisionally, up to the node's last report. If the node's facts arrive later, the loop
+reverses the provisional entries. Before retention removes a run, its provisional entries become final.
 
-The facts, the tariff and the end time of an attempt determine its charges. The loop therefore keeps no state in memory.
-The column `crews.uncharged` marks rows with missing ledger entries. Each report after an attempt's end writes
-`crews.uncharged`, even if the column is already true. On PostgreSQL, a concurrent charging transaction therefore
+The facts, the tariff and the end time of an attempt determine its charges. The charging loop therefore keeps no state
+in memory. The column `crews.uncharged` marks rows with missing ledger entries. Each report after an attempt's end
+writes `crews.uncharged`, even if the column is already true. On PostgreSQL, a concurrent charging transaction therefore
 conflicts, and the loop repeats the transaction.
 
 Failure cases:
 
-- The server is killed. The database contains each charging transaction completely or not at all.
+- If the server is killed, the database contains each charging transaction completely or not at all.
 
-- The database is unavailable. The loop retries the transaction.
+- If the database is unavailable, the loop retries the charging transaction.
 
-- A number in the facts is out of bounds. The loop logs and counts this failure, and skips the attempt temporarily. The
-  loop still charges other attempts, and retention does not remove the run.
+- If a number in the facts is out of bounds, the loop logs and counts the failure. The charging loop skips the attempt
+  with the invalid number temporarily and still charges other attempts. Retention does not remove the run of a skipped
+  attempt.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class _Use(msgspec.Struct, frozen=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The fields of a receipt (`model.receipt.Receipt`) that this module decodes."""
+    """The fields of a receipt (`model.receipt.Receipt`) that the charging loop decodes."""
 
     facts: int | None = None
     uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
@@ -87,7 +88,7 @@ class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a charging transaction."""
 
     entries: int = 0  # Number of new ledger entries.
-    failed: Mapping[CrewId, str] = {}  # Attempts that the loop could not charge on a node, each with the reason.
+    failed: Mapping[CrewId, str] = {}  # Reasons of failed charges, by attempt and node.
 
 
 class Charging:
@@ -120,7 +121,7 @@ class Charging:
         return now_ns + round(EVERY_S * 1e9)
 
     def _due(self) -> list[CrewId]:
-        """Return attempts on nodes that are ready for charging. The total number of their facts is bounded."""
+        """Return attempts on nodes that are ready for charging, with a bounded total number of facts."""
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
@@ -193,7 +194,7 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
         return self.crew.settled_ns is not None and self.attempt.ended_ns is not None
 
     def is_past(self, at_ns: int) -> bool:
-        """Return True if the node reported on or after this day. All earlier days are then complete."""
+        """Return True if the node reported on or after this day, so that all earlier days are complete."""
         if self.is_over:
             return True
         last = metering.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
@@ -266,11 +267,11 @@ def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None
 def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
     """Refuse ledger entries with numbers that are out of bounds."""
     if len(lines) > DAYS_MAX:
-        raise InvalidValue(f"its facts cover {len(lines)} days, over the limit of {DAYS_MAX}")
+        raise InvalidValue(f"the attempt's facts cover {len(lines)} days, over the limit of {DAYS_MAX}")
     for entry in entries:
         for name, value in msgspec.structs.asdict(entry.line).items():
             if value is not None and abs(value) >= _LIMIT:
-                raise InvalidValue(f"{name} of day {entry.line.day} would be {value}")
+                raise InvalidValue(f"{name} of day {entry.line.day} would be {value}, which is out of bounds")
 
 
 def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisation:
@@ -332,7 +333,7 @@ def _seen(receipt: str | None) -> _Seen | None:
 
 
 def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
-    """Return the leading attempts whose facts fit into one transaction, at least one attempt."""
+    """Return the first attempts whose facts fit into one transaction, but at least one attempt."""
     some: list[CrewId] = []
     left = FACTS_AT_ONCE
     for crew in ids:

@@ -1,12 +1,12 @@
-"""Lists, sets and ends prices in the price book, with the routes.
+"""Lists, sets and ends prices in the price book, and defines the price routes.
 
     set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the price in force at F ends at F
                                                             a price planned for later ends the new price
                                                             a price planned for F itself is replaced
     end H100 at F             … ─ 3.49 ─┤F                  prices planned for later are withdrawn
 
-A price that was in force never changes, because tariffs of attempts refer to the price. An operator can set a price in
-the past only if the server has placed no attempt for this price since that time. Each change adds an audit entry.
+A price that was in force never changes, because tariffs of attempts refer to the price. An operator can backdate a
+price only if the server has placed no attempt for this price since the start time. Each change adds an audit entry.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _refuse_past(connection: sa.Connection, name: str, from_ns: int, at_ns: int)
 
 
 def _is_before(row: StoredPrice, at_ns: int) -> bool:
-    """Return True if a price is in force at a time and began before that time."""
+    """Return True if a price began before a time and is still in force at that time."""
     return row.price.from_ns < at_ns and is_in_force(row.price, at_ns)
 
 
@@ -213,7 +213,7 @@ class PricesQuery(Query, frozen=True, kw_only=True):
 
 
 class EndQuery(Query, frozen=True, kw_only=True):
-    """Parameters for the end of a price: its pool, and the end time."""
+    """Parameters of a request that ends a price: pool and end time."""
 
     pool: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     at_ns: Moment | None = None

@@ -33,7 +33,7 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.pools import RESERVED
 from serverless_gpu.server.records.runs import StoredRun
 
-ADVICE = "set one with `sgpu price set {name} …`"
+ADVICE = "set a price with `sgpu price set {name} …`"
 
 
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
@@ -143,7 +143,7 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
         for gpu_type, pool, count in places
     ]
     costs = [estimated(each, lasting, advice=ADVICE.format(name=each.gpu_type)) for each in found]
-    # Sort unpriced devices first. The estimate then shows no other pool's price as the maximum.
+    # Sort unpriced devices first, so that the estimate shows no other pool's price as the maximum.
     dearest = max(costs, key=lambda cost: (cost.micros_per_hour is None, cost.micros_per_hour or 0))
     if len({cost.micros_per_hour for cost in costs}) == 1:
         return dearest
@@ -174,6 +174,6 @@ def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str
         found = parts
     chosen = found.get(wish.node) or set().union(*found.values())
     if not chosen and wanted.gpus is not None and wanted.gpu_type is not None:
-        # No node has this number of devices, but their price is known.
+        # No node has the requested number of devices, but the devices may have a price.
         return [(wanted.gpu_type, wish.pool, wanted.gpus)]
     return sorted(chosen)

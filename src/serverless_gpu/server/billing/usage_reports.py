@@ -1,7 +1,7 @@
-"""Usage reports: usage and costs by group, billing table rows, list prices and demand, with routes.
+"""Reports usage and costs by group, billing table rows, list prices and device demand.
 
-A report adds posted usage from the ledger and unposted usage. The unposted usage belongs to running attempts and to
-attempts that have just ended.
+A report adds the posted usage in the ledger and the unposted usage. The unposted usage belongs to running attempts and
+to attempts that have just ended.
 
     facts, up to the last report ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each node
 
@@ -122,7 +122,7 @@ class UsageReports:
         return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
 
     def view_prices(self) -> ListPrices:
-        """Return the price book in the format of billing tables. Devices in use or with a price are included."""
+        """Return the prices of all devices with a price or in use, in the format of billing tables."""
 
         def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
             return prices.every(connection), usage.skus(connection, limit=SKUS_MAX + 1)
@@ -133,7 +133,7 @@ class UsageReports:
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
-        """Return device usage over time that the caller may see. The last page includes running attempts."""
+        """Return the device usage over time that the caller may see. The last page contains running attempts."""
         may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
@@ -241,7 +241,7 @@ class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
 
     lines: tuple[UnpostedDay, ...] = ()
     attempts: int = 0  # Number of pairs of attempt and node in the result.
-    is_cut: bool = False  # True if more attempts have unposted usage.
+    is_cut: bool = False  # True if attempts outside the result also have unposted usage.
 
 
 def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: int = UNPOSTED_MAX) -> UnpostedDays:

@@ -6,7 +6,7 @@
 
 Ledger entries never change and become visible in the order of their numbers, so the loop adds each entry once. A report
 reads the sums and all later ledger entries. The amounts in a report therefore do not depend on the progress of this
-loop. After a crash, the loop continues after the last added entry.
+loop. After a crash, the loop continues with the first ledger entry that it has not added.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int
 
 
 def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
-    """Return the stored sums with one query per day, so that both databases use the index."""
+    """Return the stored sums with one query per day, so that SQLite and PostgreSQL use the index."""
     found: dict[tuple[int, int], Amounts] = {}
     columns = [table.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)

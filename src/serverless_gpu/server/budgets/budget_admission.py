@@ -42,7 +42,7 @@ class BudgetAdmission:
         self._spending = spending
 
     def as_of(self) -> LookInputs:
-        """Return the inputs for a computation of budget standings. Call this before the transaction reads."""
+        """Return the inputs for budget standings. Call `as_of` before the transaction reads the database."""
         clock = self._clock
         return LookInputs(
             wall_ns=clock.wall_ns(),
@@ -53,7 +53,7 @@ class BudgetAdmission:
         )
 
     def refuse(self, connection: sa.Connection, allowed: AdmittedRun, who: Caller) -> None:
-        """Refuse a run if a budget is used up for this period. Holds of other runs only delay the run."""
+        """Refuse a run if a budget is used up for this period. Budget holds of other runs only delay the run."""
         if not self._spending.standings():
             return
         spec, currency = allowed.spec, self._settings.currency
@@ -73,7 +73,7 @@ class BudgetAdmission:
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
     def rooms(self, connection: sa.Connection, there: CapacitySnapshot) -> BudgetsLeft | None:
-        """Return the remaining amounts of all budgets for one tick to count down; None without budgets."""
+        """Return the remaining amounts of all budgets for one scheduler tick; None without budgets."""
         if not self._spending.standings():
             return None
         at_ns, currency = self._clock.wall_ns(), self._settings.currency

@@ -5,18 +5,18 @@
             ranks write a checkpoint ─▶ BUDGET_STOPPED
 
 The database stores a stop request with the run. The run therefore stops even if an operator raises, deletes or resets
-the budget in the meantime. The owner may submit the run again. The database also stores announced thresholds, so the
-server announces a threshold only once, even after a crash. The enforcer closes a hard budget before it stops any run.
-The amounts that stopped runs release therefore admit no other run until an operator reopens the budget.
+the budget in the meantime. The owner may then submit the run again. The database also stores announced thresholds, so
+the server announces a threshold only once, even after a crash. The enforcer closes a hard budget before it stops any
+run. The amounts that stopped runs release therefore admit no other run until an operator reopens the budget.
 
 Failure cases:
 
-- The server is killed between the check and the stop request. After the restart, the enforcer checks again within five
-  seconds. The holds of the runs cover the costs until the next check.
+- If the server is killed between the check and the stop request, the enforcer checks again within five seconds of the
+  restart. The holds of the runs cover the costs until the next check.
 
-- The database is unavailable. The enforcer then stops no runs, and runs end when their leases expire.
+- If the database is unavailable, the enforcer stops no runs. Runs then end when their leases expire.
 
-- An operator raises a budget between the check and the stop request. The stop request's transaction reads the budget
+- If an operator raises a budget between the check and the stop request, the request's transaction reads the budget
   again.
 """
 

@@ -1,6 +1,6 @@
-"""Lists, sets, reopens and deletes budgets, with the routes.
+"""Manages budgets: defines the budget service and its HTTP routes.
 
-Each change adds an audit entry and wakes the scheduler and the budget loop.
+After each budget change, the service adds an audit entry and wakes the scheduler and the budget loop.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BudgetService:
         return view
 
     def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
-        """Insert or replace a budget. Usage since the start of the budget's period counts."""
+        """Create or replace a budget. Usage since the start of the current budget period counts."""
         check_name("a budget", name)
         said = self._budget(asked)
         at_ns = self._clock.wall_ns()
@@ -112,10 +112,10 @@ class BudgetService:
             budget = msgspec.structs.replace(said, time_zone="") if said.time_zone == usual else said
             before = budgets.find(connection, name)
             if before is None and budgets.count(connection) >= BUDGETS_MAX:
-                raise TooLarge(f"there are already {BUDGETS_MAX} budgets, the maximum", hint="delete some")
+                raise TooLarge(f"this server already has {BUDGETS_MAX} budgets, the maximum", hint="delete a budget")
             budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
             if before is not None and before.budget != budget:
-                # After a change of the budget, the enforcer announces thresholds again and the budget is open.
+                # A changed budget is open again, and the enforcer repeats its threshold notices.
                 budgets.forget_said(connection, name)
             audit.record(
                 connection,
@@ -131,7 +131,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def reopen(self, who: Caller, name: str) -> BudgetView:
-        """Reopen a hard budget that has stopped runs. Waiting runs start while the remaining amount suffices."""
+        """Reopen a hard budget that has stopped runs, so that waiting runs can start."""
         at_ns = self._clock.wall_ns()
 
         now = self._budget_admission.as_of()
@@ -141,7 +141,7 @@ class BudgetService:
         if standing.is_spent:
             raise InvalidValue(
                 f"budget {name!r} is used up: {used_text(standing, self._settings.currency)}",
-                hint=f"raise the budget: sgpu budget set {name}; or wait: {renewal_text(standing)}",
+                hint=f"raise the budget with `sgpu budget set {name}`, or wait: {renewal_text(standing)}",
             )
 
         def work(connection: sa.Connection) -> None:
@@ -157,7 +157,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def delete(self, who: Caller, name: str) -> BudgetView:
-        """Delete a budget, so that it no longer delays or stops runs. Existing stop requests remain valid."""
+        """Delete a budget. Runs that the budget already asked to stop still stop."""
         at_ns = self._clock.wall_ns()
         view = self.view(who, AccessReach.ALL, name)
 
@@ -174,14 +174,14 @@ class BudgetService:
         return view
 
     def _standings(self, connection: sa.Connection) -> dict[str, Standing]:
-        """Return the last computed standings, some seconds old, because a new computation reads all attempts."""
+        """Return the cached budget standings. A new computation would read all attempts."""
         known = self._spending.known()
         return self._spending.look(connection, self._budget_admission.as_of()) if known is None else known
 
     def _ring(self) -> None:
         self._spending.change()
         self._hub.touch(BUDGETS)
-        self._hub.touch(SCHEDULER)  # Runs that waited for the budget can start now.
+        self._hub.touch(SCHEDULER)  # Wake the scheduler, because waiting runs may fit the changed budget.
 
     def _budget(self, asked: BudgetRequest) -> Budget:
         ours = self._settings.currency
@@ -190,7 +190,7 @@ class BudgetService:
         if len(given) != 1:
             raise InvalidValue(
                 "a budget needs exactly one limit",
-                hint="limit either money or GPU time: --money 500 or --gpu-hours 100",
+                hint="set either a money limit (--money 500) or a GPU time limit (--gpu-hours 100)",
             )
         for limit, most in given:
             if not 0 <= limit <= most:
@@ -240,7 +240,7 @@ class BudgetService:
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:
-    """Refuse a scope that does not exist. A tag may be unknown, because later runs can use the tag."""
+    """Refuse a budget scope that does not exist. Unknown tags are valid for later runs."""
     kind, name = scope.kind, scope.name
     if kind == "everything":
         if name:
@@ -256,7 +256,9 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
         if policies.find(connection, name) is None:
             raise InvalidValue(f"there is no policy {name[:64]!r}", hint="list all policies: sgpu policy list")
     elif not name.partition("=")[0].strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
-        raise InvalidValue(f"{name[:64]!r} is not a valid tag", hint="write key=value, or key for all values")
+        raise InvalidValue(
+            f"{name[:64]!r} is not a valid tag", hint="write the tag as key=value, or as key for all values"
+        )
 
 
 def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
@@ -287,9 +289,9 @@ def _sentence(standing: Standing, currency: str) -> str:
         why = (
             ""
             if standing.is_spent
-            else ("closed, because the remaining amount does not pay for another minute of its runs; ")
+            else ("the budget is closed, because its remaining amount does not cover another minute of its runs; ")
         )
-        parts.append(f"{why}no new runs start until {next_day_text(standing)}")
+        parts.append(f"{why}the budget blocks new runs until {next_day_text(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(
@@ -316,7 +318,7 @@ def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
 
 @routes.put("/budgets/{name}", needs=writing("budgets"))
 def put_budget(call: Call, budgets: BudgetService, name: str, body: BudgetRequest) -> BudgetView:
-    """Insert or replace a budget. Usage since the start of the budget's period counts."""
+    """Create or replace a budget. Usage since the start of the current budget period counts."""
     return budgets.put(call.who, name, body)
 
 
@@ -328,5 +330,5 @@ def reopen_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
 
 @routes.delete("/budgets/{name}", needs=writing("budgets"))
 def delete_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
-    """Delete a budget. Existing stop requests of runs remain."""
+    """Delete a budget. Runs that the budget already asked to stop still stop."""
     return budgets.delete(call.who, name)

@@ -1,4 +1,4 @@
-"""Posts notices in a loop, one at a time, to the webhook that the operator configured.
+"""Posts budget notices to the operator's webhook, one notice at a time.
 
     a threshold of a budget, an alarm ─▶ `notices` (written with the event) ─▶ POST, JSON ─▶ 2xx: sent
                                                                                  └─ else: retried later
@@ -6,19 +6,22 @@
     {"kind": "budget.warning", "at": "2026-11-22T17:40:00Z", "budget": "llm", "percent": 80, "used": …, "limit": …,
      "unit": "micros", "currency": "USD", "sentence": "budget 'llm' is at 80 %: …"}
 
-A notice may arrive twice, with the same `id`. Without a webhook address, the server only stores notices for `sgpu
-budget list`. The loop retries each notice independently, so a refused notice does not delay other notices.
+The webhook may receive a notice twice, with the same `id`. If the operator configures no webhook, the server stores
+notices for `sgpu budget list` only. The webhook loop retries each notice independently, so a refused notice does not
+delay other notices.
 
 Failure cases:
 
-- No answer, or a status other than 2xx: The loop retries after 5, 10, 20 … s, and at most an hour. After ten tries or a
-  day, the loop stops retrying the notice. The database stores the number of tries, but not the pauses between tries.
+- The webhook does not answer, or answers with a status other than 2xx. The webhook loop doubles its retry delay from
+  five seconds to at most one hour. The webhook loop stops retrying a notice after ten tries or one day. The database
+  stores the number of tries but not the retry delays.
 
-- An endless response body: The loop does not read the body, and the request times out after 5 s.
+- The webhook sends an endless response body. The webhook loop reads only the status line and headers.
 
-- A redirect: The loop does not follow redirects, so notices go only to the configured address.
+- The webhook answers with a redirect. The HTTP client does not follow redirects, so notices go only to the configured
+  address.
 
-- Log messages contain the webhook address without its path, because the path may be a secret.
+- The webhook path may be a secret. Log messages therefore contain only the webhook's host name.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
 LOOKED_AT = 100
-"""Maximum number of notices in one read, sorted by the number of tries, lowest first."""
+"""Maximum number of notices that one tick reads, fewest tries first."""
 _log = logging.getLogger(__name__)
 
 
 class NoticeWebhook:
-    """Posts notices to the configured webhook."""
+    """Posts budget notices to the configured webhook."""
 
     def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: ServerMetrics) -> None:
         self._settings = settings
@@ -58,7 +61,7 @@ class NoticeWebhook:
         self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Post one due notice, and return the time of the next tick."""
+        """Post one due notice, and return the next tick's due time."""
         waiting = self._database.read(lambda connection: budgets.open_notices(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses
@@ -69,7 +72,7 @@ class NoticeWebhook:
         is_old = one.tries >= TRIES_MAX or at_ns - one.at_ns > OLD_S * 1e9
         if not self._settings.webhook or is_old:
             if is_old:
-                _log.error("gave up notice %d (%s) after %d tries", one.seq, one.kind, one.tries)
+                _log.error("the server stopped retrying notice %d (%s) after %d tries", one.seq, one.kind, one.tries)
             self._done(one, at_ns)
             return now_ns
         problem = _post(self._settings.webhook, one)
@@ -89,12 +92,12 @@ class NoticeWebhook:
 
 
 def _post(url: str, one: Notice) -> str:
-    """Post a notice, and return a description of the problem, or ""."""
+    """Post a notice to the webhook, and return an error description, or "" on success."""
     body = {"id": one.seq, "kind": one.kind, "at": format_utc(one.at_ns), **one.document}
     headers = {"User-Agent": f"serverless-gpu/{__version__}"}
     try:
-        # Each notice uses a new client, because one notice a day needs no open connection. The client ignores the proxy
-        # settings of the environment, because a proxy could read notices.
+        # Notices are rare, so each notice opens a new connection. The client ignores the environment's proxy settings,
+        # because a proxy could read the notices.
         with (
             httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
             client.stream("POST", url, json=body, headers=headers) as answer,

@@ -1,15 +1,15 @@
-"""Detects unusual spending of runs and teams, in a loop with one check a minute.
+"""Detects unusual spending of runs and teams once a minute.
 
     run      its usage per hour  >  3 × the median of the owner's last 50 runs of that name          once
     team     its usage in the last hour  >  3 × the median of its own hours in four weeks            once a day
 
-Amounts are money if prices exist, else device time. The loop writes an alarm to the log, the audit and the notices
-(`sgpu budget list`, the webhook). A run's alarm is also an event of the run. A row of `budget_warnings` with 0 per cent
-marks an alarm as sent.
+Spend alarms compare money if a price applies, and device time otherwise. The spend alarm loop writes each alarm to the
+log, the audit trail and the notices. A run's alarm also becomes a run event. The server records each sent alarm as a
+`budget_warnings` row with 0 per cent.
 
-The loop reads a team's hourly usage from the ledger and caches the usage in memory. The loop distributes a ledger entry
-evenly over the period of the entry. The ledger contains a running attempt only up to the previous day, so the loop adds
-the current usage for the last hour.
+The spend alarm loop reads each team's hourly usage from the ledger and caches the usage in memory. A ledger entry
+counts evenly over its period. The ledger contains a running attempt's usage only up to the previous day. The spend
+alarm loop therefore adds today's usage of running attempts.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from serverless_gpu.server.records.duration_history import latest_of_name
 
 EVERY_S = 60.0
 AT_ONCE = 100
-"""The maximum number of attempts in one check."""
+"""Maximum number of attempts that one tick compares."""
 PAGE = 5_000
-"""Maximum number of ledger entries in one read. After a start, the loop reads all entries in pages."""
+"""Maximum number of ledger entries in one page."""
 MONEY, TIME = "micros", "gpu_ms"
 _log = logging.getLogger(__name__)
 _Hours = dict[int, tuple[int, int]]
-"""Money and device-milliseconds by hour. Hours are numbered since 1970."""
+"""Money and device-milliseconds by hour, counted in hours since 1970."""
 
 
 class SpendAlarms:
@@ -85,7 +85,7 @@ class SpendAlarms:
         self._seen: set[tuple[str, int]] = set()
 
     def tick(self, now_ns: int) -> int:
-        """Announce unusual spending of running attempts, and return the time of the next tick."""
+        """Announce unusual spending of running attempts, and return the next tick's due time."""
         going = self._spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
         self._database.read(self._read)
@@ -96,7 +96,7 @@ class SpendAlarms:
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _look_at_runs(self, going: Sequence[OngoingAttempt]) -> None:
-        """Compare each attempt with earlier attempts once, because the hourly cost of an attempt is constant."""
+        """Compare each new attempt with earlier attempts once, because its hourly cost is constant."""
         gangs = {(one.spender.run_id, one.spender.fence) for one in going}
         self._seen &= gangs
         new = [one for one in going if one.name and (one.spender.run_id, one.spender.fence) not in self._seen]
@@ -123,7 +123,7 @@ class SpendAlarms:
     # --- teams --------------------------------------------------------------------------------------------------------
 
     def _read(self, connection: sa.Connection) -> None:
-        """Read new ledger entries, at most a few pages of the ledger."""
+        """Add new ledger entries to the teams' hourly usage, at most 20 pages per call."""
         oldest = self._clock.wall_ns() // HOUR_NS - HOURS
         for _ in range(20):
             page = charges.after(connection, self._seq, limit=PAGE)
@@ -146,8 +146,7 @@ class SpendAlarms:
 
     def _look_at_teams(self, going: Iterable[OngoingAttempt]) -> None:
         now_ns = self._clock.wall_ns()
-        # The ledger gets usage of running attempts after the end of each day, so yesterday's usage is already in the
-        # ledger.
+        # The ledger already contains yesterday's usage of running attempts.
         last = BudgetWindow(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
         uses: dict[str, BudgetUse] = {}
         for one in going:
@@ -157,13 +156,13 @@ class SpendAlarms:
         for team, use in uses.items():
             hours = self._teams.get(team, {})
             ahead, before = hours.get(this, (0, 0)), hours.get(this - 1, (0, 0))
-            part_ns = HOUR_NS - now_ns % HOUR_NS  # Part of the previous hour that lies within the last 60 minutes.
+            part_ns = HOUR_NS - now_ns % HOUR_NS  # Part of the previous clock hour within the last 60 minutes.
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
             found = budget.unusual(rate, past, least=HOURS_MIN)
             if found is not None:
-                usual = f"the usual value is the median of its {found.count} hours in four weeks"
+                usual = f"the usual value is the median of the team's {found.count} hours in four weeks"
                 sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour; {usual}"
                 self._say(f"team {team}", now_ns // DAY_NS * DAY_NS, sentence, found, {"team": team}, None)
 
@@ -179,8 +178,8 @@ class SpendAlarms:
         run: OngoingAttempt | None,
     ) -> None:
         at_ns = self._clock.wall_ns()
-        # This alarm key contains a line break. Budget names contain no line breaks (`check_name`), so deleting a
-        # budget's warnings deletes no alarm.
+        # The line break separates alarm keys from budget names. Deleting a budget's warnings therefore never deletes an
+        # alarm.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 
@@ -219,7 +218,7 @@ class SpendAlarms:
 
 
 def _earlier(connection: sa.Connection, one: OngoingAttempt) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
-    """Return earlier attempts of runs with a given name, and the specs of these runs."""
+    """Return the latest attempts of the owner's runs with the same name, and the specs of these runs."""
     found = latest_of_name(connection, one.subject.owner, one.name, limit=RUNS_MAX)
     there = runs.find_many(connection, [each.run_id for each in found])
     return found, {run.id: run.spec for run in there}

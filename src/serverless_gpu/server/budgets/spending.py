@@ -11,26 +11,25 @@
 `BudgetIndex` finds the budgets that count a run. `LedgerSums` caches posted usage by budget and day, and reads only new
 ledger entries. `BudgetsLeft` counts down the remaining amounts within one tick.
 
-A running attempt counts with the price of its devices, from the start of user code until its last report, by the
-server's clock. After the end of the attempt, the ledger charges replace this amount. The placement of an attempt
-determines its tariff and account.
+A running attempt's cost is the price of its devices from the start of user code until its last report. After the
+attempt ends, the ledger charges replace this estimate. The server chooses an attempt's tariff and account at placement.
 
-Two loops call `look`: the scheduler before each decision, and the budget enforcer in each tick. The caller of `look`
-provides the transaction. Between two calls of `look`, `enter` counts new placements, so new placements count
-immediately. Other readers use the standings that `known` returns. All methods of `Spending` are thread-safe.
+The scheduler calls `look` before each decision. The budget enforcer calls `look` in each tick. Callers of `look`
+provide the database transaction. Between two calls of `look`, `enter` adds new placements to the standings. Other
+readers use the standings that `known` returns. All methods of `Spending` are thread-safe.
 
-Several calls of `look` may run concurrently in separate database transactions. The object numbers its events
-(`moment`). Each call of `look` records the event number from before its transaction. If a newer call finishes first, an
-older call may have read an older database state. The older call then changes nothing and returns the newer standings. A
-new placement also counts in each call of `look` that began before the commit of the placement.
+Several calls of `look` may run concurrently in separate database transactions. A `Spending` object numbers its events
+(`moment`). Each call of `look` records the event number from before its transaction. If a newer call of `look` finishes
+first, the older call returns the newer standings. A new placement also counts in each call of `look` that began before
+the placement's commit.
 
 Failure cases:
 
-- Before the first call of `look`, no run starts that a budget could count. Reading the queue calls `look`.
+- The server has just started. Until the first call of `look`, the server starts no run that a budget could count.
 
-- A call of `look` fails. The standings do not change, and the error propagates to the caller.
+- A call of `look` fails. The standings stay unchanged, and the caller receives the error.
 
-- A budget changes during a call of `look`. The next call reads the changed budget.
+- A budget changes during a call of `look`. The next call of `look` reads the changed budget.
 """
 
 from __future__ import annotations
@@ -86,21 +85,21 @@ from serverless_gpu.server.records.pools import StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 
 _KNOWN_MAX = 100_000
-"""Maximum number of cached accounts. Above this number, the module clears the cache."""
+"""Number of cached accounts above which `LedgerSums` clears its account cache."""
 
 
 class LookInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of `Spending.look` in addition to the database."""
+    """Inputs of `Spending.look` besides the database."""
 
-    wall_ns: int  # The current time, nanoseconds since 1970.
+    wall_ns: int  # Current wall time, nanoseconds since 1970.
     boot_ns: int  # Current boottime in nanoseconds.
-    moment: int  # Value of `Spending.moment` before the transaction read anything.
+    moment: int  # Value of `Spending.moment` before the transaction began.
     leases: Leases
     currency: str  # Currency of the budgets. Charges in another currency count as unpriced.
 
 
 class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt whose current usage counts for budgets."""
+    """An attempt whose unposted usage counts towards budgets."""
 
     spender: Spender
     subject: Subject
@@ -109,7 +108,7 @@ class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """Constant values of a running attempt."""
+    """A running attempt's constant properties."""
 
     subject: Subject
     names: tuple[str, ...]
@@ -125,15 +124,15 @@ class Spending:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._moment = 1
-        self._changed = 1  # The event number of the last change of budgets.
-        self._book_of = 0  # Event number at which this object last read the budgets.
-        self._looked = 0  # Event number at which the last call of `look` finished.
+        self._changed = 1  # Event number of the last budget change.
+        self._book_of = 0  # Event number of the last budget read.
+        self._looked = 0  # Event number of the newest finished `look`.
         self._index = BudgetIndex(())
         self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, OngoingAttempt] = {}
-        # Event number at the end of the placement's transaction; None while the transaction runs.
+        # Event number at the end of the placement transaction; None before its end.
         self._entered: dict[Gang, int | None] = {}
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
@@ -141,20 +140,20 @@ class Spending:
         self._learned = LearnedDurations()
 
     def moment(self) -> int:
-        """Return the number of the last event in this object."""
+        """Return the number of the last budget event, for `LookInputs.moment`."""
         with self._lock:
             return self._moment
 
     def change(self) -> None:
-        """Record that budgets have changed, after the commit. The next `look` reads all budgets again."""
+        """Mark the cached budgets as outdated, so that the next `look` reads all budgets again."""
         with self._lock:
             self._changed = self._next()
 
     def look(self, connection: sa.Connection, as_of: LookInputs, *, at_all: bool = False) -> dict[str, Standing]:
         """Read the database, and return the standing of each budget by name.
 
-        The transaction must read from one snapshot of the database. With `at_all`, the method reads attempts even if no
-        budgets exist.
+        The transaction must read from one snapshot of the database. With `at_all`, `look` reads the running attempts
+        even if no budget exists.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
@@ -186,7 +185,7 @@ class Spending:
             return dict(self._judge())
 
     def standings(self) -> dict[str, Standing]:
-        """Return the standings of the last `look`, updated by later placements."""
+        """Return the standings of the last `look`, including later placements."""
         with self._lock:
             return dict(self._standings)
 
@@ -196,15 +195,15 @@ class Spending:
             return None if self._book_of < self._changed else dict(self._standings)
 
     def going_on(self) -> list[OngoingAttempt]:
-        """Return the running attempts of the last `look`, and later placements that count for a budget."""
+        """Return the running attempts of the last `look`, and later placements that a budget counts."""
         with self._lock:
             return list(self._going.values())
 
     def by_day(self, name: str) -> dict[int, int]:
-        """Return the daily usage of a budget in the last week and its period, in the unit of the limit."""
+        """Return a budget's daily usage in its period and the last week, in the limit's unit."""
         with self._lock:
             if name not in self._index.budgets:
-                return {}  # An operator deleted the budget after the last `look`.
+                return {}  # An operator has deleted the budget since the last `look`.
             found = {day: self._index.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
             for gang, one in self._going.items():
                 if name not in one.names:
@@ -215,7 +214,7 @@ class Spending:
                     found[day] = found.get(day, 0) + amount
             return found
 
-    # --- admission of one run ---------------------------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------------------------
 
     def refuse(self, subject: Subject, hold: BudgetUse, *, currency: str) -> None:
         """Refuse a run that budgets do not allow to start in this period."""
@@ -225,7 +224,7 @@ class Spending:
                 if standing is not None and is_refused(standing, hold):
                     raise BudgetExhausted(
                         refused_text(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
-                        hint=f"{renewal_text(standing)}; an operator can raise it: sgpu budget set {name}",
+                        hint=f"{renewal_text(standing)}; an operator can raise the budget: sgpu budget set {name}",
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
@@ -239,7 +238,7 @@ class Spending:
             )
 
     def warning(self, subject: Subject, *, currency: str) -> str:
-        """Return a warning if a budget that counts the run is nearly used up, else ""."""
+        """Return a warning if a budget of the run is nearly used up, or ""."""
         with self._lock:
             for name in self._index.names(subject):
                 standing = self._standings.get(name)
@@ -248,21 +247,21 @@ class Spending:
         return ""
 
     def rooms(self, holds: Callable[[WaitingRun], BudgetUse]) -> BudgetsLeft | None:
-        """Return the remaining amounts of all budgets for one tick to count down; None without budgets."""
+        """Return the remaining amounts of all budgets for one scheduler tick, or None without budgets."""
         with self._lock:
             if not self._standings:
                 return None
             return BudgetsLeft(self._index, dict(self._standings), holds)
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest device time in seconds of recent runs with this owner and name; None if unknown."""
+        """Return the longest device time in seconds among the owner's recent runs with this name, or None."""
         with self._lock:
             return self._learned.longest_s(connection, owner, name, now_ns)
 
     def enter(
         self, connection: sa.Connection, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int
     ) -> str:
-        """Count an attempt that is about to be placed, and return why the attempt cannot start, or "".
+        """Add an attempt to its budgets before its placement, or return the reason for a refusal.
 
         Repeated calls for the same attempt count once. The caller must call `entered` after the end of the transaction.
         """
@@ -296,7 +295,7 @@ class Spending:
             return ""
 
     def entered(self) -> None:
-        """Record that the transaction of entered attempts has ended. The next `look` sees its result."""
+        """Record the end of the transaction that placed the given attempts."""
         with self._lock:
             at = self._next()
             self._entered = {gang: at if was is None else was for gang, was in self._entered.items()}
@@ -317,7 +316,7 @@ class Spending:
             spec = None if run is None else run.spec
             if one.account_id is not None:
                 subject, names, is_foreign = self._ledger.account(one.account_id)
-            else:  # An older server version placed this attempt.
+            else:  # Attempts from older server versions have no account.
                 subject = Subject(owner="") if run is None else subject_of_run(run)
                 names, is_foreign = self._index.names(subject), False
             micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
@@ -360,7 +359,7 @@ class Spending:
         return window(budget.period, at_ns, budget.zone)
 
     def _judge(self) -> dict[str, Standing]:
-        """Return the standing of each budget, including running attempts."""
+        """Compute every budget's standing from posted usage and running attempts."""
         of: dict[str, list[Spender]] = {name: [] for name in self._index.budgets}
         posted = {name: NOTHING for name in self._index.budgets}
         for gang, one in self._going.items():
@@ -387,10 +386,7 @@ class Spending:
 
 
 class BudgetIndex:
-    """Finds the budgets that count a run.
-
-    The index also needs the pools, because a run without a named pool may use any pool that is not reserved.
-    """
+    """Finds the budgets that count a run."""
 
     def __init__(self, there: Iterable[StoredBudget], pools_there: Iterable[StoredPool] = ()) -> None:
         self.budgets = {one.name: one.budget for one in there}
@@ -404,7 +400,7 @@ class BudgetIndex:
         return self._sorted({name for key in keys(subject) for name in self._index.get(key, ())}, subject)
 
     def names_of_waiting(self, subject: Subject) -> tuple[str, ...]:
-        """Return the budgets that may count a waiting run, which may use several pools."""
+        """Return the names of the budgets of every pool that a waiting run may use."""
         found = set(self.names(subject))
         if not subject.pool:
             for (kind, pool), names in self._index.items():
@@ -418,7 +414,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """Counts down remaining amounts of budgets in queue order (`concurrency_limits.BudgetRooms`)."""
+    """Subtracts the holds of waiting runs from budgets in queue order (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,
@@ -429,7 +425,7 @@ class BudgetsLeft:
         self._index, self._standings, self._hold = index, standings, holds
 
     def take(self, candidate: WaitingRun) -> str:
-        """Subtract the first hold of a run, and return why a budget's remaining amount is too small, or ""."""
+        """Subtract a run's first hold from its budgets, or return the reason why a budget is too small."""
         names = self._index.names_of_waiting(candidate.subject)
         if not names:
             return ""
@@ -441,7 +437,7 @@ class BudgetsLeft:
         return ""
 
     def keep(self, candidate: WaitingRun) -> None:
-        """Subtract the hold of a run before its placement, even if the remaining amount is too small."""
+        """Subtract a run's hold from its budgets, even if a budget is too small."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
     def _count(self, names: Iterable[str], hold: BudgetUse) -> None:
@@ -450,7 +446,7 @@ class BudgetsLeft:
 
 
 class LedgerSums:
-    """Sums posted usage by budget and day. Each read starts after the last ledger entry already read."""
+    """Sums posted usage by budget and day. Each `read` continues after the last known ledger entry."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
@@ -466,16 +462,16 @@ class LedgerSums:
         return self._days[name]
 
     def posted_of(self, gang: Gang) -> Sequence[tuple[LedgerLine, BudgetUse]]:
-        """Return the posted usage of a running attempt, by metering line."""
+        """Return a running attempt's ledger lines with their posted usage."""
         return self._posted.get(gang, ())
 
     def before(self, name: str, at_ns: int) -> BudgetUse:
-        """Return the posted usage of a budget on one UTC day, before a time on that day."""
+        """Return a budget's posted usage between the start of a UTC day and a time on that day."""
         cut = self._cuts.get(at_ns)
         return NOTHING if cut is None else cut.uses.get(name, NOTHING)
 
     def account(self, number: int) -> tuple[Subject, tuple[str, ...], bool]:
-        """Return the subject of an account, its budgets, and True if its currency differs."""
+        """Return an account's subject, the names of its budgets, and its foreign currency flag."""
         return self._accounts.get(number, (Subject(owner=""), (), False))
 
     def read(
@@ -488,21 +484,21 @@ class LedgerSums:
         """Read new ledger entries, and all ledger entries of running attempts.
 
         The transaction must read from one snapshot of the database. `cuts` contains the start times of budget periods
-        that begin within a UTC day.
+        that begin during a UTC day.
         """
-        if not self._index.budgets:  # Without budgets, only entries of running attempts are needed.
+        if not self._index.budgets:  # Without budgets, the standings need only the accounts of running attempts.
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
             self._get_to_know(connection, going)
             return
         newest = charges.newest_seq(connection)
-        assert newest >= self._seq, "a look at an older state of the ledger would count entries twice"
+        assert newest >= self._seq, "an older ledger snapshot would make `LedgerSums` count entries twice"
         sums = []
         if newest > self._seq:
             sums = charges.sums(connection, from_day=self.first_day, after_seq=self._seq)
         wanted = {one.account_id for one in sums}
         wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
         self._get_to_know(connection, wanted)
-        # The ledger receives entries of an attempt only after the attempt's first day, or after its end.
+        # The server posts an attempt's usage after the end of each day and after the attempt's end.
         today_ns = wall_ns // DAY_NS * DAY_NS
         may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
         if newest > self._seq or may != self._posted.keys():
@@ -524,7 +520,7 @@ class LedgerSums:
             self._read_cut(connection, at_ns, cut, newest)
 
     def _read_cut(self, connection: sa.Connection, at_ns: int, cut: _Cut, newest: int) -> None:
-        """Read new ledger entries up to a given time, on the UTC day of that time."""
+        """Add new ledger entries between the start of a UTC day and a time on that day."""
         if cut.seq == newest:
             return
         whole, crossing = charges.before(connection, at_ns, after_seq=cut.seq)
@@ -555,7 +551,7 @@ class LedgerSums:
 
 
 class _Cut:
-    """Posted usage of one UTC day up to a given time, by budget."""
+    """Posted usage by budget, from the start of a UTC day up to a given time."""
 
     def __init__(self) -> None:
         self.seq = 0
@@ -568,7 +564,7 @@ class _Cut:
 
 
 def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
-    """Return the share of a metering line's usage that falls before a given time."""
+    """Return the part of a ledger line's usage before a given time."""
     micros, gpu_ms, unpriced_ms = (
         part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
         for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
@@ -577,13 +573,13 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
 
 
 def first_day_of(now_ns: int) -> int:
-    """Return the first UTC day that a period or forecast needs in any time zone: days since 1970-01-01."""
-    month = window(Period.MONTH, now_ns - DAY_NS)  # Every time zone is less than a full day behind UTC.
+    """Return the first UTC day that budget periods or forecasts need, in days since 1970-01-01."""
+    month = window(Period.MONTH, now_ns - DAY_NS)  # No time zone is a full day behind UTC.
     return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
 
 
 def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
-    """Return the cost of an attempt per hour; None if the devices of the attempt have no price."""
+    """Return an attempt's hourly cost, or None if its devices have no price."""
     cpus = memory_bytes = 0
     if spec is not None:
         cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0
@@ -591,7 +587,7 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
-    """Return True if readers of a run may see a budget, because the run's owner or team owns the budget."""
+    """Return True if the budget belongs to the run's owner or one of the run's teams."""
     teams = [("team", team) for team in subject.teams]
     return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
 
@@ -621,7 +617,7 @@ def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
 
 
 def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
-    """Return the usage of a running attempt by day."""
+    """Return a running attempt's usage by UTC day."""
     if one.started_ns is None:
         return {}
     days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)

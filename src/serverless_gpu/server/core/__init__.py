@@ -1,4 +1,4 @@
-"""Shared foundations of the server: settings, hub, loops, keys, health, metrics, validation.
+"""Contains shared server components, such as settings, hub, loops, keys, health and metrics.
 
-This package imports no database tables and no routes. Start reading with `settings.py` and `hub.py`.
+The `core` package imports no database tables and no routes. Start reading with `settings.py` and `hub.py`.
 """

@@ -1,4 +1,4 @@
-"""Defines the caller of a request, and validates text, numbers and names that callers send."""
+"""Defines the caller of a request, and validates the caller's text, numbers and names."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANONYMOUS = Caller()
-# Format characters that can make text look different from its content. A separate check covers control characters.
+# Unicode format characters that can disguise text.
 _DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def check_text(name: str, text: str, most: int) -> None:
-    """Refuse text that is too long, or that contains control or deceptive format characters."""
+    """Refuse text that is too long or contains control characters or deceptive format characters."""
     if len(text) > most:
         raise InvalidValue(f"{name} has {len(text)} characters; the maximum is {most}")
     if any(unicodedata.category(letter) == "Cc" or letter in _DECEIVING for letter in text):
@@ -51,8 +51,8 @@ def check_text(name: str, text: str, most: int) -> None:
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Refuse a number outside of a range, and accept None."""
-    if value is not None and not least <= value <= most:  # The comparison also refuses NaN.
+    """Refuse a number outside its range. None is valid."""
+    if value is not None and not least <= value <= most:  # NaN fails this comparison too.
         raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
 
 
@@ -62,11 +62,11 @@ def check_time_zone(name: str) -> None:
         zoneinfo.ZoneInfo(name or "UTC")
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
         raise InvalidValue(
-            f"the server has no time zone {name[:64]!r}", hint="use a name like Europe/Berlin"
+            f"the server knows no time zone {name[:64]!r}", hint="use a time zone name like Europe/Berlin"
         ) from error
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse a name that is hard to read or type."""
+    """Refuse a name that is empty, too long, unprintable, or padded with spaces."""
     if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
-        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="use 1 to 64 printable characters")
+        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="use a name of 1 to 64 printable characters")

@@ -1,7 +1,7 @@
-"""Measures free disk space, and keeps a minimum free of users' data.
+"""Measures free disk space, and reserves a minimum of free space on the server's disk.
 
-A run must be able to end even if payloads, results and logs have filled the disk. The database must then still be able
-to record the end of the run. Therefore every store of users' data leaves some disk space free.
+Payloads, results and logs can fill the server's disk. The database must still be able to record the end of each run.
+Every store of user data therefore leaves a minimum of disk space free.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 KEPT_FREE_BYTES = 128 << 20
-"""Minimum free bytes that stores of users' data must leave on a disk."""
-NO_INODES = "the disk has free space but no free inodes, and cannot hold one more file"
+"""Minimum free bytes that stores of user data must leave on a disk."""
+NO_INODES = "the disk has free space but no free inodes for new files"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_bytes(place: Path | int) -> int | None:
-    """Return the number of bytes that this user can still write to a disk; None if unknown.
+    """Return the disk's free bytes for the current user, or None if the free space is unknown.
 
     Args:
         place: a directory, or a descriptor of a file on that disk.
@@ -45,18 +45,17 @@ def storage_full(why: str) -> ServerStorageFull:
     """Return the error for a full disk."""
     return ServerStorageFull(
         f"the server has no disk space for this request: {why}",
-        hint="the server stored no part of the request; ask its operator to free disk space, then send the "
-        "request again",
+        hint="ask the server's operator to free disk space, then send the request again",
     )
 
 
 def full_reason(directory: Path, error: OSError) -> str:
-    """Return why a write to a full disk failed: no space left, or no inodes left."""
+    """Return the cause of a failed write: no free space or no free inodes."""
     return NO_INODES if lacks_inodes(directory) else error.strerror or "the disk is full"
 
 
 def space_problem(directory: Path) -> str:
-    """Return a message if the server's disk lacks space or inodes, or "" otherwise."""
+    """Return a message if the server's disk lacks space or inodes, or "" for a healthy disk."""
     if lacks_inodes(directory):
         return f"the server's disk: {NO_INODES}"
     free = free_bytes(directory)
@@ -64,6 +63,6 @@ def space_problem(directory: Path) -> str:
         return ""
     needed = format_bytes(KEPT_FREE_BYTES)
     return (
-        f"the server's disk has {format_bytes(free)} free; below {needed}, the server refuses payloads, "
+        f"the server's disk has {format_bytes(free)} free. Below {needed}, the server refuses payloads, "
         "results and logs"
     )

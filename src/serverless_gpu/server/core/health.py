@@ -1,4 +1,4 @@
-"""Checks the health of each part of the server, and bounds the wait for each answer.
+"""Checks the health of each server component within a time limit.
 
     GET /health ─▶ database            one read, and one write after 10 s without any  probe, 2 s
                    store, environments a small object put, read back, deleted    probe, 5 s, kept for 10 s
@@ -13,12 +13,12 @@
 
                            └─ after `bound_s` ─▶ "has not answered for 7 s", returned at once until the answer comes
 
-A failed disk or a bucket behind a broken network does not answer at all. If requests checked the disk or the bucket
-directly, a few requests to `/health` would block every thread of the server. Therefore each part has one probe thread,
-a daemon thread that ends with the process. A probe does not cache a failure. The next caller starts a new check.
+A failed disk or an unreachable bucket may never answer. Without probes, a few `/health` requests could block every
+server thread. Each disk, store or database check therefore runs in a separate daemon thread. A probe caches only
+successful checks, so a failed check runs again for the next caller.
 
-`/health` is public, so an answer names no host, path, user or run. An answer contains fixed names, fixed texts and
-milliseconds. The server logs the details once for each change of the result.
+`/health` is a public route, so its answers name no host, path, user or run. A `/health` answer contains only component
+names, fixed texts and durations. The server logs the details when a component's health changes.
 """
 
 from __future__ import annotations
@@ -40,19 +40,15 @@ T = TypeVar("T")
 BOUND_S = 2.0
 STORE_BOUND_S = 5.0
 STORE_FRESH_S = 10.0
-"""Seconds for which a good answer of the store stays valid, because each check costs three requests."""
+"""Cache lifetime of a successful store check in seconds."""
 RETRY_AFTER_S = 5
 _log = logging.getLogger(__name__)
 Check = Callable[[], str]
-"""Returns the problem in fixed terms without names of users or hosts, or ""."""
+"""Returns a problem description without user or host names, or "" without a problem."""
 
 
 class Unwell(Exception):
-    """Signals that a health check found a problem.
-
-    The message is phrased to follow the name of the checked part. The message names no user and no host, because
-    `/health` is public. The log contains the cause.
-    """
+    """Signals a failed health check. The message is public and must not name users or hosts."""
 
 
 class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
@@ -70,7 +66,7 @@ class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class Probe(Generic[T]):
-    """Checks one part of the server in a separate thread. The methods are thread-safe.
+    """Checks one server component in a separate thread. All methods are thread-safe.
 
     Args:
         name: name of the thread, also used in the log.
@@ -99,10 +95,10 @@ class Probe(Generic[T]):
         self._asking: Future[ProbeAnswer[T]] | None = None
         self._last: ProbeAnswer[T] | None = None
         self._last_ns = 0
-        self._is_failing = False  # True once the log contains the current failure.
+        self._is_failing = False  # True after the probe has logged the current failure.
 
     async def answer(self) -> ProbeAnswer[T]:
-        """Return a fresh answer, or a problem if the check takes longer than `bound_s`."""
+        """Return a recent check result, or report a problem if the check exceeds `bound_s`."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
             if self._last is not None and now_ns - self._last_ns < self._fresh_ns:
@@ -110,7 +106,7 @@ class Probe(Generic[T]):
             asking = self._asking
             if asking is None:
                 asking = Future()
-                # A caller that cancels its wait must not cancel the shared check.
+                # Prevent a cancelled caller from cancelling the shared check.
                 asking.set_running_or_notify_cancel()
                 self._asking, self._asked_ns = asking, now_ns
                 arguments = (asking, now_ns)
@@ -119,7 +115,7 @@ class Probe(Generic[T]):
         if left_ns > 0 and not asking.done():
             waited = asyncio.wrap_future(asking)
             await asyncio.wait({waited}, timeout=left_ns / 1e9)
-            waited.cancel()  # The timeout ends only the caller's wait. The probe thread continues the check.
+            waited.cancel()  # The probe thread continues the check after the caller's timeout.
         if asking.done():
             return asking.result()
         waited_ns = self._clock.boottime_ns() - self._asked_ns
@@ -130,9 +126,9 @@ class Probe(Generic[T]):
         problem = ""
         try:
             value = self._ask()
-        except Exception as error:  # noqa: BLE001 — any exception is a health problem; the log has it
+        except Exception as error:  # noqa: BLE001 — every exception is a health problem
             if not self._is_failing:
-                _log.warning("the check of the %s failed", self._name, exc_info=True)
+                _log.warning("the health check of the %s failed", self._name, exc_info=True)
             problem = str(error) if isinstance(error, Unwell) else "cannot be checked"
         now_ns = self._clock.boottime_ns()
         answer = ProbeAnswer(value=value, problem=problem, took_ms=(now_ns - asked_ns) / 1e6)
@@ -144,7 +140,7 @@ class Probe(Generic[T]):
 
 
 class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Health of one part of the server."""
+    """Health of one server component."""
 
     name: str
     problem: str
@@ -152,7 +148,7 @@ class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerHealth:
-    """Collects the health of all parts of the server. Parts may be added at any time."""
+    """Collects the health of all server components. Callers may add components at any time."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -162,13 +158,13 @@ class ServerHealth:
         self._last: dict[str, str] = {}
 
     def watch(self, name: str, check: Check) -> None:
-        """Add a part whose `check` only reads memory. Checks with the same name are combined."""
+        """Add a component whose `check` only reads memory. A component may have several checks."""
         with self._lock:
             before = self._memory.get(name)
             self._memory[name] = check if before is None else lambda: before() or check()
 
     def probe(self, name: str, check: Check, *, fresh_s: float = 0.0, bound_s: float = BOUND_S) -> None:
-        """Add a part that needs a probe thread, because its check may block."""
+        """Add a component with a probe thread, because its check may block."""
         made = Probe(
             name, check, clock=self._clock, fresh_s=fresh_s, bound_s=bound_s, is_good=lambda problem: not problem
         )
@@ -176,7 +172,7 @@ class ServerHealth:
             self._probes[name] = made
 
     async def look(self) -> list[PartHealth]:
-        """Check every part now, and return the results. A call takes at most as long as the longest bound."""
+        """Check every component, and return the results within the longest probe timeout."""
         with self._lock:
             memory, probes = dict(self._memory), dict(self._probes)
         answers = await asyncio.gather(*(probe.answer() for probe in probes.values()))
@@ -189,7 +185,7 @@ class ServerHealth:
         return found
 
     def last(self) -> dict[str, bool]:
-        """Return the last known health of each part: True for a part without a problem."""
+        """Return the last known health of each component, with True for a healthy component."""
         with self._lock:
             return {name: not problem for name, problem in self._last.items()}
 

@@ -1,13 +1,13 @@
-"""Wakes readers when the data under a key has changed. Each key has an increasing version.
+"""Wakes readers when the data of a key has changed. Each key has an increasing version number.
 
     writer (any thread):  the transaction is committed, then  hub.touch(run_key(run_id))
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)
 
-A reader notes the version *before* it reads. If the key changes between the read and the wait, the wait then ends
-immediately. A touch of a key carries no data. Every reader has a timeout, so a lost touch only delays a reader.
+A reader notes the key's version *before* reading the data. If the key changes between the read and the wait, the wait
+ends immediately. A touch transfers no data. Every reader has a timeout, so a lost touch only delays a reader.
 
-Once the hub is closed, every wait ends immediately. A stream checks `closed` before each wait, because the server may
-be stopping. The hub drops keys without recent touches. A reader that waits for a dropped key wakes up once without a
+After the server closes the hub, every wait ends immediately. A stream checks `closed` before each wait, because the
+server may be stopping. The hub drops the least recently touched keys. A reader of a dropped key wakes up once without a
 change.
 """
 
@@ -19,48 +19,48 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 SCHEDULER = "scheduler"
-"""Key to touch when a run may be ready for placement. The touch makes the scheduler tick immediately."""
+"""Hub key that wakes the scheduler when a run may be ready for placement."""
 RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
 AUDIT = "audit"
 LEDGER = "ledger"
-"""Key to touch when an attempt ended or was settled. The touch makes the ledger loop charge its usage."""
+"""Hub key that wakes the ledger loop for ended or settled attempts."""
 CHARGED = "charged"
-"""Key that the server touches after it has written ledger entries."""
+"""Hub key that signals new ledger entries."""
 SELF_CHECK = "self-check"
 USAGE = "usage"
 BUDGETS = "budgets"
 ALARMS = "alarms"
 NOTICES = "notices"
-"""Key to touch when a notice for the webhook is waiting."""
+"""Hub key that signals a waiting webhook notice."""
 KEYS_MAX = 20_000
 
 
 def run_key(run_id: str) -> str:
-    """Return the key of a run, which covers the run's row, events, logs and files."""
+    """Return the hub key for a run's row, events, logs and files."""
     return f"run:{run_id}"
 
 
 def node_key(node_id: str) -> str:
-    """Return the key that signals new orders for a node."""
+    """Return the hub key that signals new orders for a node."""
     return f"node:{node_id}"
 
 
 class Hub:
-    """Wakes readers that wait for a new version of a key. All methods but `changed` are thread-safe."""
+    """Wakes readers that wait for a new version of a key. All methods except `changed` are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
         self._closed = False
-        self._forgotten = 0  # Highest version of any dropped key.
+        self._forgotten = 0  # Highest version among dropped keys.
         self._versions: OrderedDict[str, int] = OrderedDict()
         self._waiting: dict[str, list[_Waiting]] = {}
         self._listeners: dict[str, list[Callable[[], None]]] = {}
 
     def touch(self, key: str) -> None:
-        """Increment the version of a key. Callers call this after the commit, never inside a transaction."""
+        """Increment the version of a key. Call `touch` after the commit, never inside a transaction."""
         with self._lock:
             self._count += 1
             self._versions[key] = self._count
@@ -76,7 +76,7 @@ class Hub:
 
     @property
     def closed(self) -> bool:
-        """Return True while the server stops, so that readers end their waits."""
+        """Return True once the hub is closed, so that streams end."""
         return self._closed
 
     def close(self) -> None:
@@ -89,22 +89,22 @@ class Hub:
             one.wake()
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the current and maximum size of each table in memory, by description."""
+        """Return the current and maximum size of each in-memory table, by description."""
         with self._lock:
             return {"keys of the hub": (len(self._versions), KEYS_MAX)}
 
     def version(self, key: str) -> int:
-        """Return the current version of a key. Callers note this version before they read the data of the key."""
+        """Return the current version of a key. Call `version` before reading the key's data."""
         with self._lock:
             return self._versions.get(key, self._forgotten)
 
     def listen(self, key: str, listener: Callable[[], None]) -> None:
-        """Call `listener` at every touch of a key, in the touching thread. The listener must not block."""
+        """Register a listener for a key. `touch` calls the listener, which must not block."""
         with self._lock:
             self._listeners.setdefault(key, []).append(listener)
 
     async def changed(self, key: str, seen: int, timeout_s: float) -> int:
-        """Wait until the version of a key differs from the version that the reader has seen.
+        """Wait until a key's version differs from the reader's last known version.
 
         Args:
             key: the key to wait for.
@@ -139,7 +139,7 @@ class Hub:
 
 
 class _Waiting:
-    """A waiting reader in its event loop."""
+    """A waiting reader and its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class _Waiting:
         try:
             self._loop.call_soon_threadsafe(self._done)
         except RuntimeError:
-            return  # The event loop has ended, so the loop has no readers.
+            return  # The reader's event loop has ended.
 
     def _done(self) -> None:
         if not self.future.done():

@@ -1,15 +1,15 @@
-"""Runs periodic work in loops, and provides a wall clock that does not follow jumps immediately.
+"""Runs periodic jobs in background loops, and provides a wall clock that tolerates jumps.
 
-A loop calls `tick(now) → next wake-up` in a thread. `Loop.ring` wakes the loop sooner. Tests call the ticks directly.
+A loop calls `tick(now) → next wake-up` in a thread. `Loop.ring` wakes the loop early. Tests call the tick functions
+directly.
 
     ring (any thread) ─┐
     the wake-up time ──┴─▶ tick in the loop's thread ─▶ next wake-up
 
 
-A loop is busy at most half of the time. After a long tick, the loop sleeps for as long as the tick took, even if
-another thread rings. A loop logs a failed tick and retries with backoff. A database outage of half a minute therefore
-does not end the scheduler. A tick stores its state in the database. After a server stop, the next server therefore
-finishes the remaining work.
+A loop is busy at most half of the time. After a tick, the loop sleeps for at least the tick's duration. A loop logs a
+failed tick and retries with backoff. The scheduler therefore survives database outages. Ticks store their state in the
+database. A restarted server therefore continues where the stopped server ended.
 
 `JumpTolerantClock` reads the machine's clock:
 
@@ -17,16 +17,16 @@ finishes the remaining work.
     slews, small steps        accepted: within two minutes of the expected time
     a jump, forward or back   ignored for an hour; then accepted, unless the clock has jumped back
 
-A wrong clock that is corrected within the hour has no effect. Tokens keep their lifetimes, retention deletes nothing
-early, and the server abandons no pending receipt. Durations and deadlines use boottime, so wall clock jumps do not
-affect durations and deadlines. The server logs each jump, and the acceptance of a jump.
+A clock error shorter than one hour affects neither token lifetimes nor retention. Durations and deadlines use boottime
+and are therefore independent of wall clock jumps. The server logs each clock jump, and later the acceptance of the
+jump.
 
 Failure cases:
 
-* The server starts while the clock is wrong: the server accepts the clock, because the server has no better source. If
-  the clock is behind, the server accepts expired tokens.
+* The machine's clock is wrong when the server starts. The server accepts the wrong time, because the server has no
+  other time source. If the clock is slow, the server accepts expired tokens.
 
-* The clock jumps repeatedly: the hour of waiting starts again with each jump.
+* The machine's clock jumps repeatedly. Each jump restarts the waiting period of one hour.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 
 LONGEST_S = 30.0
 LATE_S = 90.0
-"""Seconds without a successful tick after which a loop counts as failed: three longest pauses."""
+"""Seconds without a successful tick after which `Loop.problem` reports the loop."""
 SHORT_S = 0.005
 SETTLING_S = 600.0
 STEP_S = 120.0
@@ -51,7 +51,7 @@ _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
 Tick = Callable[[int], int | None]
-"""Does the work that is due at a boottime (ns). Returns the next due time, or None to wait for a ring."""
+"""Runs a periodic job at a given boottime (ns), and returns the next due time."""
 
 
 class Loop:
@@ -74,7 +74,7 @@ class Loop:
         return self._name
 
     def problem(self) -> str:
-        """Return the loop's problem, or "": its last successful tick is too old, or its thread has ended."""
+        """Return a message if the loop's thread has ended or its last successful tick is too old, or ""."""
         if not self._stopped.is_set() and self._thread.ident is not None and not self._thread.is_alive():
             return f"the {self._name} has ended"
         silent_s = (self._clock.boottime_ns() - self._good_ns) / 1e9
@@ -83,16 +83,16 @@ class Loop:
         return f"the {self._name} has completed no tick for {silent_s:.0f} s"
 
     def start(self) -> None:
-        """Start the loop's thread. The first tick runs immediately."""
+        """Start the loop's thread, which runs the first tick immediately."""
         self._good_ns = self._clock.boottime_ns()
         self._thread.start()
 
     def ring(self) -> None:
-        """Wake the loop now, or directly after its current tick."""
+        """Wake the loop, or make the loop run again after its current tick."""
         self._rung.set()
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Stop after the current tick, and return True if the thread ended within the timeout."""
+        """Stop the loop after its current tick, and return True if its thread ended in time."""
         self._stopped.set()
         self._rung.set()
         self._thread.join(timeout_s)
@@ -107,7 +107,7 @@ class Loop:
             self._measures.ticks.labels(self._name).observe(took_s)
             if took_s > SHORT_S:
                 self._stopped.wait(min(took_s, LONGEST_S))
-            # Another thread may have called `stop` before this thread cleared the event.
+            # Another thread may have called `stop` before this thread cleared `_rung`.
             if not self._stopped.is_set():
                 self._rung.wait(pause_s)
 
@@ -118,8 +118,8 @@ class Loop:
                 due_ns = self._tick(now_ns)
         except ServerProblem as error:
             _log.warning("%s: %s", self._name, error.message)
-        except Exception:  # noqa: BLE001 — a failed tick must not end the loop, because runs depend on it
-            _log.exception("a tick of the %s failed; the loop will retry it", self._name)
+        except Exception:  # noqa: BLE001 — a failed tick must not end the loop
+            _log.exception("a tick of the %s failed and will be retried", self._name)
         else:
             self._failures = 0
             self._good_ns = self._clock.boottime_ns()
@@ -148,11 +148,11 @@ class JumpTolerantClock:
         return self._clock.boottime_ns()
 
     def boot_id(self) -> str:
-        """Return the identifier of this boot."""
+        """Return the kernel's boot identifier."""
         return self._clock.boot_id()
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970, without clock jumps that are not yet accepted."""
+        """Return the wall time in nanoseconds since 1970, without recent clock jumps."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
             base_ns = self._clock.wall_ns() - now_ns
@@ -164,17 +164,15 @@ class JumpTolerantClock:
             return now_ns + self._base_ns
 
     def _consider(self, base_ns: int, now_ns: int) -> None:
-        """Accept a clock jump once the new time has lasted long enough."""
+        """Accept a clock jump after one hour without another jump."""
         if self._jumped_ns is None or abs(base_ns - self._seen_ns) > STEP_S * 1e9:
             self._jumped_ns, self._seen_ns = now_ns, base_ns
             jump_s, minutes = (base_ns - self._base_ns) / 1e9, round(BELIEVED_S / 60)
             _log.warning(
-                "the clock of this machine jumped by %+.0f s; the server accepts the new time in %d minutes",
+                "the machine's clock jumped by %+.0f s; the server accepts the new time in %d minutes",
                 jump_s,
                 minutes,
             )
         elif now_ns - self._jumped_ns >= BELIEVED_S * 1e9:
             self._base_ns, self._jumped_ns = base_ns, None
-            _log.warning(
-                "the server now follows the clock of this machine again; the time is %s", format_utc(now_ns + base_ns)
-            )
+            _log.warning("the server follows the machine's clock again: %s", format_utc(now_ns + base_ns))

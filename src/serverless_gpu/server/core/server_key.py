@@ -1,4 +1,4 @@
-"""Reads the server's key, 32 random bytes in a private file, and derives other keys from it.
+"""Reads the server's 32-byte key from a private file, and derives other keys from the server's key.
 
     key ─┬─ "sealing"  ─▶ `Sealer`: encrypts callers' variables and secrets in the database
          ├─ "attempts" ─▶ tokens of attempts, one for each supervisor
@@ -6,18 +6,18 @@
 
     sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
 
-The encryption also authenticates the identifier of the owner, such as a run. Sealed data that was copied to the row of
-another run therefore cannot be opened. The key's identifier distinguishes a wrong key from damaged data.
+The encryption also authenticates the owner's identifier, such as a run identifier. Sealed data copied into another
+run's row therefore cannot be decrypted. The key identifier distinguishes a wrong key from damaged data.
 
-The server computes an attempt's token instead of storing the token. The server can therefore deliver an order again
-after a restart, and renew a lease without a write. An attempt's token contains its expiry time.
+The server computes attempt tokens and does not store attempt tokens. The server can therefore resend orders after a
+restart and renew leases without database writes. Each attempt token contains its expiry time.
 
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
     sgpa_<run>_<fence>_<43 characters>             for nodes without renewal; the database has its hash. No expiry
     sgpa_<run>_<fence>-<crew>_…                    for later supervisors of a gang on several nodes
 
-A reader of the database without this file can neither read callers' variables nor act as an attempt. Without the file,
-sealed data is lost, so `sgpu server backup` contains both. A backup is therefore as confidential as the server.
+A database copy alone reveals neither callers' variables nor attempt tokens. Without the key file, sealed data is lost.
+`sgpu server backup` therefore saves the key file with the database. Keep a backup as confidential as the server.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
 
 
 class Keys:
-    """Keys derived from the server's key."""
+    """Derived keys for sealing, attempt tokens and request fingerprints."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
-            raise ServerProblem(f"the server's key has {len(key)} bytes instead of {KEY_BYTES}")
+            raise ServerProblem(f"the server's key file has {len(key)} bytes instead of {KEY_BYTES}")
         self.sealing = _derived(key, "sealing")
         self._attempts = _derived(key, "attempts")
         self._requests = _derived(key, "requests")
 
     def attempt_token(self, run_id: str, fence: int, crew: int = 0, *, until_s: int | None = None) -> str:
-        """Return the token of one supervisor of an attempt. Equal arguments give the same token.
+        """Return the attempt token of one supervisor. Equal arguments produce the same token.
 
         Args:
             run_id: the run.
@@ -76,23 +76,22 @@ class Keys:
         return PREFIX + "_".join([*whose, encode(said)])
 
     def has_signed(self, token: str) -> bool:
-        """Return True if this server signed an attempt token that contains an expiry time."""
+        """Return True if this server signed the token and the token has an expiry time."""
         whose, until_s = parse_attempt_token(token), token_until_s(token)
         if whose is None or until_s is None:
             return False
         return hmac.compare_digest(token, self.attempt_token(*whose, until_s=until_s))
 
     def fingerprint(self, request: bytes) -> str:
-        """Return 64 characters that identify a request without revealing its content.
+        """Return a keyed 64-character hash of a request.
 
-        A plain hash would let a reader of the database test guessed passwords, because the request contains the
-        caller's variables.
+        The request contains the caller's variables. With a plain hash, a database reader could test password guesses.
         """
         return hmac.digest(self._requests, request, "sha256").hex()
 
 
 def read_keys(directory: Path) -> Keys:
-    """Return the keys of a server. The first start creates the server's key."""
+    """Return a server's derived keys. On the first start, create the server's key."""
     path = directory / "key"
     with contextlib.suppress(FileNotFoundError):
         return Keys(path.read_bytes())
@@ -101,19 +100,19 @@ def read_keys(directory: Path) -> Keys:
 
 
 def parse_attempt_token(token: str) -> tuple[str, int, int] | None:
-    """Return run, fence and supervisor number of an attempt token, or None if it is not an attempt token."""
+    """Return an attempt token's run, fence and supervisor number, or None for any other token."""
     match = _ATTEMPT.fullmatch(token)
     return None if match is None else (match["run"], int(match["fence"]), int(match["crew"] or 0))
 
 
 def token_until_s(token: str) -> int | None:
-    """Return the expiry in an attempt token, seconds since 1970, or None for a token without an expiry."""
+    """Return an attempt token's expiry in seconds since 1970, or None if the token never expires."""
     match = _ATTEMPT.fullmatch(token)
     return None if match is None or match["until"] is None else int(match["until"])
 
 
 def sha256(token: str) -> str:
-    """Return the hash of a token for the database. A fast hash is enough, because tokens are random."""
+    """Return a token's hash for the database. Tokens are random, so a fast hash is enough."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -123,7 +122,7 @@ def encode(data: bytes) -> str:
 
 
 def remove_unnamed(directory: Path) -> None:
-    """Remove files that an interrupted `write_private` left behind."""
+    """Remove temporary files of an interrupted `write_private`."""
     for path in directory.glob(".*"):
         if _UNNAMED.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -134,14 +133,14 @@ def _derived(key: bytes, purpose: str) -> bytes:
 
 
 class Sealer:
-    """Seals and opens data with one key."""
+    """Encrypts and decrypts data with one key."""
 
     def __init__(self, key: bytes) -> None:
         self._identifier = hashlib.sha256(b"identifier" + key).digest()[:_KEY_BYTES]
         self._cipher = AESGCM(key)
 
     def seal(self, data: bytes, *, about: str) -> bytes:
-        """Encrypt data. Decryption needs this key and the same `about` value.
+        """Encrypt data for one owner. Decryption requires the same key and the same `about` value.
 
         Args:
             data: bytes of any length.

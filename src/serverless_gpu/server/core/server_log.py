@@ -1,4 +1,4 @@
-"""Writes the server's own log, `server.log`: JSON lines, UTC times, bounded size, no secrets.
+"""Writes the server log `server.log` as JSON lines without secrets.
 
     {"ts":"2026-11-22T10:04:11.052Z","level":"WARNING","logger":"scheduler","msg":"…","run":"01k…","attempt":2}
 
@@ -8,22 +8,21 @@
                                                                                      and three rotated files
 
 A log line contains only the fields of `FIELDS`. Request bodies, tokens and callers' variables therefore cannot enter
-the log by mistake. The server's own code writes the messages. A traceback contains source lines and the text of the
-exception. The formatter removes secrets from messages and tracebacks: the server's tokens, passwords in addresses, and
-secrets from the server's options. Threads that anyio starts inherit the context of their caller. Each loop binds its
-fields to its log lines.
+the server log by mistake. The log formatter removes tokens, passwords in addresses, and configured secrets from
+messages and tracebacks. Threads that anyio starts inherit their caller's logging context. Each server loop adds its
+name to its log lines.
 
-One thread writes the file. Callers never wait for the locks of this thread. Neither the event loop nor the end of the
-process waits for the disk.
+A separate writer thread writes the log file, so the event loop never waits for the disk.
 
 Failure cases:
 
-* The disk does not respond: records wait in the queue. The log drops records beyond the queue's capacity. A later log
-  line reports the number of dropped records. Before its end, the process waits at most `CLOSING_S` for the queue.
+* The disk does not respond. Log records then wait in a bounded queue. If the queue is full, the server drops log
+  records. A later log line reports the number of dropped records. A stopping server waits at most `CLOSING_S` seconds
+  for the queue.
 
-* The disk is full: lines are lost, and the server continues.
+* The disk is full. The server loses log lines but continues.
 
-* The process is killed: the last lines may be missing.
+* A signal kills the server. The last log lines may be missing.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ from pathlib import Path
 import msgspec
 
 FIELDS = (
-    "loop",  # loop whose tick wrote the log line
+    "loop",  # Name of the loop that wrote the line.
     "run",
-    "attempt",  # number of the attempt (its fence)
+    "attempt",  # Number of the attempt (its fence).
     "node",
-    "request_id",  # request identifier, also in the response header SGPU-Request
-    "principal",  # owner of the request's token
+    "request_id",  # Request identifier from the SGPU-Request header.
+    "principal",  # Owner of the request's token.
     "method",
-    "route",  # declared route such as "/runs/{run}", never the actual path
+    "route",  # Declared route such as "/runs/{run}", never the actual path.
     "status",
-    "ms",  # milliseconds to the first response byte
-    "total_ms",  # milliseconds to the last byte
-    "peer",  # network address of the peer
-    "more",  # number of similar lines that the log has dropped
+    "ms",  # Milliseconds until the first response byte.
+    "total_ms",  # Milliseconds until the last response byte.
+    "peer",  # Network address of the peer.
+    "more",  # Number of dropped log lines before this line.
 )
 VALUE_CHARACTERS_MAX = 200
 _fields: ContextVar[dict[str, object] | None] = ContextVar("sgpu_log_fields", default=None)
@@ -69,22 +68,22 @@ ACCESS = "serverless_gpu.server.http.access_log"
 """Logger of the access log."""
 QUEUE_MAX = 10_000
 CLOSING_S = 5.0
-"""Seconds that the ending process waits for unwritten lines."""
+"""Maximum seconds that a stopping server waits for unwritten log lines."""
 MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
-"""Minimum length of a secret that the formatter removes. Shorter secrets match many ordinary words."""
+"""Minimum length of a secret that the formatter removes. Shorter secrets could match ordinary words."""
 _TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
 _PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 _BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
 _ROW = re.compile(r"Failing row contains \(.*")
-"""PostgreSQL quotes the refused row in its error message, and the row may contain secrets."""
+"""PostgreSQL quotes the refused row, which may contain secrets, in its error message."""
 _OURS = "serverless_gpu."
 
 
 @contextlib.contextmanager
 def bound(**fields: object) -> Iterator[None]:
-    """Add fields to all log lines until the block ends."""
+    """Add fields to all log lines within the `with` block."""
     token = _fields.set({**current(), **_checked(fields)})
     try:
         yield
@@ -93,21 +92,21 @@ def bound(**fields: object) -> Iterator[None]:
 
 
 def note(**fields: object) -> None:
-    """Add fields to the innermost `bound` block. Without a `bound` block, the function does nothing."""
+    """Add fields to the innermost `bound` block. Outside of a `bound` block, do nothing."""
     held = _fields.get()
     if held is not None:
         held.update(_checked(fields))
 
 
 def current() -> Mapping[str, object]:
-    """Return the fields that the current context adds to log lines."""
+    """Return the log fields of the current context."""
     return _fields.get() or {}
 
 
 def _checked(fields: Mapping[str, object]) -> dict[str, object]:
     unknown = set(fields) - set(FIELDS)
     if unknown:
-        raise ValueError(f"log lines have no field {sorted(unknown)[0]!r}")
+        raise ValueError(f"the server log does not define the field {sorted(unknown)[0]!r}")
     return {
         name: value if isinstance(value, int | float) else str(value)[:VALUE_CHARACTERS_MAX]
         for name, value in fields.items()
@@ -116,7 +115,7 @@ def _checked(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats a log record as JSON, and removes secrets from the message and the traceback."""
+    """Formats log records as JSON, and removes secrets from messages and tracebacks."""
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class RedactingFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """Return the time of a record, UTC with milliseconds."""
+        """Return a log record's time in UTC, with milliseconds."""
         text = super().formatTime(record, "%Y-%m-%dT%H:%M:%S")
         return f"{text}.{int(record.msecs):03d}Z"
 
@@ -148,12 +147,12 @@ class RedactingFormatter(logging.Formatter):
             text = text.replace(secret, "…")
         text = _ROW.sub("Failing row contains …", _TOKEN.sub(r"\1…", text))
         text = _BEARER.sub(r"\1 …", _PASSWORD.sub(r"\1:…@", text))
-        text = text.encode("utf-8", "replace").decode()  # A lone surrogate cannot be encoded.
+        text = text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode a lone surrogate.
         return text if len(text) <= characters_max else f"{text[:characters_max]}… ({len(text)} characters)"
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file with a separate writer thread, so that no caller waits for the disk."""
+    """A log file with a separate writer thread, so that callers never wait for the disk."""
 
     def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
         super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
@@ -165,13 +164,13 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._thread.start()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Put a record with its context into the writer's queue, and return False if the queue is full."""
-        record = copy.copy(record)  # Other handlers use the same record.
+        """Queue a log record with its context, and return False if the queue is full."""
+        record = copy.copy(record)  # Other log handlers share this record.
         try:
-            # The writer thread runs later, when mutable arguments may have changed.
+            # Format the message now, because its mutable arguments may change before the write.
             record.msg, record.args = record.getMessage(), None
         except (TypeError, ValueError):
-            record.args = None  # The arguments do not fit the format, so the log line contains only the format.
+            record.args = None  # If the arguments do not match the format, log the format alone.
         fields = dict(getattr(record, "sgpu", current()))
         record.sgpu = {**fields, "more": self._left_out} if self._left_out else fields
         try:
@@ -183,16 +182,16 @@ class LogFile(logging.handlers.RotatingFileHandler):
         return True
 
     def flush(self) -> None:
-        """Flush the file in the writer thread. In other threads, `flush` does nothing."""
+        """Flush the log file. Outside of the writer thread, do nothing."""
         if self.stream and threading.current_thread() is self._thread:
             self.stream.flush()
 
     def close(self) -> None:
-        """Write the queued lines and stop. If the disk hangs, the process ends without closing the file."""
+        """Write the queued log lines, and stop the writer thread. If the disk hangs, leave the file open."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._thread.ident is None:  # The thread never started, so the queue is empty.
+        if self._thread.ident is None:  # Without a writer thread, the queue is empty.
             super().close()
             return
         deadline_s = time.monotonic() + CLOSING_S
@@ -203,7 +202,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a log line that cannot be written. The server continues."""
+        """Ignore a failed write of a log line. The server continues."""
 
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
@@ -211,12 +210,12 @@ class LogFile(logging.handlers.RotatingFileHandler):
             if self._is_closed and self._queue.empty():
                 break
         if self.stream:
-            with contextlib.suppress(OSError):  # A full disk fails the last flush.
+            with contextlib.suppress(OSError):  # The last flush fails if the disk is full.
                 self.stream.close()
 
 
 def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:
-    """Send the server's log to a file that only its user can read, and return the handler for `detach`."""
+    """Start logging to a private file, and return the log handler for `detach`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     handler = LogFile(path, secrets)

@@ -1,18 +1,17 @@
-"""Defines the server's Prometheus metrics in one object. Any thread may count.
+"""Defines the server's Prometheus metrics, which all threads may update.
 
     measures.retries.inc()                                        code counts an event where the event happens
     with measures.ticks.labels("scheduler").time(): ...
     Prometheus scrapes the current state (runs, nodes, devices, disk) through `operations/server_status.py`
 
-A new metric needs an attribute here with its help text, and a row in docs/how-to/operating-a-server.md. If operators
-should watch the metric, add a panel or an alert in `deploy/`. Tests compare code, page and `deploy/`.
+To add a metric, add an attribute with a help text and a row in docs/how-to/operating-a-server.md. If operators should
+watch the metric, add a panel or an alert in `deploy/`. Tests compare the metrics with the page and with `deploy/`.
 
-A label has few values, and callers cannot add values. Valid labels are a loop, a declared route, a reason or a class of
-HTTP status. A run, a user, a node, or text from a request is never a label. Prometheus stores each label value
-permanently. Readers of metrics must not see which user works on which run.
+Each label has a small set of values, such as loops, declared routes or HTTP status classes. Labels never contain runs,
+users, nodes or request text. Prometheus stores each label value permanently. Metrics must not reveal which user works
+on which run.
 
-Counters restart at zero with each process, which Prometheus handles. Metrics are in memory, so updating a metric cannot
-fail a request.
+Counters restart at zero with each server process.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from serverless_gpu.version import __version__
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OTHER = "other"
-"""Label value that replaces all values outside of the permitted set."""
+"""Label value that replaces unknown values."""
 LABEL_VALUES_MAX = 24
-"""Maximum number of external values of a label, such as GPU types. `OTHER` replaces further values."""
+"""Maximum number of distinct external label values, such as GPU types. `OTHER` replaces further label values."""
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Without this call, prometheus_client adds an unused series with the creation time of each metric.
+# By default, prometheus_client adds an unused creation-time series for each metric.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation
 
 
 class MetricsSource(Collector, abc.ABC):
-    """Metrics of the current state, refreshed when Prometheus scrapes."""
+    """Metrics of the server's current state, refreshed at each Prometheus scrape."""
 
     @abc.abstractmethod
     async def refresh(self) -> None:
-        """Update the metrics. The method never raises, and returns within a bound."""
+        """Update the metrics within a time limit, without raising exceptions."""
 
 
 class ServerMetrics:
-    """Counters and histograms of one server, in a separate registry because tests run several servers."""
+    """Counters and histograms of one server, in a separate Prometheus registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)
@@ -65,7 +64,12 @@ class ServerMetrics:
             return Gauge(f"sgpu_{name}", sentence, labels, registry=registry)
 
         self.requests = histogram(
-            "request_seconds", "Seconds until the response to a request began.", _FAST_S, "method", "route", "status"
+            "request_seconds",
+            "Seconds from a request to the start of its response.",
+            _FAST_S,
+            "method",
+            "route",
+            "status",
         )
         self.streams = gauge("streams_open", "Open event streams.")
         self.transactions = histogram(
@@ -80,9 +84,9 @@ class ServerMetrics:
         self.commits = counter("commits", "Commits of SQLite's single writer.")
         self.commit_works = histogram("commit_works", "Transactions that shared one commit.", _WORKS)
         self.retries = counter("transaction_retries", "Transactions that the server retried after a conflict.")
-        self.ticks = histogram("tick_seconds", "Seconds of one tick of a loop.", _SLOW_S, "loop")
+        self.ticks = histogram("tick_seconds", "Duration of a loop's tick in seconds.", _SLOW_S, "loop")
         self.tick_failures = counter("tick_failures", "Failed ticks of a loop.", "loop")
-        self.tick_success = gauge("tick_success_time_seconds", "Time of the last successful tick of a loop.", "loop")
+        self.tick_success = gauge("tick_success_time_seconds", "Time of a loop's last successful tick.", "loop")
         self.submitted = counter("runs_submitted", "Accepted runs.")
         self.placed = counter("attempts_placed", "Attempts placed on a node.")
         self.preempted = counter(
@@ -90,25 +94,27 @@ class ServerMetrics:
         )
         self.reservations = gauge("reservations", "Runs with reserved devices.")
         self.budgets = gauge("budgets", "Defined budgets.")
-        self.budgets_used_up = gauge("budgets_used_up", "Budgets that are used up, so that no new run starts.")
+        self.budgets_used_up = gauge("budgets_used_up", "Used-up budgets that block new runs.")
         self.budget_stops = counter("budget_stops", "Runs that a hard budget asked to stop.")
-        self.budget_warnings = counter("budget_warnings", "Budget thresholds that were reached.", "percent")
+        self.budget_warnings = counter("budget_warnings", "Reached budget thresholds.", "percent")
         self.notices = counter("notices", "Posts to the webhook, by outcome.", "outcome")
         self.alarms = counter("spend_alarms", "Runs and teams that spent far more than usual.")
         self.decisions = histogram("decision_seconds", "Seconds of one scheduling decision, in memory.", _FAST_S)
         self.ended = counter("runs_ended", "Ended runs, by reason.", "reason")
-        self.given_up = counter("attempts_given_up", "Attempts given up because their node did not report.", "reason")
+        self.given_up = counter(
+            "attempts_given_up", "Attempts that the server abandoned because their node did not report.", "reason"
+        )
         self.log_bytes = counter("log_bytes", "Bytes of output that the server accepted.")
         self.log_bytes_dropped = counter(
             "log_bytes_dropped", "Bytes of output that the server dropped for lack of space."
         )
-        self.charges = counter("charges_posted", "Written entries of the ledger.")
-        self.charge_failures = counter("charge_failures", "Failed charges of attempts.")
+        self.charges = counter("charges_posted", "Ledger entries that the server has written.")
+        self.charge_failures = counter("charge_failures", "Attempts that the server failed to charge.")
         self.upload_bytes = counter("upload_bytes", "Bytes written to a store.", "store")
-        self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
+        self.store = histogram("store_seconds", "Duration of a store call in seconds.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Failed calls to a store.", "store", "operation")
         self.violations = counter("violations", "Invariant violations that the self-check found.", "invariant")
-        # Create the series now. Prometheus sees no increase in a series that starts with its first failure.
+        # Create the failure series at zero, so that Prometheus notices the first failure of each series.
         for kind in ("read", "write"):
             self.transaction_failures.labels(kind)
         for reason in (Reason.NODE_GONE, Reason.NODE_REBOOTED):
@@ -116,12 +122,12 @@ class ServerMetrics:
         gauge("build_info", "Version of the server.", "version").labels(__version__).set(1)
 
     def watch(self, source: MetricsSource) -> None:
-        """Add metrics of the current state."""
+        """Register a source of current-state metrics."""
         self._sources.append(source)
         self.registry.register(source)
 
     async def refresh(self) -> None:
-        """Refresh every source of metrics within its bound."""
+        """Refresh all metrics sources concurrently."""
         await asyncio.gather(*(source.refresh() for source in self._sources))
 
     def text(self) -> bytes:

@@ -15,12 +15,12 @@
     [queue]  # the settings whose names begin with "queue_"
     half_life = "7d"
 
-Files of the server are in `$SERVERLESS_GPU_HOME/server/`:
+The server stores its files in `$SERVERLESS_GPU_HOME/server/`:
 
     server.db  key  token  node.token  port  server.log  logs/<run>/<fence>/<rank>.<stream>  store/  blobs/
 
-`_Options` is the only table of settings: each field is a key of the file, an environment variable and an option. An
-error names the origin of the wrong value. An empty variable counts as unset.
+Each field of `_Options` defines a `server.toml` key, an environment variable and a command-line option. Error messages
+name the source of a wrong value. An empty environment variable counts as unset.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0
 DAY_S = 86_400.0
 RETENTION_MIN_S = 3_600.0
-"""Minimum retention in seconds, so that a waiting client still finds a run that has just ended."""
+"""Minimum retention in seconds, so that waiting clients still find a run after its end."""
 RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
-"""Prefix of the environment variables. The setting's name in capital letters follows the prefix."""
-# Environment variables with this prefix that are not settings. Ranks, callers, tests and benchmarks use them.
+"""Prefix of environment variables for settings, such as `SGPU_PORT` for the setting `port`."""
+# Environment variables of ranks, callers, tests and benchmarks, which are not settings.
 _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
@@ -71,12 +71,12 @@ _USUAL = QueuePolicy()
 _DEFAULT = "default"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Passwords and other secrets in a URL.
+# Matches passwords and other secrets in URLs.
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of Ray, which combines machines into one pool.
+    """Ray settings for a pool that combines several machines.
 
     Attributes:
         port: first port of the range that Ray uses on this machine.
@@ -92,7 +92,7 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _typed(seconds: float) -> str:
-    """Return a duration as users type it."""
+    """Return a duration in the command-line notation, such as "7d"."""
     if math.isinf(seconds):
         return _NEVER
     sizes = ((DAY_S, "d"), (3_600, "h"), (60, "m"))
@@ -101,7 +101,7 @@ def _typed(seconds: float) -> str:
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings as an operator wrote them, with defaults. The values "" and None select a default."""
+    """Settings before validation, with their defaults. The values "" and None select a default."""
 
     database: str = ""
     store: str = ""
@@ -145,7 +145,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a server after validation. Durations are seconds.
+    """Validated settings of a server. Durations are seconds.
 
     Attributes:
         home: the home directory, `$SERVERLESS_GPU_HOME`.
@@ -222,17 +222,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def directory(self) -> Path:
-        """Return the directory of the server's files."""
+        """Return the server's state directory."""
         return self.home / "server"
 
     @property
     def store_place(self) -> str:
-        """Return the configured store of environments, or the path of the server's own store."""
+        """Return the configured environment store, or the path of the server's local store."""
         return self.store or str(self.directory / "store")
 
 
 class EffectiveSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting with its effective value, for display.
+    """Effective value of a setting, for display.
 
     Attributes:
         name: name as in `server.toml`.
@@ -248,7 +248,7 @@ class EffectiveSetting(msgspec.Struct, frozen=True, kw_only=True):
 def read_settings(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Return the settings of a server.
+    """Read and validate a server's settings.
 
     Args:
         home: the home directory. The function reads `server.toml` in this directory if the file exists.
@@ -299,7 +299,7 @@ def read_settings(
 def effective_settings(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> list[EffectiveSetting]:
-    """Return every effective setting with its origin, after `read_settings` has succeeded."""
+    """Return every effective setting with its source. Call `read_settings` first for validation."""
     merged, origins = _merged(home, options or {}, environ or {})
     return [
         EffectiveSetting(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
@@ -308,7 +308,7 @@ def effective_settings(
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a message for each environment variable that has the prefix but names no setting."""
+    """Return a message for each `SGPU_` environment variable that names no setting."""
     known = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     as_options = {f"{VARIABLES}{option_of(name)[2:].replace('-', '_').upper()}": name for name in known.values()}
     found: list[str] = []
@@ -322,14 +322,14 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def option_of(name: str) -> str:
-    """Return the option of `sgpu up` for a setting."""
+    """Return the `sgpu up` option for a setting."""
     return "--allow-host" if name == "hosts" else f"--{name.replace('_', '-')}"
 
 
 def _merged(
     home: Path, options: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[_Options, Mapping[str, str]]:
-    """Return the merged settings, and the origin of each."""
+    """Return the merged settings and each setting's source."""
     path = home / _FILE
     variables = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     merged, origins = _Options(), {}
@@ -359,7 +359,7 @@ def _read(path: Path) -> dict[str, Any]:
     queue = said.pop(_QUEUE, {})
     if not isinstance(queue, dict):
         raise InvalidOption(
-            f"{path}: {_QUEUE} is a table", hint=f"write [{_QUEUE}], and below it lines like half_life = '7d'"
+            f"{path}: {_QUEUE} is a table", hint=f"write a section [{_QUEUE}] with lines like half_life = '7d'"
         )
     return {**said, **{f"{_QUEUE}_{name}": value for name, value in queue.items()}}
 
@@ -375,7 +375,7 @@ def _converted(name: str, value: object, origin: str, *, strict: bool) -> object
 
 
 def _spoken(name: str, text: str, variable: str) -> object:
-    """Return the value of a variable's text. The msgspec library converts numbers."""
+    """Convert an environment variable's text to a list or boolean if the setting has this type."""
     if name in _LISTS:
         return [item.strip() for item in text.split(",") if item.strip()]
     if name in _SWITCHES:
@@ -398,7 +398,7 @@ def _shown(value: object) -> object:
 
 
 class _Checked:
-    """Validates settings. An error names the origin of the wrong value."""
+    """Validates settings. Each error message names the source of the wrong value."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self._origins = origins
@@ -441,7 +441,9 @@ class _Checked:
                 ("node_address", node_address),
             ):
                 if value:
-                    raise self._impossible(name, f"{name} needs engine = 'ray'", hint="sgpu up --engine ray")
+                    raise self._impossible(
+                        name, f"{name} needs engine = 'ray'", hint="start the server with `sgpu up --engine ray`"
+                    )
             return None
         name = "ray_port"
         try:
@@ -453,11 +455,11 @@ class _Checked:
             raise self._impossible(name, f"{name}: {error.message}", hint=error.hint) from None
         if bool(address) != bool(token_file):
             there, lacks = ("ray_address", "ray_token_file") if address else ("ray_token_file", "ray_address")
-            hint = "an existing Ray cluster needs an address and a token"
+            hint = "set both the address and the token file of the existing Ray cluster"
             raise self._impossible(there, f"{there} comes without {lacks}", hint=hint)
         host, _, number = address.rpartition(":")
         if address and not (host and number.isdigit() and 0 < int(number) < 65_536):
-            hint = "use an address with a port: 10.0.0.5:6379"
+            hint = "use an address with a port, such as 10.0.0.5:6379"
             raise self._impossible("ray_address", f"ray_address is {address!r}", hint=hint)
         return RaySettings(port=port, node_address=node_address, address=address, token_file=token_file)
 
@@ -465,10 +467,10 @@ class _Checked:
         if bool(said.tls_cert) != bool(said.tls_key):
             there, lacks = ("tls_cert", "tls_key") if said.tls_cert else ("tls_key", "tls_cert")
             raise self._impossible(
-                there, f"{there} comes without {lacks}", hint="TLS needs both a certificate and a key file"
+                there, f"{there} comes without {lacks}", hint="set both the certificate file and the key file"
             )
         if said.tls_cert and said.behind_proxy:
-            hint = "either the proxy or this server handles TLS; remove one of the settings"
+            hint = "remove `behind_proxy` or `tls_cert`, because only one of proxy and server can handle TLS"
             raise self._impossible("behind_proxy", "behind_proxy comes with tls_cert", hint=hint)
         return _path(said.tls_cert)
 
@@ -477,11 +479,13 @@ class _Checked:
             try:
                 network = ipaddress.ip_network(text)
             except ValueError as error:
-                hint = "use addresses or networks: 10.0.0.9, 10.0.0.0/24"
+                hint = "use addresses or networks, such as 10.0.0.9 or 10.0.0.0/24"
                 raise self._impossible("behind_proxy", f"behind_proxy: {error}", hint=hint) from None
             if network.prefixlen == 0:
                 raise self._impossible(
-                    "behind_proxy", f"behind_proxy is {text}, which includes every address", hint="name it"
+                    "behind_proxy",
+                    f"behind_proxy is {text}, which includes every address",
+                    hint="name the proxy's address",
                 )
         return said.behind_proxy
 
@@ -503,8 +507,7 @@ class _Checked:
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}: {error}") from error
         if text and (not host or not (parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK))):
             hint = (
-                "use https://hooks.example.com/…; plain http is for loopback only, because other machines "
-                "could read the notices in transit"
+                "use an address like https://hooks.example.com/…, because other machines could read unencrypted notices"
             )
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}", hint=hint)
         return text

@@ -1,4 +1,5 @@
-"""Manages the database: connections, group commit, leader lock, disk reserve, tables, migrations.
+"""Manages the server database with connections, commits, leader lock, disk reserve and migrations.
 
-The `records` package contains the SQL statements for `tables.py`. Services call `Transactions` (`database.py`).
+`database.py` defines the interface `Transactions`, through which services read and write. The `records` package
+contains the SQL statements.
 """

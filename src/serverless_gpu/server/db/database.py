@@ -1,32 +1,28 @@
-"""Runs transactions on the database, with the same interface for SQLite and PostgreSQL.
+"""Runs database transactions with one interface for SQLite and PostgreSQL.
 
                     read                                     write
     SQLite          a connection per thread, a snapshot      one thread; waiting callers share a commit (`group_commit`)
     PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, retried
 
-A transaction function receives a connection and runs as one transaction. `write` makes either all changes of the
-function durable, or none. The function reads a snapshot of the database. If another transaction changes the same row at
-the same time, `write` runs the function again. A transaction function must therefore use only the database: no clock,
-no file, no network and no engine.
+A transaction function receives a connection and reads one snapshot of the database. `write` commits either all changes
+of the transaction function or none. If a concurrent transaction changes the same row, `write` runs the transaction
+function again. A transaction function must therefore use neither the clock nor files, the network or engines.
 
 Failure cases:
 
-* The database is unreachable or too busy: callers receive `ServerUnavailable`. Usually the database has written
-  nothing. If the connection broke during the commit, all changes may be durable. Callers can safely repeat their
-  request.
+* The database is unreachable or too busy. Callers receive `ServerUnavailable` and can safely repeat their request. If
+  the connection broke during the commit, the changes may already be durable.
 
-* The disk is full: the server releases the disk reserve and runs the function again (`disk_reserve`). Without a
-  reserve, callers receive `ServerStorageFull`, and reads continue.
+* The disk is full. The server releases the disk reserve and runs the transaction function again (`disk_reserve`). If
+  the reserve is already used up, callers receive `ServerStorageFull`. Reads continue to work.
 
-* A value does not fit into its column: callers receive `InvalidValue`. The database checks values after the server has
-  validated the request body.
+* A value does not fit into its database column. Callers receive `InvalidValue`.
 
-* The database file is damaged or not a database: callers receive `ServerProblem`, and the operator restores a backup.
+* The database file is damaged or not a database. Callers receive `ServerProblem` until the operator restores a backup.
 
-* A transaction function starts another transaction: `Database` refuses the inner transaction, because it would wait for
-  the outer one.
+* A transaction function starts another transaction. `Database` refuses the inner transaction to prevent a deadlock.
 
-* Another server uses the database, or the leader lock's session broke: the server writes nothing (`leader_lock`).
+* Another server uses the database, or the leader lock's session broke. The server then writes nothing (`leader_lock`).
 """
 
 from __future__ import annotations
@@ -64,53 +60,53 @@ _log = logging.getLogger(__name__)
 READERS_MAX = 40
 POSTGRES_POOL = 16
 WAIT_S = 10
-"""Seconds that a caller waits for a pooled connection, or for SQLite's lock held by another process."""
+"""Maximum wait in seconds for a pooled connection or for SQLite's file lock."""
 CONNECT_S = 5
 TRIES = 6
 AT_ONCE = 500
-"""Maximum number of values in one ``IN (…)`` list. Databases limit a statement's parameters."""
+"""Maximum number of values in one ``IN (…)`` list, because databases limit statement parameters."""
 TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
-"""Nanoseconds without a write after which a health check writes."""
+"""Nanoseconds without a successful write after which the health check also writes."""
 DAMAGED = "the database file is damaged or not a database"
 DAMAGED_HINT = "stop the server, rename its directory server/, and restore a backup with `sgpu server restore`"
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
-_CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # PostgreSQL error codes for serialisation failure and deadlock
+_CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # PostgreSQL error codes for serialisation failure and deadlock.
 _UNIQUE = "23505"
 _FULL = "53100"
-# SQLite reports SHMSIZE when the log's index does not fit on the disk.
+# SQLite reports SHMSIZE if the disk has no space for the write-ahead log's index.
 _SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _FAILING = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
-_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL error codes: read-only transaction, disk error
+_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL error codes for read-only transactions and disk errors.
 UNWRITABLE = "the database cannot be written: its disk is read-only or failing"
 
 
-_KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
-# A failed machine does not close its connections. The server therefore treats a connection as broken after half a
-# minute of silence.
+_KINDS = "write a URL such as sqlite:///path/to/server.db or postgresql://user:password@host/name"
+# A crashed database machine does not close its connections. Keepalives detect such a dead connection within half a
+# minute.
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
 class Transactions(Protocol):
-    """Interface for reads and writes of the database. `Database` implements it."""
+    """Interface for database reads and writes. `Database` implements this interface."""
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` on one snapshot of the database, and return its result. Blocks."""
+        """Run `work` on one database snapshot, and return its result."""
         ...
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `work` once its changes are durable. `work` may run twice. Blocks."""
+        """Run `work` in a transaction, possibly twice, and return its result after the commit."""
         ...
 
 
 def in_chunks(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
-    """Yield values in order, in chunks that fit into ``IN (…)``."""
+    """Split values into chunks that fit into an ``IN (…)`` list."""
     return (values[start : start + size] for start in range(0, len(values), size))
 
 
 class Database:
-    """The database of one server.
+    """A server's database connections and transactions.
 
     Args:
         url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
@@ -127,7 +123,7 @@ class Database:
         self._working = threading.local()
         self._closed = False
         self._clock = clock
-        self._served = False  # True after the start. Errors then reach remote callers instead of the operator.
+        self._served = False  # True after the server's start, when errors reach remote callers.
         self._told_ns = -TOLD_EVERY_NS
         self._is_numbered = False
         self._write_problem = ""
@@ -148,18 +144,18 @@ class Database:
             return
         memory = not parsed.database
         if not memory:
-            # Create the file before SQLite does, readable only by its owner. SQLite's other files copy its mode.
+            # Create the database file readable only by its owner. SQLite's other files copy the file mode.
             path = Path(str(parsed.database))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self.reserve = FileReserve(path)
         self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
-        # A database in memory exists only in one connection, so the writer also reads.
+        # An in-memory database exists only in one connection, so the writer thread also reads.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
         self._writer = GroupCommit(self._engine, clock=clock, measures=self._measures)
 
     def acquire(self) -> None:
-        """Make this server the only server of the database until the database is closed.
+        """Acquire the leader lock, so that no other server uses the database.
 
         Raises:
             ServerProblem: another server uses the database.
@@ -169,7 +165,7 @@ class Database:
             self.leader_lock.take()
 
     def number(self, *, now_ns: int) -> DatabasePosition:
-        """Assign this server a new generation, so that no older server can commit.
+        """Assign this server a new generation, so that older servers can no longer commit.
 
         Returns:
             The current position of the database.
@@ -183,12 +179,12 @@ class Database:
         return found
 
     def on_commit(self, told: Callable[[int], None]) -> None:
-        """Call a function with each commit's number before its `write` returns. PostgreSQL counts no commits."""
+        """Register a callback that receives the number of each SQLite commit before `write` returns."""
         if self._writer is not None:
             self._writer.on_commit = told
 
     def checkpoint(self) -> None:
-        """Copy SQLite's log into the database file without waiting for a lock, to limit the loss of a log."""
+        """Copy SQLite's write-ahead log into the database file without waiting for locks."""
         if self._file is None:
             return
         try:
@@ -200,9 +196,9 @@ class Database:
             )
 
     def migrate(self) -> None:
-        """Migrate the tables to this version. If the tables are current, the call takes a few milliseconds."""
+        """Migrate the database tables to this version. Current tables need no migration."""
         is_current = self.read(migrations.is_current)
-        # The driver knows the server version after the first connection.
+        # The database driver knows the database version only after the first connection.
         version = tuple(self._readers.dialect.server_version_info or ())
         if version < OLDEST[self.kind]:
             there, least = (".".join(map(str, numbers)) for numbers in (version, OLDEST[self.kind]))
@@ -216,16 +212,16 @@ class Database:
             self.write(migrations.bring)
             return
         with self._told(), self._engine.connect() as connection:
-            # The transaction waits for the lock before it reads, and must then see changes committed during the wait.
+            # READ COMMITTED shows changes that other servers committed while this transaction waited for the lock.
             committed = connection.execution_options(isolation_level="READ COMMITTED")
             with committed.begin():
-                # Another server may migrate for minutes, so this statement waits for the lock without a timeout.
+                # Wait for the lock without a timeout, because another server's migration may take minutes.
                 committed.execute(sa.text("SET LOCAL lock_timeout = 0"))
                 committed.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": migrations.LOCK})
                 migrations.bring(committed)
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `work`, which reads one snapshot of the database and must not write."""
+        """Run `work` on one database snapshot, and return its result. `work` must not write."""
         if self.leader_lock.is_stale:
             self.leader_lock.require()
         with self._measured("read"), self._told(), self._one_at_a_time():
@@ -238,7 +234,7 @@ class Database:
                     return work(connection)
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `work`, once all its changes are durable.
+        """Run `work` in a write transaction, and return its result after the commit.
 
         Raises:
             ServerUnavailable: the database is unreachable or closed.
@@ -256,14 +252,13 @@ class Database:
 
     @property
     def write_problem(self) -> str:
-        """Return why the database refused the last write, or ""."""
+        """Return the error message of the last failed write, or "" after a successful write."""
         return self._write_problem
 
     def problem(self, *, now_ns: int) -> str:
-        """Return the database's problem, or "". The check reads, and sometimes writes too.
+        """Test whether the database accepts reads and writes, and return an error message or "".
 
-        A database whose disk turned read-only still answers reads, so a successful read does not prove that writes
-        work.
+        A database on a read-only disk still answers reads, so the health check must also write.
         """
         try:
             self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
@@ -302,7 +297,7 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    # The pool may open a new connection after another server has terminated the previous connection.
+                    # Another server may have terminated the previous connection, so check the lock again.
                     self.leader_lock.require()
                     if self._is_numbered:
                         leader_lock.require_postgres(connection, self.leader_lock.name)
@@ -312,9 +307,7 @@ class Database:
                 return done
             except sa.exc.DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
-                # Another transaction wrote this row after `work` had searched for the row. The next call of `work` will
-                # find the row.
-                # row.
+                # A concurrent transaction inserted the same row. The next call of `work` finds this row.
                 again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
                 if not again or tried == TRIES:
                     raise
@@ -322,7 +315,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def _marked(self, work: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
-        """Return a function that marks its writer thread as busy and logs in its caller's context."""
+        """Wrap a transaction function for the writer thread, with its caller's logging context."""
         context = contextvars.copy_context()
 
         def marked(connection: sa.Connection) -> T:
@@ -353,13 +346,13 @@ class Database:
         except (
             ServerUnavailable,
             ServerStorageFull,
-        ):  # Exceptions of the transaction function are not failures of the database.
+        ):  # Exceptions of the transaction function are not database failures.
             self._measures.transaction_failures.labels(kind).inc()
             raise
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Translate a driver's errors into the server's errors."""
+        """Translate driver errors into server errors."""
         try:
             yield
         except WriterClosed as error:
@@ -368,9 +361,9 @@ class Database:
             self.leader_lock.lose()
             raise ServerUnavailable(
                 "another server has taken the database over",
-                hint="send the request again; the new server will answer it",
+                hint="send the request again to the new server",
             ) from error
-        except OverflowError as error:  # SQLite's driver checks values before it sends them.
+        except OverflowError as error:  # SQLite's driver refuses oversized values itself.
             raise InvalidValue(f"a value does not fit into the database: {error}") from error
         except sa.exc.TimeoutError as error:
             raise ServerUnavailable(f"no connection to the database was free within {WAIT_S} s") from error
@@ -389,7 +382,7 @@ class Database:
             raise problem from error
 
     def _tell_operator(self, line: str, level: int) -> None:
-        """Log an error with hosts and paths, which clients must not see, at most once every five seconds."""
+        """Log an error for operators, at most once every five seconds."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._told_ns >= TOLD_EVERY_NS:
             self._told_ns = now_ns
@@ -397,11 +390,7 @@ class Database:
 
 
 class _Turns:
-    """Coordinates writes to PostgreSQL: many transactions together, or one retry alone.
-
-    Concurrent transactions that change the same row make each other fail. A failed transaction runs again alone, so its
-    second run succeeds unless another process also writes.
-    """
+    """Runs PostgreSQL write transactions concurrently, and retries of failed transactions exclusively."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -440,7 +429,7 @@ def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise InvalidValue("the url of the database is not valid", hint=_KINDS) from error
+        raise InvalidValue("the database URL is not valid", hint=_KINDS) from error
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
@@ -451,13 +440,13 @@ def _parse(url: str) -> sa.URL:
 def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     pool: dict[str, Any] = {"pool_size": READERS_MAX, "max_overflow": 0, "pool_timeout": WAIT_S}
     if not readers:
-        # One connection, which only the writer's thread uses.
+        # Only the writer thread uses this single connection.
         pool = {"poolclass": sa.StaticPool, "connect_args": {"check_same_thread": False}}
     engine = sa.create_engine(url, hide_parameters=True, **pool)
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # The driver must not begin transactions by itself.
+        connection.isolation_level = None  # Prevent the driver from starting transactions.
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {WAIT_S * 1000}")
         cursor.execute("PRAGMA foreign_keys = ON")
@@ -472,7 +461,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     def _begin(connection: sa.Connection) -> None:
         driver = connection.connection.dbapi_connection
         if readers and isinstance(driver, sqlite3.Connection):
-            driver.execute(begin)  # BEGIN acquires no lock and thus cannot fail, so no error needs a translation.
+            driver.execute(begin)  # A plain BEGIN acquires no lock and therefore cannot fail.
         else:
             connection.exec_driver_sql(begin)
 
@@ -483,7 +472,7 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",
-        hide_parameters=True,  # Parameters may be callers' secrets, and errors go into the log.
+        hide_parameters=True,  # Keep callers' secrets out of logged errors.
         pool_pre_ping=True,
         pool_size=POSTGRES_POOL,
         max_overflow=0,
@@ -494,8 +483,8 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
         with connection.cursor() as cursor:
-            # The session's settings override the configuration of the database. A forgotten session must not block the
-            # server, and acknowledged changes must be on disk.
+            # Override the database's configuration. A forgotten session must not block the server. Acknowledged changes
+            # must be durable.
             cursor.execute(f"SET lock_timeout = '{WAIT_S}s'")
             cursor.execute(
                 "SELECT set_config('synchronous_commit', 'on', false)"
@@ -508,7 +497,7 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
 
 
 def _postgres_alone(url: sa.URL, name: str) -> sa.Engine:
-    """Return an engine without a connection pool that commits after each statement."""
+    """Return an unpooled SQLAlchemy engine in autocommit mode."""
     return sa.create_engine(
         url,
         isolation_level="AUTOCOMMIT",
@@ -528,18 +517,18 @@ def _is_full(error: sa.exc.DBAPIError) -> bool:
 
 
 def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
-    """Translate a driver's error for the caller, or return None for a mistake in the server's own SQL."""
+    """Translate a driver error for the caller, or return None for a bug in the server's SQL."""
     state = getattr(error.orig, "sqlstate", None) or ""
     if _is_full(error):
         return ServerStorageFull("the database's disk is full", hint="free disk space, then send the request again")
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
         return ServerProblem(DAMAGED, hint=DAMAGED_HINT)
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _FAILING or state in _READ_ONLY:
-        hint = "read the kernel's log (dmesg) for the cause; remount or replace the disk, then restart the server"
+        hint = "find the cause in the kernel's log (dmesg), remount or replace the disk, then restart the server"
         return ServerUnavailable(UNWRITABLE, hint=hint)
     if state in _CHANGED_MEANWHILE:
         return ServerUnavailable("the database is busy: other requests change the same rows", hint="try again later")
-    # The text is too long or has a zero byte. Only PostgreSQL refuses such text.
+    # PostgreSQL refuses text that is too long or contains a zero byte.
     if isinstance(error, sa.exc.DataError):
         return InvalidValue(f"a value does not fit into the database: {said}")
     if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # Example: a missing table.

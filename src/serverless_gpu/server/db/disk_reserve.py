@@ -1,4 +1,4 @@
-"""Reserves disk space for the database, so that runs can still stop, report and end on a full disk.
+"""Reserves disk space for the database, so that runs can still end on a full disk.
 
     SQLite        a file beside the database; the free space of its disk is known
     PostgreSQL    an unlogged table of filler in the database; its disk may belong to another machine
@@ -8,16 +8,17 @@
 
     low ──── space is free again, checked every ten seconds ─▶ reserved again, submissions are accepted
 
-Each stop, heartbeat or end of a run needs a few kilobytes of disk space. The size of the reserve is sixteen megabytes.
+Each stop, heartbeat or end of a run needs a few kilobytes of disk space. The disk reserve has sixteen megabytes.
 
 Failure cases:
 
-* The database has also used up the reserve: requests fail. Nodes store their reports and send them again later.
+* The database has used up the disk reserve too. Writes fail, and nodes store their reports until the disk has free
+  space.
 
-* The server cannot create the reserve: the server logs the problem. Writes fail as soon as the disk is full.
+* The server cannot create the disk reserve. The server logs the problem, and writes fail once the disk is full.
 
-* PostgreSQL has no space for its log: PostgreSQL stops, and does not answer until an operator frees disk space. At its
-  next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
+* PostgreSQL has no disk space for its write-ahead log. PostgreSQL stops until an operator frees disk space. At its next
+  start, PostgreSQL empties the unlogged reserve table, which frees some disk space.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from serverless_gpu.units import format_bytes
 
 BYTES = 16 << 20
 LOW_BYTES = 64 << 20
-"""Free bytes of a disk below which the server accepts no new runs."""
+"""Minimum free bytes of the database's disk for accepting new runs."""
 EVERY_S = 10.0
 _TABLE = "sgpu_reserve"
 _PIECE_BYTES = 1 << 20
@@ -46,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class DiskReserve(abc.ABC):
-    """Reserved disk space. Thread-safe."""
+    """Reserved disk space with thread-safe methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,13 +56,13 @@ class DiskReserve(abc.ABC):
         self._told = ""
 
     def problem(self) -> str:
-        """Return why the server accepts no new runs, or "" while it accepts new runs."""
+        """Return the reason why the server accepts no new runs, or "" if the disk has free space."""
         if self._given:
-            return "the database's disk is full; the disk reserve is only for existing runs"
+            return "the server accepts no new runs, because the database's disk is full"
         return self._short()
 
     def give_back(self) -> bool:
-        """Release the reserve after a failed write, and return True if a retry is worthwhile."""
+        """Release the disk reserve after a failed write, and return True if the write may be retried."""
         with self._lock:
             if not self._given:
                 _log.error(
@@ -74,10 +75,10 @@ class DiskReserve(abc.ABC):
         return is_gone
 
     def tend(self) -> None:
-        """Reserve disk space if the reserve is released and enough space is free."""
+        """Create the disk reserve again if the disk has enough free space."""
         with self._lock:
             if self._given and not self._gone():
-                return  # The reserve still exists, which does not prove that the disk has free space.
+                return  # The database could not delete the disk reserve yet.
             try:
                 kept = self._keep()
             except (OSError, sa.exc.SQLAlchemyError) as error:
@@ -91,25 +92,25 @@ class DiskReserve(abc.ABC):
                 self._given, self._is_gone, self._told = False, False, ""
 
     def _gone(self) -> bool:
-        """Release the reserve unless it is released already, and return True if it is released."""
+        """Release an existing disk reserve, and return True once no reserve exists."""
         self._is_gone = self._is_gone or self._release()
         return self._is_gone
 
     @abc.abstractmethod
     def _short(self) -> str:
-        """Return a message if the disk's known free space is too small, or ""."""
+        """Return a message if the disk is nearly full, or ""."""
 
     @abc.abstractmethod
     def _release(self) -> bool:
-        """Release the reserved disk space, and return True once no space is reserved."""
+        """Release the reserved disk space, and return True on success."""
 
     @abc.abstractmethod
     def _keep(self) -> bool:
-        """Reserve disk space unless it is already reserved, and return True if it is reserved."""
+        """Create a missing disk reserve, and return True if the disk reserve exists."""
 
 
 class FileReserve(DiskReserve):
-    """A reserve file beside an SQLite database."""
+    """A reserve file next to an SQLite database."""
 
     def __init__(self, database: Path) -> None:
         super().__init__()
@@ -149,17 +150,17 @@ class FileReserve(DiskReserve):
 
 
 class TableReserve(DiskReserve):
-    """An unlogged filler table in a PostgreSQL database. Creating the table writes nothing to the log."""
+    """An unlogged filler table in a PostgreSQL database."""
 
     def __init__(self, connect: Callable[[], sa.Connection]) -> None:
         super().__init__()
         self._connect = connect
 
     def _short(self) -> str:
-        return ""  # PostgreSQL reports free space only to its administrator.
+        return ""  # Ordinary PostgreSQL users cannot query free disk space.
 
     def _release(self) -> bool:
-        # TRUNCATE would create new files first, and a full disk has no space for new files.
+        # Drop the table, because TRUNCATE would first create new files on the full disk.
         with contextlib.suppress(sa.exc.SQLAlchemyError), self._connect() as connection:
             connection.execute(sa.text(f"DROP TABLE IF EXISTS {_TABLE}"))
             return True
@@ -173,7 +174,7 @@ class TableReserve(DiskReserve):
             try:
                 self._make(connection)
             except sa.exc.SQLAlchemyError:
-                self._release()  # A partly created table occupies disk space and is useless.
+                self._release()  # Free the disk space of the incomplete reserve table.
                 raise
         return True
 
@@ -191,7 +192,7 @@ class TableReserve(DiskReserve):
 
 
 class NoReserve(DiskReserve):
-    """The empty reserve of a database in memory."""
+    """An empty disk reserve for in-memory databases."""
 
     def _short(self) -> str:
         return ""

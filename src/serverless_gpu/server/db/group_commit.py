@@ -1,25 +1,24 @@
-"""Writes to an SQLite database with one thread, which commits waiting transactions together.
+"""Writes to an SQLite database in one thread, with one commit for all waiting transactions.
 
     thread A ── work ─▶┐            BEGIN IMMEDIATE
     thread B ── work ─▶├─ queue ─▶  A's work · SAVEPOINT B's work · SAVEPOINT C's work
     thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get their results
 
-SQLite lets one connection write at a time, and a durable commit costs one fsync. Therefore callers do not compete for
-the lock. Callers queue transaction functions. Transaction functions that arrive during one fsync share the next fsync.
+SQLite allows only one writing connection at a time, and each durable commit costs one fsync. Callers therefore queue
+their transaction functions instead of competing for SQLite's lock. Transaction functions that arrive during one fsync
+share the next fsync.
 
 Failure cases:
 
-* A transaction function raises: the writer rolls back to the function's savepoint, and the caller receives the
-  exception. The failure does not affect other functions.
+* A transaction function raises an exception. The writer thread rolls back to the function's savepoint, and only its
+  caller receives the exception.
 
-* The whole transaction fails (disk full, I/O error, lock held by another process): SQLite writes no change of the
-  transaction. The writer then runs each function in a separate transaction, so that only callers of failing functions
-  get an error.
+* The shared transaction fails, for example because the disk is full. The writer thread then runs each transaction
+  function in a separate transaction. Only the callers of failing transaction functions receive an error.
 
-* The process dies: committed changes remain, and uncommitted changes are lost. No caller has received a result for a
-  lost change.
+* The server process dies. Uncommitted changes are lost, but no caller has received a result for a lost change.
 
-* Another server has claimed the database: the writer commits nothing, and each caller receives `Superseded`.
+* Another server has claimed the database. The writer thread commits nothing, and each caller receives `Superseded`.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ Work = Callable[[sa.Connection], Any]
 
 TOGETHER_MAX = 256
 TOGETHER_NS = 20_000_000
-"""Maximum number of functions and maximum age (ns) of one commit."""
+"""Maximum number of transaction functions per commit, and maximum collecting time of a commit (ns)."""
 
 
 class WriterClosed(Exception):
-    """The writer is closed and accepts no more transactions."""
+    """Signals that the writer thread accepts no more transactions."""
 
 
 class _TransactionLost(Exception):
-    """SQLite has rolled back the whole transaction."""
+    """Signals that SQLite has rolled back the shared transaction."""
 
 
 class _Waiting:
-    """A transaction function, and the future on which its caller waits."""
+    """A transaction function with the future on which its caller waits."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -72,7 +71,7 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Runs transaction functions in the order of arrival, and commits waiting functions together.
+    """Runs queued transaction functions in order, and commits them together.
 
     Args:
         engine: an engine whose connections begin with ``BEGIN IMMEDIATE``.
@@ -97,7 +96,7 @@ class GroupCommit:
         self._thread.start()
 
     def do(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run a transaction function and return its result, once its changes are durable.
+        """Run a transaction function, and return its result after the commit.
 
         Raises:
             WriterClosed: the writer is closed.
@@ -112,7 +111,7 @@ class GroupCommit:
         return value
 
     def close(self) -> None:
-        """Finish waiting transactions, and end the writer thread."""
+        """Finish queued transactions, and end the writer thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -136,13 +135,13 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Commit a function with functions that arrive meanwhile. Return True when the writer closes."""
+        """Run and commit queued transaction functions together, and return True on closing."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
             before = _changes(connection)
             try:
-                # The first function needs no savepoint: if it fails, the transaction contains nothing else.
+                # The first transaction function needs no savepoint, because a rollback affects no other function.
                 _attempt(first, connection)
                 if first.error is not None:
                     transaction.rollback()
@@ -156,10 +155,10 @@ class GroupCommit:
                         waiting.error = error
                     return over
             except BaseException:
-                connection.invalidate()  # The transaction's state is unknown. Closing the connection rolls it back.
+                connection.invalidate()  # Closing the connection rolls back the transaction.
                 raise
             faults.reach("before_commit")
-            with transaction:  # The end of this block commits, or rolls back after a failed commit.
+            with transaction:  # Commit the transaction, or roll back after a failed commit.
                 pass
             self._committed(len(taken), number)
             return over
@@ -185,11 +184,11 @@ class GroupCommit:
                 waiting.value = waiting.work(connection)
                 number = self._count(connection, before)
             self._committed(1, number)
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises the error
             waiting.error = error
 
     def _count(self, connection: sa.Connection, before: int) -> int:
-        """Count a transaction that changed rows, and return the transaction's number, or 0."""
+        """Return a transaction's commit number, or 0 for an unchanged database."""
         if not self.holder or _changes(connection) == before:
             return 0
         return leader_lock.count_commit(_driver(connection), self.holder)
@@ -204,12 +203,12 @@ class GroupCommit:
 def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
     try:
         waiting.value = waiting.work(connection)
-    except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+    except BaseException as error:  # noqa: BLE001 - the caller's thread raises the error
         waiting.error = error
 
 
 def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
-    """Run a function in a savepoint of the driver, because SQLAlchemy's savepoints are slow."""
+    """Run a transaction function in a savepoint of the driver, because SQLAlchemy's savepoints are slow."""
     driver = _driver(connection)
     try:
         driver.execute("SAVEPOINT work")
@@ -226,10 +225,10 @@ def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
 def _driver(connection: sa.Connection) -> sqlite3.Connection:
     driver = connection.connection.dbapi_connection
     if not isinstance(driver, sqlite3.Connection):
-        raise TypeError(f"{type(driver).__name__} is not a connection of SQLite")
+        raise TypeError(f"{type(driver).__name__} is not an SQLite connection")
     return driver
 
 
 def _changes(connection: sa.Connection) -> int:
-    """Return the number of rows that this connection has changed since it was opened."""
+    """Return the number of rows that this connection has changed."""
     return _driver(connection).total_changes

@@ -1,4 +1,4 @@
-"""Records the position of the database in a small file, the high-water mark.
+"""Records the database position in a small file, the high-water mark.
 
     <database>.mark         beside an SQLite database
     server/database.mark    of a PostgreSQL database
@@ -6,28 +6,27 @@
     commit is durable ─▶ mark written ─▶ the write returns         SQLite: every commit
     each second       ─▶ audit number, written and synced          both
 
-A database behind its mark was rolled back, and lacks changes that the server had acknowledged. Possible causes are a
-lost log, an old copy of the database, or a standby without the last transactions.
+A database behind its high-water mark lacks changes that the server had acknowledged. Possible causes are a lost
+write-ahead log, an old copy of the database, or an outdated standby.
 
-The mark may lag behind the database, but is never ahead. A starting server compares the mark with the database
-(`operations/backup.py`).
+The high-water mark may lag behind the database but is never ahead. A starting server compares the high-water mark with
+the database (`operations/backup.py`).
 
-* SQLite: the server writes the mark before a write returns. The mark survives the end of the process. A power failure
-  may undo its last second (`SYNC_S`).
+* SQLite: the server updates the high-water mark before each write returns. A power failure may undo the last second of
+  updates (`SYNC_S`).
 
-* PostgreSQL: the mark lags by a second, and records only the audit.
+* PostgreSQL: the high-water mark records only the audit, with a delay of one second.
 
-The server writes two slots in turn, each with a checksum. Therefore one of the slots is always intact after a power
-failure.
+The server writes alternately to two slots with checksums. A power failure therefore leaves at least one slot intact.
 
 Failure cases:
 
-* The server cannot write the mark: the server logs this failure once. The mark lags until a write succeeds.
+* The server cannot write the high-water mark. The server logs the write error once and continues.
 
-* The mark is missing, for example in a copied home or after an older server version: the starting server skips the
+* The high-water mark is missing, for example after an upgrade from an older version. The starting server skips the
   comparison.
 
-* Neither slot is intact: the server refuses to start, as after a rollback, because the disk lost synced data.
+* Neither slot is intact, because the disk lost synced data. The server refuses to start.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ _log = logging.getLogger(__name__)
 
 
 class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a high-water mark."""
+    """Contents of a high-water mark."""
 
-    position: DatabasePosition  # Minimum position of the database.
-    at_ns: int  # Time of this mark, nanoseconds since 1970.
-    place: str = ""  # Location, without a password, of a database that is not beside its mark.
+    position: DatabasePosition  # Minimum database position.
+    at_ns: int  # Time of the last update, nanoseconds since 1970.
+    place: str = ""  # Location of a PostgreSQL database, without the password.
 
 
 def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
-    """Return a message about a database that is behind its mark, or "" otherwise.
+    """Return a message if the database is behind its high-water mark, or "".
 
-    `mark` is None if no mark exists. `found` is None if no server has claimed the database.
+    `mark` is None without a mark file. `found` is None if no server has claimed the database.
     """
     if mark is None:
         return ""
@@ -86,7 +85,7 @@ class UnreadableMark(Exception):
 
 
 def read_mark(path: Path) -> HighWaterMark | None:
-    """Return the newest intact slot of the mark in a file, or None without a file.
+    """Return the newest intact slot of a mark file, or None if the file is missing.
 
     Raises:
         UnreadableMark: neither slot is intact.
@@ -103,7 +102,7 @@ def read_mark(path: Path) -> HighWaterMark | None:
 
 
 class MarkFile:
-    """The mark of a running server. Only the writer's thread calls `commit`.
+    """High-water mark file of a running server. Only the writer thread calls `commit`.
 
     Args:
         path: path of the file; None for a database in memory, which has no mark.
@@ -127,17 +126,17 @@ class MarkFile:
 
     @property
     def position(self) -> DatabasePosition:
-        """Return the position in the mark."""
+        """Return the recorded database position."""
         return self._mark.position
 
     def commit(self, number: int) -> None:
-        """Advance the mark to a durable commit."""
+        """Advance the high-water mark to a durable commit."""
         with self._lock:
             if number > self._mark.position.commits:
                 self._move(msgspec.structs.replace(self._mark.position, commits=number), self._mark.at_ns)
 
     def sync(self, *, audit: int, now_ns: int) -> None:
-        """Advance the mark to a durable row of the audit, and sync the mark."""
+        """Advance the high-water mark to a durable audit row, and sync the mark file."""
         with self._lock:
             position = msgspec.structs.replace(self._mark.position, audit=max(audit, self._mark.position.audit))
             if self._fd < 0 or position == self._synced:
@@ -145,7 +144,7 @@ class MarkFile:
             self._move(position, now_ns)
             fd = os.dup(self._fd)
         try:
-            os.fsync(fd)  # The sync runs without a lock, so that commits do not wait.
+            os.fsync(fd)  # Sync without the lock, so that commits do not wait.
             self._synced = position
         except OSError as error:
             self._tell(error)
@@ -153,7 +152,7 @@ class MarkFile:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the mark's file."""
+        """Close the mark file."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -173,14 +172,14 @@ class MarkFile:
     def _tell(self, error: OSError) -> None:
         if self._problem != str(error):
             self._problem = str(error)
-            _log.warning("the high-water mark %s cannot be written and lags behind the database: %s", self._path, error)
+            _log.warning("the server cannot update the high-water mark %s: %s", self._path, error)
 
 
 class Checkpoints:
-    """Checkpoints a database with new commits, soon after the start and then every ten seconds.
+    """Checkpoints an SQLite database with new commits every ten seconds.
 
-    SQLite's automatic checkpoint waits for a thousand pages. Before the first checkpoint, all data of a new server is
-    only in SQLite's log.
+    SQLite's automatic checkpoint waits for a thousand pages. A new server's data would stay in the write-ahead log for
+    a long time.
     """
 
     def __init__(self, database: Database, mark: MarkFile) -> None:
@@ -189,7 +188,7 @@ class Checkpoints:
         self._due_ns = 0
 
     def tick(self, now_ns: int) -> None:
-        """Run a checkpoint if the database has new commits and the last checkpoint is old enough."""
+        """Run a due checkpoint if the database has new commits."""
         commits = self._mark.position.commits
         if commits != self._commits and now_ns >= self._due_ns:
             self._commits, self._due_ns = commits, now_ns + round(CHECKPOINT_S * 1e9)

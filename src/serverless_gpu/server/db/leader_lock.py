@@ -1,6 +1,6 @@
-"""Ensures that one server owns a database: a lock, and a generation that fences off older servers.
+"""Ensures that one server owns a database, with a leader lock and a fencing generation.
 
-A server keeps leases and deliveries in memory. Two servers of one database would therefore contradict each other.
+A server keeps leases and deliveries in memory. Two servers with one database would therefore contradict each other.
 
     SQLite        a lock on a file beside the database, held until the process ends
     PostgreSQL    an advisory lock in a separate session, checked every second. PostgreSQL ends that session after
@@ -9,17 +9,18 @@ A server keeps leases and deliveries in memory. Two servers of one database woul
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── another generation, or refused for a minute ─▶ gone: the server ends
 
-A session breaks when PostgreSQL restarts. The session's lock is then free, and the server acquires the lock again
-immediately. After a network failure or a pause of the machine, the old session keeps the lock. PostgreSQL ends that
-session within half a minute. If PostgreSQL refuses the lock for a minute, another server therefore has the lock. A
-server that lost the lock to another server never writes again:
+A PostgreSQL restart releases the leader lock, and the server immediately acquires the lock again. After a network
+failure, PostgreSQL ends the old session and releases its lock within half a minute. If PostgreSQL refuses the leader
+lock for a minute, another server therefore holds the lock. A server that lost the leader lock to another server never
+writes again:
 
-* The next owner first terminates all sessions of other servers. PostgreSQL then rolls back their open transactions.
+* The next owner first terminates all database sessions of other servers. PostgreSQL then rolls back the open
+  transactions of these sessions.
 
-* A new session checks the lock before it writes (`doubt`).
+* A new database session checks the leader lock before its first write (`doubt`).
 
-* Each owner increments the generation in the database and records its name as the holder. A server that finds another
-  holder ends, even if the lock is free again, because its leases and deliveries are outdated.
+* Each owner increments the database's generation and stores its name as the holder. A server that finds another holder
+  ends, because its leases and deliveries are outdated.
 
 The generation fences writes:
 
@@ -28,9 +29,9 @@ The generation fences writes:
     SQLite        each commit that changed rows also increments a counter in the row. The commit fails if the row has
                   another holder. `high_water_mark_file.py` detects a rollback by that count
 
-A server may pause during a transaction and continue an hour later. The database then rolls back the paused transaction.
-After `STALE_S` seconds without a check, the server checks the lock before it reads, because its state in memory may be
-outdated.
+A machine may suspend a server during a transaction and resume the server an hour later. The database then rolls back
+the interrupted transaction. The in-memory state of a paused server may be outdated. After `STALE_S` seconds without a
+check, the server therefore checks the leader lock before each read.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ _COUNT = (
 
 LOOK_S = 1.0
 TTL_S = 30.0
-"""Seconds without a check of the lock after which another server may take over."""
+"""Seconds without a leader lock check after which another server may take over."""
 WAIT_S = 5
-"""Seconds that a starting server waits for a stopping server to release the lock."""
+"""Seconds that a starting server waits for a stopping server's leader lock."""
 REFUSED_S = 60.0
 STALE_S = 5.0
-"""Seconds without a check after which the server checks the lock before it answers from memory."""
+"""Seconds without a leader lock check after which each read checks the lock first."""
 APPLICATION = "serverless-gpu"
 _KEY = migrations.LOCK + 1
-_TAKEN = "55P03"  # PostgreSQL error code lock_not_available
-_NOT_MINE = "42501"  # PostgreSQL error code insufficient_privilege
+_TAKEN = "55P03"  # PostgreSQL error code lock_not_available.
+_NOT_MINE = "42501"  # PostgreSQL error code insufficient_privilege.
 _ENDED_S = 10.0
 _PAUSE_S = 0.05
 _END = sa.text(
@@ -87,12 +88,12 @@ _log = logging.getLogger(__name__)
 
 
 class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a database. The numbers in a position only increase."""
+    """Database position: counters that never decrease, except after a rollback."""
 
-    database_id: str  # Random identifier, assigned once to a database.
+    database_id: str  # Permanent random identifier of the database.
     generation: int  # Number of servers that have claimed the database.
-    commits: int  # Number of transactions that changed rows in SQLite; 0 for PostgreSQL, where the server counts none.
-    audit: int  # Number of the last row of the audit.
+    commits: int  # Number of SQLite transactions that changed rows; 0 for PostgreSQL.
+    audit: int  # Number of the newest audit row.
 
     def __str__(self) -> str:
         commits = f"commit {self.commits:,}, " if self.commits else ""
@@ -100,11 +101,11 @@ class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakenOver(ServerProblem):
-    """Signals that another server took over the database while this server was paused."""
+    """Signals that another server took over the database from this paused server."""
 
 
 class LeaderLock:
-    """Lock that makes one server the owner of a database. Any thread may call all methods.
+    """Lock that makes one server the owner of a database. All methods are thread-safe.
 
     Attributes:
         name: application name of this server's sessions in PostgreSQL.
@@ -121,7 +122,7 @@ class LeaderLock:
         self._looks = 0
         self._file = -1
         self._session: sa.Connection | None = None
-        self._held = True  # Before `take`, no operation requires the lock.
+        self._held = True  # Operations before `take` do not require the lock.
         self._refused_ns: int | None = None
         self._taken = False
         self._is_numbered = False
@@ -130,7 +131,7 @@ class LeaderLock:
         self.on_gone: Callable[[], None] = lambda: None
 
     def take(self) -> None:
-        """Acquire the lock, so that this server is the only server of the database."""
+        """Acquire the leader lock, or raise an error if another server uses the database."""
         with self._lock:
             taken = self._take_session() if self._is_postgres else self._take_file()
             if not taken:
@@ -142,11 +143,11 @@ class LeaderLock:
             self._looked_ns = self._clock.boottime_ns()
 
     def numbered(self) -> None:
-        """Record that the database has this server's generation. A different holder then ends this server."""
+        """Record that this server has a generation. From now on, another holder ends this server."""
         self._is_numbered = True
 
     def lose(self) -> None:
-        """Record that another server has claimed the database. The server then stops writing and ends."""
+        """Record that another server has claimed the database, and end this server."""
         self._held = False
         if not self.is_gone:
             self.is_gone = True
@@ -155,18 +156,18 @@ class LeaderLock:
 
     @property
     def is_held(self) -> bool:
-        """Return True if this server was the owner at the last check."""
+        """Return True if this server owned the database at the last check."""
         return self._held and not self.is_gone
 
     def require(self) -> None:
-        """Raise an error unless this server owns the database. Check the lock again after a broken session."""
+        """Raise an error unless this server owns the database. Check a doubtful lock again."""
         if self._held and not self.is_stale:
             return
         seen = self._looks
         with self._lock:
             if self._looks == seen:
                 self._look()
-            is_held = self._held  # Read under the lock, because a concurrent check clears the flag while it runs.
+            is_held = self._held  # A concurrent check temporarily clears `_held`.
         if not is_held:
             raise ServerUnavailable(
                 "the database does not answer, or belongs to another server",
@@ -175,24 +176,24 @@ class LeaderLock:
 
     @property
     def is_stale(self) -> bool:
-        """Return True if another server may have claimed the database since the last check."""
+        """Return True if the last check of the leader lock is too old."""
         if not self._taken or not self._is_postgres:
             return False
         return self._clock.boottime_ns() - self._looked_ns > STALE_S * 1e9
 
     def doubt(self) -> None:
-        """Require a new check before the next write, because a connection has broken."""
+        """Require a check of the leader lock before the next write."""
         if self._taken and self._is_postgres:
             self._held = False
 
     def look(self) -> bool:
-        """Check the lock, and return True if this server owns the database. Runs every `LOOK_S` seconds."""
+        """Check the leader lock, and return True if this server owns the database."""
         with self._lock:
             self._look()
         return self._held
 
     def close(self) -> None:
-        """Release the lock for the next server."""
+        """Release the leader lock for the next server."""
         with self._lock:
             self._drop()
             if self._file >= 0:
@@ -207,9 +208,9 @@ class LeaderLock:
         self._looked_ns = self._clock.boottime_ns()
         try:
             lives = self._session_lives()
-            self._held = self._held and lives  # No write may start while this server tries to acquire the lock again.
+            self._held = self._held and lives  # Block writes until this server holds the lock again.
             self._held = (lives or self._try_session()) and not self.is_gone
-        # The database is unreachable, which the loops log. The next check detects another server.
+        # The database is unreachable, so the next check decides about the owner.
         except sa.exc.DBAPIError:
             self._held = False
             return
@@ -267,7 +268,7 @@ class LeaderLock:
         return is_mine
 
     def _is_mine(self, session: sa.Connection) -> bool:
-        """Return True if no other server has claimed the database after this server."""
+        """Return True if this server is the last server that claimed the database."""
         if not self._is_numbered:
             session.scalar(sa.text("SELECT 1"))
             return True
@@ -278,7 +279,7 @@ class LeaderLock:
         session = self._open()
         try:
             is_locked = session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY})
-            # Check the holder after acquiring the lock, because a successor stores its generation under the lock.
+            # Check the holder only now, because other servers store their generation under the lock.
             if not self._is_mine(session):
                 self.lose()
             elif is_locked:
@@ -291,7 +292,7 @@ class LeaderLock:
         return False
 
     def end_others(self, session: sa.Connection) -> None:
-        """Terminate open sessions of other servers, which cannot open new sessions without the lock."""
+        """Terminate the open database sessions of other servers."""
         values = {"mine": self.name, "all": f"{APPLICATION} %"}
         try:
             for _ in range(round(_ENDED_S / _PAUSE_S)):
@@ -303,17 +304,17 @@ class LeaderLock:
             if getattr(error.orig, "sqlstate", None) != _NOT_MINE:
                 raise
             raise ServerProblem(
-                "another server uses this database as another PostgreSQL user, whose sessions this server may not end",
-                hint="stop the other server, or start this one with the same user of PostgreSQL",
+                "this server cannot terminate the database sessions of a server with another PostgreSQL user",
+                hint="stop the other server, or start this server with the same PostgreSQL user",
             ) from error
         session.close()
         raise ServerProblem(
             f"sessions of another server of this database did not end within {_ENDED_S:.0f} s",
-            hint="stop that server; `SELECT * FROM pg_stat_activity` in PostgreSQL shows its address",
+            hint="find the other server with `SELECT * FROM pg_stat_activity` in PostgreSQL, and stop the server",
         )
 
     def _open(self) -> sa.Connection:
-        """Return a session that PostgreSQL ends after a timeout, even if this machine has failed."""
+        """Open a session that PostgreSQL ends if this machine fails."""
         session = self._connect()
         try:
             for name, value in (("idle", 10), ("interval", 5), ("count", 4)):
@@ -336,7 +337,7 @@ class Superseded(Exception):
 
 
 def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
-    """Assign the next generation to this server, and return the position of the database.
+    """Assign the next generation to this server, and return the database position.
 
     Args:
         connection: connection of a transaction that has read nothing yet.
@@ -359,7 +360,7 @@ def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePos
 
 
 def position(connection: sa.Connection) -> DatabasePosition | None:
-    """Return the position of a database, or None if no server with generations has claimed the database."""
+    """Return the database position, or None if no server has claimed the database yet."""
     if not sa.inspect(connection).has_table(server_identity.name):
         return None
     row = connection.execute(sa.select(server_identity).where(server_identity.c.name == ROW)).first()
@@ -374,12 +375,12 @@ def position(connection: sa.Connection) -> DatabasePosition | None:
 
 
 def newest_audit_seq(connection: sa.Connection) -> int:
-    """Return the number of the last row of the audit, or 0 without rows."""
+    """Return the number of the newest audit row, or 0 for an empty audit."""
     return connection.scalar(sa.select(sa.func.max(audit.c.seq))) or 0
 
 
 def require_postgres(connection: sa.Connection, holder: str) -> None:
-    """Begin a write transaction. No other server can claim the database until the transaction ends.
+    """Begin a write transaction that prevents other servers from claiming the database.
 
     Args:
         connection: connection of a transaction that has read nothing yet, so that PostgreSQL creates its snapshot under
@@ -389,7 +390,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
     statement = f"{_LOCK_SHARED}; {HOLDER}"
     errors = connection.dialect.loaded_dbapi.Error
     try:
-        # The driver sends both statements in one round trip. SQLAlchemy would return the rows of the first statement.
+        # The driver sends both statements in one round trip, which SQLAlchemy does not support.
         cursor: Any = connection.connection.cursor()
         with contextlib.closing(cursor):
             cursor.execute(statement)
@@ -403,7 +404,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
 
 
 def count_commit(driver: sqlite3.Connection, holder: str) -> int:
-    """Count the commit of the current transaction, and return the commit's number."""
+    """Increment the commit counter in the current transaction, and return its new value."""
     row = driver.execute(_COUNT, (holder,)).fetchone()
     if row is None:
         raise Superseded
@@ -411,5 +412,5 @@ def count_commit(driver: sqlite3.Connection, holder: str) -> int:
 
 
 def probe(connection: sa.Connection, *, now_ns: int) -> None:
-    """Write the current time to test that the database accepts writes."""
+    """Write the current time to test whether the database accepts writes."""
     connection.execute(sa.update(server_identity).where(server_identity.c.name == ROW).values(probed_ns=now_ns))

@@ -1,4 +1,4 @@
-"""Serves HTTP: listener, TLS, middleware, authentication, and declarations of routes.
+"""Serves HTTP with listener, TLS, middleware, authentication and route declarations.
 
 `composition.py` puts the routes of all packages behind `auth_middleware.py`. Start reading with `routing.py`.
 """

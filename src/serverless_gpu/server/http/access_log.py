@@ -1,12 +1,12 @@
-"""Counts and logs every request. The access log middleware refuses no request.
+"""Counts and logs every HTTP request.
 
     request ─▶ an identifier, bound for every log line of the request ─▶ proxy ─▶ authentication ─▶ route
                 └─ response: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
-A log line contains the declared route, never the path, and no data of the request. Every node sends frequent requests
-such as heartbeats. The log contains a line for every hundredth frequent request, and for each failed or slow request.
-Requests that the server refuses before authentication could fill the log. The middleware therefore limits the log lines
-for refused requests per second. The next log line reports the number of dropped lines.
+An access log line contains the declared route instead of the path, and no request data. The access log contains each
+failed or slow request, but only every hundredth frequent request such as a heartbeat. Unauthenticated requests could
+fill the access log. The middleware therefore limits the number of log lines per second for refused requests. The next
+log line reports the number of dropped lines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AccessLogMiddleware:
         self._refused = _Budget(clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and log its result."""
+        """Forward a request to the proxy middleware, and log the result."""
         if scope["type"] != "http":
             await self.proxy(scope, receive, send)
             return
@@ -91,7 +91,7 @@ class AccessLogMiddleware:
 
 
 class _Request:
-    """One request and its response."""
+    """An HTTP request with its response."""
 
     def __init__(self, scope: Scope, send: Send, clock: Clock) -> None:
         self.id = secrets.token_hex(6)
@@ -103,18 +103,18 @@ class _Request:
 
     @property
     def peer(self) -> str:
-        """Return the client address, which a proxy may have replaced in the scope."""
+        """Return the client's network address."""
         return str((self._scope.get("client") or ("",))[0])
 
     @property
     def route(self) -> str:
-        """Return the declared route, or "other" without a route or an authenticated caller."""
+        """Return the declared route, or "other" for unknown or unauthenticated requests."""
         call = self._scope.get(CALL)
         route = call.route if isinstance(call, Call) else self._scope.get(ROUTE)
         return route.path if isinstance(route, Route) else OTHER
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response."""
+        """Send a part of the HTTP response."""
         if message["type"] == "http.response.start":
             self.answered_ns, self.status = self._clock.boottime_ns(), message["status"]
             message = {**message, "headers": [*message.get("headers", ()), (HEADER, self.id.encode())]}
@@ -122,7 +122,7 @@ class _Request:
 
 
 class _Budget:
-    """Limits log lines per second."""
+    """Limits the number of log lines per second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -131,7 +131,7 @@ class _Budget:
         self._left_out = 0
 
     def spend(self) -> int | None:
-        """Return the number of log lines dropped before this line, or None to drop this line too."""
+        """Return the number of previously dropped log lines, or None to drop the current line."""
         second = self._clock.boottime_ns() // 1_000_000_000
         if second != self._second:
             self._second, self._spent = second, 0

@@ -1,21 +1,19 @@
-"""Authenticates and authorizes every request, for every method, path and protocol, on loopback too.
+"""Authenticates and authorizes every HTTP request, including requests over loopback.
 
     request ─▶ header bounds ─▶ Host, Origin ─▶ public? ────────────────────────────────────────┐
                                      │             └▶ token ─▶ route ─▶ allowed?  ─▶ body bounds ─┴▶ route
                                   refused             401      404/405   403          413, 415
 
-The order of the checks matters. The Host check refuses requests from web pages in a user's browser, even with a valid
-token. A caller without a token cannot learn which paths exist. The server reads a body only after it has authorized the
-sender. The body must have the declared type and must not exceed a limit.
+The order of the checks matters. The Host check refuses requests from foreign web pages, even with a valid token.
+Callers without a token cannot learn which paths exist. The server reads a request body only after authorizing the
+caller. The request body must have the route's content type and must not exceed the route's size limit.
 
-`PUBLIC_ROUTES` is the complete list of routes without a token. The server does not start if this list differs from the
-routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts. The middleware refuses WebSocket
-connections and mounts.
+`PUBLIC_ROUTES` lists all routes that need no token. The server does not start if `PUBLIC_ROUTES` differs from the
+routes declared with `needs=PUBLIC`. The authentication middleware refuses WebSocket connections.
 
-The middleware finds the route in the table from which `composition.py` builds the application. The middleware stores
-the route and the caller in the request's scope. A route serves only requests that the middleware admitted for exactly
-this route. If the parsers of middleware and application disagree about a path, the server therefore refuses the
-request.
+The authentication middleware stores the route and the caller in the request's ASGI scope. A route serves only requests
+that the middleware admitted for exactly this route. If middleware and application parse a path differently, the server
+therefore refuses the request.
 """
 
 from __future__ import annotations
@@ -70,14 +68,14 @@ TOKEN_CHARACTERS_MAX = 200
 BODY_SILENCE_S = 60.0
 """Maximum seconds between two parts of a request body."""
 AUTHENTICATING_MAX = 8
-"""Maximum number of concurrent token checks. Bad tokens therefore cannot occupy all threads."""
+"""Maximum number of concurrent token checks, so that invalid tokens cannot occupy all threads."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
 
 Authenticate = Callable[[str], Caller]
-"""Returns the caller of a token, or raises `NotAuthenticated`. The function blocks."""
+"""Returns the caller of a token, or raises `NotAuthenticated`."""
 Reach = Callable[[Caller, Need], str]
-"""Returns the reach of a caller: "none", "own", "team" or "all"."""
+"""Returns a caller's reach on a resource, such as "own" or "all"."""
 
 
 _log = logging.getLogger(__name__)
@@ -85,7 +83,7 @@ _NOTED_MAX = 10_000
 
 
 class WrongMethod(InvalidValue):
-    """The path does not support the method."""
+    """Signals that a path does not support the request's method."""
 
     status = 405
 
@@ -95,13 +93,13 @@ class WrongMethod(InvalidValue):
 
 
 class WrongContent(InvalidValue):
-    """The body does not have the type of the route."""
+    """Signals that a request body has the wrong content type."""
 
     status = 415
 
 
 class AuthMiddleware:
-    """Admits a request to exactly one route, or refuses it."""
+    """Admits a request to exactly one route, or refuses the request."""
 
     def __init__(
         self,
@@ -117,7 +115,7 @@ class AuthMiddleware:
         public = {(route.method, API + route.path) for route in routes if route.needs == PUBLIC}
         if public != PUBLIC_ROUTES:
             raise ServerProblem(
-                f"the routes without a token differ from PUBLIC_ROUTES: {sorted(public ^ PUBLIC_ROUTES)}"
+                f"the declared public routes differ from PUBLIC_ROUTES: {sorted(public ^ PUBLIC_ROUTES)}"
             )
         self._app = app
         self._clock = clock
@@ -129,7 +127,7 @@ class AuthMiddleware:
         self._asking = CapacityLimiter(AUTHENTICATING_MAX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit a request, or refuse it."""
+        """Admit or refuse a request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -164,10 +162,12 @@ class AuthMiddleware:
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
         server_log.note(principal=who.name)
         if not routes:
-            raise NotFound(f"no route has the path {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
+            raise NotFound(
+                f"no route has the path {scope['path'][:200]!r}", hint="choose a route from docs/openapi.json"
+            )
         if route is None:
             raise WrongMethod(scope["method"], routes)
-        scope[ROUTE] = route  # used in the access log, even if the route refuses this caller
+        scope[ROUTE] = route  # The access log needs the route even if the middleware refuses the caller.
         call = self._call(route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:
@@ -184,8 +184,8 @@ class AuthMiddleware:
             if own == who.attempt[:2] or (own is None and route.needs.attempts and not who.late):
                 return "own"
             if own is None and route.needs.attempts:
-                raise NotAllowed("the server has given this attempt up and accepts only its final reports")
-            raise NotAllowed("the token of an attempt gives access to that attempt only")
+                raise NotAllowed("the server has abandoned this attempt and accepts only its final reports")
+            raise NotAllowed("an attempt token gives access only to its attempt")
         if route.needs == ANY_CALLER:
             return "own"
         reach = "none" if route.needs == ATTEMPT else self._reach(who, route.needs)
@@ -193,7 +193,7 @@ class AuthMiddleware:
             verb = "change" if route.needs.write else "see"
             raise NotAllowed(
                 f"{who.name or 'this token'} may not {verb} {route.needs.noun}",
-                hint="an administrator can give you another role, or a token with other scopes",
+                hint="ask an administrator for another role or a token with other scopes",
             )
         return reach
 
@@ -207,11 +207,11 @@ class AuthMiddleware:
             )
         for origin in request.headers.getlist("origin"):
             if urlsplit(origin).netloc.lower() != hosts[0].lower():
-                raise NotAllowed("the server refuses requests from pages of other sites")
+                raise NotAllowed("the server refuses requests from other web sites")
 
 
 class _Table:
-    """Table of routes by path, which matches a path in the same way as the application."""
+    """Finds routes by path, with the application's own path patterns."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._fixed: dict[str, dict[str, Route]] = {}
@@ -225,7 +225,7 @@ class _Table:
         self._patterns = list(patterns.values())
 
     def find(self, path: str) -> dict[str, Route]:
-        """Return the routes at a path, by method."""
+        """Return the routes of a path by method."""
         if path in self._fixed:
             return self._fixed[path]
         found: dict[str, Route] = {}
@@ -235,7 +235,7 @@ class _Table:
         return found
 
     def attempt_of(self, route: Route, path: str) -> tuple[str, int] | None:
-        """Return the run and the fence in a path, or None."""
+        """Return the run and fence in a request path, or None."""
         for pattern, routes in self._patterns:
             match = pattern.match(path)
             if match and routes.get(route.method) is route:
@@ -246,7 +246,7 @@ class _Table:
 
 
 class _Bounded:
-    """Limits the size of a request's body and the pauses within it."""
+    """Limits a request body's size and the pauses between its parts."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -255,29 +255,29 @@ class _Bounded:
         self._complete = False
 
     async def receive(self) -> Message:
-        """Return the next message, or raise `TooLarge`."""
+        """Return the next body message, or raise `TooLarge`."""
         if self._complete:
             return await self._receive()
         try:
             async with asyncio.timeout(BODY_SILENCE_S):
                 message = await self._receive()
         except TimeoutError:
-            raise InvalidValue(f"no data of the request body arrived for {BODY_SILENCE_S:.0f} s") from None
+            raise InvalidValue(f"the client sent no part of the request body for {BODY_SILENCE_S:.0f} s") from None
         self._taken += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._taken > self._limit:
-            raise TooLarge(f"the body is larger than {self._limit} bytes")
+            raise TooLarge(f"the request body is larger than {self._limit} bytes")
         return message
 
 
 def _check_bounds(scope: Scope) -> None:
     headers = scope["headers"]
     if len(headers) > HEADERS_MAX or sum(len(name) + len(value) for name, value in headers) > HEADER_BYTES_MAX:
-        raise TooLarge(f"the headers exceed {HEADERS_MAX} lines or {HEADER_BYTES_MAX} bytes")
+        raise TooLarge(f"the request headers exceed {HEADERS_MAX} lines or {HEADER_BYTES_MAX} bytes")
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > PATH_BYTES_MAX:
-        raise TooLarge(f"path and query exceed {PATH_BYTES_MAX} bytes")
+        raise TooLarge(f"the request's path and query exceed {PATH_BYTES_MAX} bytes")
     if "\0" in scope["path"]:
-        raise InvalidValue("the path contains a zero byte")
+        raise InvalidValue("the request path contains a zero byte")
 
 
 def _token(request: HttpRequest) -> str:
@@ -286,7 +286,7 @@ def _token(request: HttpRequest) -> str:
         raise NotAuthenticated(hint="send `Authorization: Bearer <token>`; `sgpu login` stores a token")
     token = given[0][len(_BEARER) :].strip()
     if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isascii():
-        raise NotAuthenticated("the Authorization header contains no valid token", hint="`sgpu login` stores a token")
+        raise NotAuthenticated("the Authorization header contains no valid token", hint="log in with `sgpu login`")
     return token
 
 
@@ -304,7 +304,7 @@ def _check_body(request: HttpRequest, route: Route) -> None:
     if len(lengths) > 1 or not all(length.isascii() and length.isdigit() for length in lengths):
         raise InvalidValue("the Content-Length header must be one number")
     if lengths and int(lengths[0]) > route.limit:
-        raise TooLarge(f"a body of {int(lengths[0])} bytes is larger than the limit of {route.limit}")
+        raise TooLarge(f"the request body has {int(lengths[0])} bytes; the limit of this route is {route.limit}")
 
 
 def _has_body(scope: Scope) -> bool:
@@ -313,13 +313,13 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header, without its port."""
+    """Return a Host header's name without the port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
 
 
 class Authenticator:
-    """Finds the caller of a token, and the caller's reach."""
+    """Determines a token's caller and the caller's reach."""
 
     def __init__(self, database: Transactions, *, clock: Clock, keys: Keys | None = None) -> None:
         self._database = database
@@ -329,7 +329,7 @@ class Authenticator:
         self._noted: dict[str, int] = {}
 
     def authenticate(self, secret: str) -> Caller:
-        """Return the caller of a token. The method blocks."""
+        """Return the caller of a token (blocking)."""
         now_ns = self._clock.wall_ns()
         who = self._database.read(
             lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
@@ -338,12 +338,12 @@ class Authenticator:
             try:
                 self._database.write(lambda connection: principals.note_use(connection, [who.token_id], now_ns=now_ns))
             except ServerProblem as error:
-                # Requests that only read must work even when the disk is full.
+                # Read-only requests must work even if the disk is full.
                 _log.warning("the server could not record the use of token %s: %s", who.token_id, error.message)
         return who
 
     def reach(self, who: Caller, need: Need) -> str:
-        """Return the reach of a caller: "none", "own", "team" or "all"."""
+        """Return a caller's reach on a resource, such as "own" or "all"."""
         return access_control.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
 
     def _is_due(self, token_id: str) -> bool:

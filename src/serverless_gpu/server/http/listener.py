@@ -1,4 +1,4 @@
-"""Opens the server's listening sockets, bounds its connections, and locks its home.
+"""Opens the server's listening sockets, limits connections, and locks the home directory.
 
     lock     server.lock and server/lock, held until the process ends. The locks prevent a second server of the home.
              Servers of one PostgreSQL may share server/. The database then decides which server works
@@ -11,8 +11,7 @@
              connections, and on the number of connections. The last bound keeps the server from running out of
              descriptors. Over the limit, the server closes the connection with the longest idle time.
 
-The server stores its port, so that earlier clients find the server after a restart. The port can change only if the
-operator did not configure a port.
+Without a configured port, the server reuses its last port, so that existing clients find the restarted server.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from serverless_gpu.server.core.settings import PORT, Settings
 
 BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
-"""Maximum bytes of a request line and headers. The limit in `AuthMiddleware` is lower."""
+"""Maximum bytes of a request line with its headers. `AuthMiddleware` has a lower limit."""
 HEAD_S = 20.0
-"""Seconds in which a new connection must start a request, and for the headers of a request."""
+"""Timeout in seconds for the first byte and for the headers of a request."""
 CONNECTIONS_MAX = 10_000
 OTHER_FILES = 256
-"""Descriptors reserved for the database, logs and bodies in transfer, not for connections."""
+"""File descriptors reserved for the database, logs and uploads."""
 _turns = itertools.count()
 
-_HINT = "`sgpu status` shows the running server; for a second server, use another SERVERLESS_GPU_HOME"
+_HINT = "show the running server with `sgpu status`, or set another SERVERLESS_GPU_HOME for a second server"
 
 
 @contextlib.contextmanager
 def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
-    """Hold the locks of a server's home and of its directory, which may have been moved or copied.
+    """Lock a server's home directory and state directory.
 
     Args:
         directory: the server's directory.
@@ -76,7 +75,7 @@ def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
 @contextlib.contextmanager
 def lock_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
-    """Lock a home, so that no server runs in its directory, even if the directory was moved."""
+    """Lock a home directory, so that no other server uses the directory."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _held(directory.with_name(f"{directory.name}.lock"), hint):
         yield
@@ -104,7 +103,7 @@ def _held(path: Path, hint: str = _HINT) -> Iterator[None]:
 
 
 class ListeningSockets(NamedTuple):
-    """The listening sockets of a server.
+    """Listening sockets of a server.
 
     Attributes:
         main: socket for all clients.
@@ -122,7 +121,7 @@ class ListeningSockets(NamedTuple):
 
 
 def bind_sockets(settings: Settings) -> ListeningSockets:
-    """Return the bound listening sockets of a server.
+    """Open a server's listening sockets.
 
     Raises:
         ServerProblem: the configured port is taken.
@@ -131,9 +130,9 @@ def bind_sockets(settings: Settings) -> ListeningSockets:
     is_safe = bool(settings.tls_cert or settings.behind_proxy)
     if not is_safe and not _is_loopback(settings.host):
         raise InvalidValue(
-            f"listening on {settings.host} would send tokens across the network unencrypted",
-            hint="give a certificate with --tls-cert and --tls-key. Or listen on loopback behind a TLS proxy, "
-            "with its name in --allow-host. Or name that proxy's address: --behind-proxy ADDRESS",
+            f"a server that listens on {settings.host} would send tokens across the network unencrypted",
+            hint="set a certificate with --tls-cert and --tls-key. Or listen on loopback behind a TLS proxy, "
+            "with its name in --allow-host. Or name the TLS proxy's address: --behind-proxy ADDRESS",
         )
     if settings.port is not None:
         main = _bound(settings.host, settings.port)
@@ -149,7 +148,7 @@ def bind_sockets(settings: Settings) -> ListeningSockets:
 
 
 def url_of(settings: Settings, listening: ListeningSockets) -> str:
-    """Return the server's plain HTTP address on this machine's loopback."""
+    """Return the server's plain HTTP address on the loopback interface."""
     if listening.beside is not None:
         return f"http://127.0.0.1:{listening.beside.getsockname()[1]}"
     host = settings.host
@@ -161,27 +160,27 @@ def url_of(settings: Settings, listening: ListeningSockets) -> str:
 
 
 def host_names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the server's host names, without the names of loopback."""
+    """Return the server's host names without loopback names."""
     own = () if _is_unspecified(settings.host) else (settings.host,)
     return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts, *certified))
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with bounds on the head of a request and on silent connections."""
+    """uvicorn's HTTP protocol with limits for request headers and idle connections."""
 
     _head_bytes = 0
-    _in_head = True  # True also between two requests.
+    _in_head = True  # Also True between two requests.
     _one_is_over = False
     _waiting: TimerHandle | None = None
     _quiet_since = 0
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override] # uvicorn's signature
-        """Start the timer for the first request, and close another connection if the limit is exceeded."""
+        """Start the request timer, and close an idle connection if the server has too many connections."""
         super().connection_made(transport)
         self._quiet_since = next(_turns)
         self._wait_for_head()
         if len(self.connections) > connections_max():
-            # Close the connection with the longest idle time, or the new connection if every connection is busy.
+            # Close the longest idle connection. If all connections are busy, close the new connection.
             there = (one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
             min(there, key=lambda one: (one.quiet_since, one is self)).transport.close()
 
@@ -191,40 +190,40 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """Start counting the bytes of a request's head."""
+        """Start counting the bytes of the request headers."""
         self._head_bytes, self._in_head = 0, True
         self._wait_for_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Stop counting bytes at the end of the head."""
+        """Stop counting bytes at the end of the request headers."""
         self._in_head = False
         self._heard()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes, and close the connection if the head of a request is too long."""
+        """Process received bytes, and close the connection if the request headers are too long."""
         was_in_head, self._one_is_over = self._in_head, False
         super().data_received(data)
-        # Bytes do not count if the head of the request began within them.
+        # Do not count received bytes that contain the start of a request.
         if was_in_head and self._in_head and not self._one_is_over:
             self._head_bytes += len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.transport.close()
 
     def on_message_complete(self) -> None:
-        """Also count the bytes between two requests."""
+        """Start counting bytes between two requests."""
         self._head_bytes, self._in_head, self._one_is_over = 0, True, True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Record that the connection is now idle."""
+        """Record the time at which the connection became idle."""
         self._quiet_since = next(_turns)
         super().on_response_complete()
 
     @property
     def quiet_since(self) -> float:
-        """Return the sequence number of the last request's end; infinity while a request is running."""
+        """Return the end of the last request as a sequence number, or infinity during a request."""
         cycle: RequestResponseCycle | None = self.cycle
         return self._quiet_since if cycle is None or cycle.response_complete else float("inf")
 
@@ -247,13 +246,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def connections_max() -> int:
-    """Return the maximum number of connections that the process's descriptor limit permits."""
+    """Return the maximum number of connections within the process's descriptor limit."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(CONNECTIONS_MAX, max(soft - OTHER_FILES, soft // 2))
 
 
 def _remembered(host: str, file: Path, first: int) -> socket.socket:
-    """Return a socket on the last port, else on the preferred port, else on any, and store its number."""
+    """Open a socket on the stored port, the preferred port or any free port, and store the port."""
     ports = [first, 0]
     with contextlib.suppress(OSError, ValueError):
         last = int(file.read_text(encoding="ascii"))
@@ -280,10 +279,10 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise ServerProblem(
-                f"port {port} of {host} cannot be used: {error.strerror}", hint="give another port with --port"
+                f"the server cannot use port {port} of {host}: {error.strerror}", hint="choose another port with --port"
             ) from error
         raise InvalidValue(
-            f"{host} is not an address of this machine: {error}", hint="give an address with --host"
+            f"{host} is not an address of this machine: {error}", hint="set an address of this machine with --host"
         ) from error
     return made
 
@@ -301,7 +300,7 @@ def _is_unspecified(host: str) -> bool:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """Return the pid of the server that runs in a directory, or None if no server runs."""
+    """Return the process ID of the server in a state directory, or None without a running server."""
     try:
         fd = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Generates the OpenAPI document of the API from the structs that the routes use.
+"""Generates the OpenAPI document from the routes and their structs.
 
-`make docs` writes this document to `docs/openapi.json`. A test compares the file with the document.
+`make docs` writes the OpenAPI document to `docs/openapi.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECURITY = {"bearer": {"type": "http", "scheme": "bearer", "description": "`sgp
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI document of the routes."""
+    """Return the OpenAPI document for the given routes."""
     used: list[Any] = [Problem]
     for route in routes:
         used += [] if route.body in (None, bytes, Incoming) else [route.body]
@@ -75,7 +75,7 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
         if kind is type(None):
             answers["204"] = {"description": "Done."}
         elif typing.get_origin(kind) is Stream:
-            # The schema describes one server-sent event with JSON data, as in OpenAPI 3.2.
+            # The schema describes a server-sent event with JSON data, as in OpenAPI 3.2.
             data = {"type": "string", "contentMediaType": JSON, "contentSchema": by_type[typing.get_args(kind)[0]]}
             schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}

@@ -1,18 +1,18 @@
-"""Checks the proxy of each request, counts running requests, and refuses new ones at shutdown.
+"""Checks each request's proxy, counts running requests, and refuses requests during shutdown.
 
     this machine ────────────────────────┐
     the declared proxy ─ names the client ┴─▶ stopping? ── no ─▶ auth; the request is counted
     another peer, if a proxy is declared ─▶ 403   └─ yes ─▶ 503, "again in a second"
 
-Tokens cross the network between a proxy and this server unencrypted. A client that bypasses the proxy would also send
-its token unencrypted, and could forge the proxy's headers. Therefore the server answers no other peers beyond loopback,
-and trusts headers only from the proxy's own address.
+Tokens travel unencrypted between the proxy and this server. A client that bypasses the proxy would also send its token
+unencrypted and could forge the proxy's headers. The server therefore answers only the proxy and loopback clients, and
+trusts only the proxy's headers.
 
-The proxy must report that its client used TLS. A proxy on this machine has the same address as other local processes.
-The middleware therefore treats a loopback request without forwarding headers as local.
+The proxy must report that its client used TLS. A local proxy has the same address as other local processes. The proxy
+middleware therefore treats a loopback request without forwarding headers as local.
 
-A stopping server accepts no new requests and finishes running requests (`Running.shutdown`). `/health` and `/version`
-still answer, and report the stop.
+A stopping server refuses new requests and finishes running requests (`Running.shutdown`). The routes `/health` and
+`/version` continue to answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ProxyMiddleware:
-    """Counts requests. Refuses requests that bypass the proxy or arrive during a shutdown.
+    """Counts running requests, and refuses requests that bypass the proxy or arrive during shutdown.
 
     Attributes:
         busy: number of running requests.
@@ -42,15 +42,15 @@ class ProxyMiddleware:
         self._app = app
         self._hub = hub
         self._networks = tuple(ipaddress.ip_network(text) for text in proxies)
-        self._proxied = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies)) if proxies else app  # type: ignore[arg-type] # uvicorn has its own names for the same types
+        self._proxied = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies)) if proxies else app  # type: ignore[arg-type] # uvicorn's ASGI types
         self.busy = 0
 
     def close(self) -> None:
-        """Refuse new requests, and end streams, which would otherwise never end."""
+        """Refuse new requests, and end event streams."""
         self._hub.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request to the authentication middleware, or refuse the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +59,7 @@ class ProxyMiddleware:
             if self._hub.closed and scope["path"] not in _PUBLIC:
                 raise ServerUnavailable(
                     "the server is stopping",
-                    hint="send the request again; this server restarts, or another one takes over",
+                    hint="send the request again after the server's restart",
                 )
         except ServerlessGpuError as error:
             await problem_response(error, close=True)(scope, receive, send)
@@ -71,7 +71,7 @@ class ProxyMiddleware:
             self.busy -= 1
 
     def _through(self, scope: Scope) -> ASGIApp:
-        """Return the next application for a request, by the peer's address."""
+        """Return the next ASGI application for a request, depending on the peer's address."""
         peer = _address(scope)
         if peer is not None and any(peer in network for network in self._networks):
             scope["client"] = (str(peer), scope["client"][1])
@@ -79,19 +79,21 @@ class ProxyMiddleware:
             is_passed_on = any(name.startswith(b"x-forwarded-") or name == b"forwarded" for name in headers)
             if is_passed_on or not peer.is_loopback:
                 _check_tls(scope)
-            return self._proxied  # type: ignore[return-value] # uvicorn has its own types
+            return self._proxied  # type: ignore[return-value] # uvicorn's ASGI types
         if peer is not None and peer.is_loopback:
             return self._app
-        raise NotAllowed("clients reach this server only through its proxy", hint="use the proxy's address")
+        raise NotAllowed(
+            "clients reach this server only through its proxy", hint="set the proxy's address as the server address"
+        )
 
 
 def _check_tls(scope: Scope) -> None:
-    """Refuse a request unless every proxy on its way reports TLS."""
+    """Refuse a request unless every proxy in the chain reports TLS."""
     said = [value for name, values in scope["headers"] if name == b"x-forwarded-proto" for value in values.split(b",")]
     if not said:
         raise NotAllowed(
             "the proxy does not report that its client used TLS",
-            hint="configure the proxy to set X-Forwarded-Proto (see the how-to)",
+            hint="configure the proxy to set X-Forwarded-Proto (see docs/how-to/operating-a-server.md)",
         )
     if any(value.strip().lower() != b"https" for value in said):
         raise NotAllowed("the client reached the proxy without TLS", hint="use https://")

@@ -1,4 +1,4 @@
-"""Declares routes. A route parses, calls one service or query, and returns, in at most fifteen lines.
+"""Declares HTTP routes, whose handlers call one service or query each.
 
     routes = Routes("runs")                                    # one per noun; `composition.py` lists them
 
@@ -19,34 +19,33 @@
 
 Parameters of a handler:
 
-* The first parameter is the `Call`: the caller (`call.who`), and the caller's reach (`call.reach`).
+* The first parameter is the `Call` with the caller (`call.who`) and the caller's reach (`call.reach`).
 
-* `query` is a `Query`. The server refuses unknown parameters.
+* `query` is a `Query`. The server refuses unknown query parameters.
 
-* `body` is a `wire` struct (JSON, `application/json`, at most `limit` bytes, 8 MiB by default). Alternatives are
-  `bytes` (`application/octet-stream`, read completely up to `limit`) and, for async functions, a stream of them as
-  `Incoming`.
+* `body` is a `wire` struct, which the server decodes from at most `limit` bytes of JSON (8 MiB by default).
+  Alternatively, `body` is `bytes` for a binary body. Async handlers can use `Incoming` for a stream of bytes.
 
-* A parameter with a name from the path is that part of the path, `str` or `int`. "{name:path}" also matches slashes.
+* A parameter with a name from the path receives that path part as `str` or `int`. The pattern "{name:path}" also
+  matches slashes.
 
-* Every other parameter is a service, found by its annotated class among the services of the application.
-  `composition.py` refuses a route that names a class without a provider.
+* Every other parameter receives the application's service of the annotated class. `composition.py` refuses a route with
+  an unknown service class.
 
-A route returns a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
-response (annotated like `-> Health | Response`). Exceptions of `errors.py` become a `wire.base.Problem` with the status
-of their class. The server logs any other exception and answers 500 without details. Raise `NotFound` for objects that
-the caller may not see.
+A handler returns a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes` or another Starlette
+response. Exceptions of `errors.py` become a `wire.base.Problem` with the status of their class. The server logs any
+other exception and answers with status 500. Raise `NotFound` for objects that the caller may not see.
 
-`needs` names the requirement that `AuthMiddleware` checks before reading the body:
+`needs` names the access requirement that `AuthMiddleware` checks before reading the body:
 
     reading(noun), writing(noun)   access to a resource of `model.access_control`
     ANY_CALLER                     any valid token
     ATTEMPT                        the attempt's own token; the path has {run} and {fence}
     PUBLIC                         no token; the route must also be in the list `PUBLIC_ROUTES`
 
-Only the route itself can check if *this* run is within the caller's reach.
+The handler itself must check that the requested object is within the caller's reach.
 
-`range_response` serves requests with `Range`: all bytes of an object, or one range as in HTTP.
+`range_response` answers requests with a `Range` header.
 """
 
 from __future__ import annotations
@@ -86,24 +85,24 @@ RETRY_AFTER_S = 1
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
-"""Key of the ASGI scope under which `AuthMiddleware` stores the `Call`."""
+"""ASGI scope key under which `AuthMiddleware` stores the `Call`."""
 ROUTE = "sgpu.route"
-"""Key of the requested route in the ASGI scope, set once the caller is authenticated."""
+"""ASGI scope key of the requested route, set after the caller's authentication."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
 LOOP_BYTES_MAX = 64 << 10
-"""Maximum bytes of a body that the event loop decodes itself. 64 KiB take less than a millisecond."""
+"""Maximum body size in bytes that the event loop decodes without a thread."""
 CHECKED_S = 10.0
 """Seconds between two authorizations of a stream's reader."""
 EVENTS = "text/event-stream"
 _PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 Reader = Callable[[int, int], Iterator[bytes]]
-"""Yields the given number of bytes from an offset. The function and its iterator block."""
+"""Yields a given number of bytes from a given offset, with blocking reads."""
 
 
 def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Response:
-    """Return the response for an error.
+    """Return the HTTP response for an error.
 
     Args:
         error: the error to report.
@@ -131,7 +130,7 @@ def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Respo
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """The requirement for using a route.
+    """Access requirement of a route.
 
     Attributes:
         noun: a resource of `model.access_control`, or the fixed noun of a constant below.
@@ -150,17 +149,17 @@ PUBLIC = Need(noun="public")
 
 
 def reading(noun: str, *, attempts: bool = False) -> Need:
-    """Return the requirement for reading a resource of `model.access_control`."""
+    """Return the access requirement for reading a resource of `model.access_control`."""
     return Need(noun=noun, attempts=attempts)
 
 
 def writing(noun: str, *, attempts: bool = False) -> Need:
-    """Return the requirement for creating or changing a resource of `model.access_control`."""
+    """Return the access requirement for creating or changing a resource of `model.access_control`."""
     return Need(noun=noun, write=True, attempts=attempts)
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class of parameters after the "?"."""
+    """Base class of query parameters."""
 
 
 class Call:
@@ -187,12 +186,12 @@ class Call:
         self.look: Callable[[], object] = lambda: None
 
     def check(self) -> None:
-        """Raise the error that the same request would receive now. Blocks."""
+        """Authorize the caller again, and raise an error if the caller has lost access."""
         self.again()
         self.look()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread and return its result. Async routes use this method."""
+        """Run a blocking function in a thread, and return its result."""
         return await to_thread.run_sync(work)
 
 
@@ -203,37 +202,37 @@ class Bytes(Response):
 
 
 class Incoming:
-    """The body of a request as a stream of bytes."""
+    """Request body as a stream of bytes."""
 
     def __init__(self, request: HttpRequest, size: int | None) -> None:
         self._request = request
         self.size = size
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the arriving bytes. If the body exceeds the route's limit, the iterator raises `TooLarge`."""
+        """Yield received bytes, or raise `TooLarge` if the body exceeds the route's limit."""
         async for piece in self._request.stream():
             if piece:
                 yield piece
 
 
 class Stream(Generic[T]):
-    """A response of server-sent events, one JSON object each. The response ends when `source` ends.
+    """HTTP response with server-sent events, which contain one JSON object each.
 
-    `source` yields messages, and None after some time without a message. The iterator must end soon after the hub is
-    closed. The server reads `source` at the reader's pace. The server closes `source` when the reader disconnects or
-    loses access. A revoked token or a lost team membership ends its streams within some seconds.
+    `source` yields messages, and None as a keep-alive. `source` must end soon after the hub is closed. The server
+    closes `source` when the reader disconnects or loses access. The server checks the reader's access every ten
+    seconds.
     """
 
     def __init__(self, source: AsyncIterator[T | None]) -> None:
         self._source = source
 
     def response(self, call: Call) -> Response:
-        """Return the stream as an ASGI response."""
+        """Return the event stream as an ASGI response."""
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._lines(call), media_type=EVENTS, headers=headers)
 
     async def _lines(self, call: Call) -> AsyncIterator[bytes]:
-        yield b":\n\n"  # Send the headers now, even before the first message.
+        yield b":\n\n"  # Send the response headers before the first message.
         clock = call.clock
         checked_ns = clock.boottime_ns()
         streams = call.measures.streams
@@ -245,8 +244,8 @@ class Stream(Generic[T]):
                     checked_ns = clock.boottime_ns()
                 yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
         except ServerProblem as error:
-            # The caller lost access, or the database is unreachable. The status is already sent, so the stream ends.
-            # The reader connects again and gets the error.
+            # The caller has lost access, or the database is unreachable. The server has already sent the status, so the
+            # reader receives the error only after a reconnect.
             _logger.warning("a stream ends: %s", error.message)
         finally:
             streams.dec()
@@ -275,35 +274,33 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def content_type(self) -> str:
-        """Return the required content type of the body, or "" without a body."""
+        """Return the body's required content type, or "" for a route without a body."""
         if self.body is None:
             return ""
         return BYTES if self.body in (bytes, Incoming) else JSON
 
     def bound(self, provided: typing.Mapping[type, object]) -> Route:
-        """Return the route with the services that its handler needs."""
+        """Return a copy of the route with its handler's services."""
         for kind in self.services.values():
             if kind not in provided:
                 raise RuntimeError(
-                    f"{self.method} {self.path} needs {kind.__name__}, which the application does not provide"
+                    f"route {self.method} {self.path} needs {kind.__name__}, which the application does not provide"
                 )
         arguments = {name: provided[kind] for name, kind in self.services.items()}
         return msgspec.structs.replace(self, arguments=arguments)
 
     async def serve(self, request: HttpRequest) -> Response:
-        """Answer a request that `AuthMiddleware` admitted for this route. Errors become HTTP responses."""
+        """Answer a request that `AuthMiddleware` has admitted to this route."""
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:
             return problem_response(error)
         except ClientDisconnect:
-            return Response(status_code=499)  # The client has disconnected.
-        except Exception:  # A bug in a route must not end the server. Clients must not see details of the bug.
+            return Response(status_code=499)  # The client has closed the connection.
+        except Exception:  # Hide the details of server bugs from clients.
             _logger.exception("%s %s failed", self.method, self.path)
             found = server_log.current().get("request_id", "")
-            hint = (
-                f"the server's log has the details of request {found}" if found else "the server's log has the details"
-            )
+            hint = f"search the server's log for request {found}" if found else "read the server's log"
             return problem_response(ServerProblem("an internal error occurred in the server", hint=hint))
 
     async def _serve(self, request: HttpRequest) -> Response:
@@ -316,7 +313,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         arguments |= {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
         if self.query is None and request.scope["query_string"]:
             raise InvalidValue(
-                "this route accepts no parameters", hint="docs/openapi.json lists the parameters of each route"
+                "this route accepts no query parameters", hint="read the route's parameters in docs/openapi.json"
             )
         if self.query is not None:
             arguments["query"] = _decoded(lambda: _query(request, self.query))
@@ -326,7 +323,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         data = b"" if self.body in (None, Incoming) else await request.body()
 
         def answer() -> Response:
-            # The thread also encodes and decodes the JSON, which can be several megabytes, to keep the event loop free.
+            # Large JSON bodies would block the event loop, so this thread also decodes and encodes JSON.
             return make_response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
@@ -338,7 +335,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return make_response(call, await self.handler(call, **arguments, **body))
 
     def _body(self, request: HttpRequest, data: bytes) -> dict[str, object]:
-        """Return the argument for a completely read body; empty for routes without a body or with a stream."""
+        """Return the decoded body as the handler's `body` argument, or no argument."""
         if self.body in (None, Incoming):
             return {}
         if self.body is bytes:
@@ -350,7 +347,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Routes:
-    """The routes of one module."""
+    """Routes of one module."""
 
     def __init__(self, tag: str) -> None:
         self._tag = tag
@@ -363,19 +360,19 @@ class Routes:
     def post(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that creates an object or starts an action. `limit` is the maximum body in bytes."""
+        """Declare a route that creates an object or starts an action, with a body of at most `limit` bytes."""
         return self._declare("POST", path, needs, limit)
 
     def put(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that creates or replaces a named object. `limit` is the maximum body in bytes."""
+        """Declare a route that creates or replaces a named object, with a body of at most `limit` bytes."""
         return self._declare("PUT", path, needs, limit)
 
     def patch(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that changes an object. `limit` is the maximum body in bytes."""
+        """Declare a route that changes an object, with a body of at most `limit` bytes."""
         return self._declare("PATCH", path, needs, limit)
 
     def delete(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -411,7 +408,7 @@ class Routes:
 
 
 def _newer(protocol: str, error: InvalidValue) -> InvalidValue:
-    """Return the error for an invalid body. Clients with a newer protocol get a different hint."""
+    """Return the error for an invalid body, with an upgrade hint for newer clients."""
     if not (protocol.isascii() and protocol.isdigit() and len(protocol) < 6) or int(protocol) <= PROTOCOL:
         return error
     return InvalidValue(
@@ -424,20 +421,20 @@ def _decoded(decode: Callable[[], T]) -> T:
     try:
         return decode()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidValue(str(error)[:500], hint="docs/openapi.json describes this route") from error
+        raise InvalidValue(str(error)[:500], hint="read the description of this route in docs/openapi.json") from error
 
 
 def _query(request: HttpRequest, kind: Any) -> object:
     asked: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name in asked:
-            raise InvalidValue(f"the parameter {name[:64]!r} occurs twice")
+            raise InvalidValue(f"the query parameter {name[:64]!r} occurs twice")
         asked[name] = value
     return from_builtins(asked, kind, strict=False)
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
-    """Return the identifiers in a path that the log may contain, without other text of the caller."""
+    """Return the path's run, node and attempt identifiers for the log."""
     named = {
         name: str(parts[name]) for name in ("run", "node") if created_wall_ns(str(parts.get(name, ""))) is not None
     }
@@ -450,12 +447,12 @@ def _part(value: object, kind: type, name: str) -> object:
         return value
     text = str(value)
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise InvalidValue(f"{name} is not a number", hint="write a number in this part of the path")
+        raise InvalidValue(f"{name} is not a number", hint="write a number in this part of the request path")
     return int(text)
 
 
 def make_response(call: Call, answer: object) -> Response:
-    """Return the response for a handler's result."""
+    """Return the HTTP response for a handler's result."""
     if isinstance(answer, Response):
         return answer
     if isinstance(answer, Stream):
@@ -466,7 +463,7 @@ def make_response(call: Call, answer: object) -> Response:
 
 
 def range_response(read: Reader, size: int, asked: str) -> Response:
-    """Return a response with the bytes that a request selects.
+    """Return the HTTP response with the requested byte range.
 
     Args:
         read: source of the bytes.
@@ -488,7 +485,7 @@ def range_response(read: Reader, size: int, asked: str) -> Response:
 def _answer(read: Reader, start: int, length: int, status: int, headers: dict[str, str]) -> Response:
     headers["Content-Length"] = str(length)
     pieces = read(start, length)
-    # Read the first bytes before sending the status, so that a missing object can still cause an error response.
+    # Read the first bytes before the status, so that a missing object still causes an error response.
     first = next(pieces, b"")
     following = itertools.chain((first,), pieces)
     return StreamingResponse(following, status_code=status, headers=headers, media_type=BYTES)

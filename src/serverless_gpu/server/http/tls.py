@@ -1,20 +1,19 @@
-"""Reads the server's TLS certificate from two files, at the start and after each renewal.
+"""Reads the server's TLS certificate and key at the start and after each renewal.
 
     tls_cert  PEM: the certificate, then its intermediate certificates          SIGHUP ─▶ read, checked, used for new
     tls_key   PEM: its key; readable by the server's user only                            connections
 
-Open connections keep their certificate, so a renewal does not interrupt them.
+A certificate renewal does not interrupt open connections.
 
     server/certificate.json    path and expiry of the certificate in use, for `sgpu doctor`; missing without TLS
 
 Failure cases:
 
-* A file is missing or invalid, the key belongs to another certificate, or other users may read the key. In each case, a
-  starting server refuses to start. A renewal logs the reason and keeps the current certificate.
+* A certificate file is missing or invalid, or other users may read the key. The server refuses to start with an invalid
+  certificate. During a renewal, the server logs the error and keeps the current certificate.
 
-* The certificate has expired or is not yet valid. A start logs an ERROR and continues, because local calls and runs use
-  loopback without a certificate. Without a server, these runs would end after the partition grace. A renewal refuses an
-  expired certificate and keeps the current certificate.
+* The certificate has expired or is not yet valid. A starting server logs an error and continues, because local runs use
+  loopback without TLS. During a renewal, the server refuses the expired certificate and keeps the current certificate.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.units import format_days_ms
 
 SOON_NS = 21 * 86_400 * 1_000_000_000
-"""Nanoseconds before expiry from which the server warns about a certificate that needs renewal."""
+"""Nanoseconds before a certificate's expiry at which the server starts to warn."""
 FILE = "certificate.json"
 _log = logging.getLogger(__name__)
 
@@ -46,14 +45,14 @@ class CertificateInUse(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
 
     def sentence(self, now_ns: int) -> str:
-        """Return a message about the expiry of the certificate."""
+        """Return a message about the certificate's expiry."""
         apart = format_days_ms(abs(self.until_ns - now_ns) // 1_000_000)
         when = f"ended {apart} ago" if self.until_ns <= now_ns else f"ends in {apart}"
         return f"the certificate {self.path} ({', '.join(self.names) or 'without names'}) {when}"
 
 
 class Certificate:
-    """The certificate and the SSL context that uses it."""
+    """The server's certificate and its SSL context."""
 
     def __init__(self, cert: str, key: str, *, directory: Path, clock: Clock) -> None:
         self._cert, self._key = Path(cert), Path(key)
@@ -63,19 +62,21 @@ class Certificate:
         self.in_use = self._take(ended_too=True)
 
     def sentence(self) -> str:
-        """Return a message about the expiry of the certificate."""
+        """Return a message about the certificate's expiry."""
         return self.in_use.sentence(self._clock.wall_ns())
 
     def renew(self) -> None:
-        """Read the files again. On an error, log the reason and keep the current certificate."""
+        """Read the certificate files again. On an error, log the reason and keep the current certificate."""
         try:
             self.in_use = self._take(ended_too=False)
         except InvalidValue as error:
-            _log.error("the server did not renew its certificate and continues with the current one: %s", error.message)
+            _log.error(
+                "the server did not renew its certificate and continues with the current certificate: %s", error.message
+            )
 
     @property
     def is_over(self) -> bool:
-        """Return True if the certificate in use has expired."""
+        """Return True if the current certificate has expired."""
         return self.in_use.until_ns <= self._clock.wall_ns()
 
     def _take(self, *, ended_too: bool) -> CertificateInUse:
@@ -88,20 +89,21 @@ class Certificate:
             begins = format_days_ms((from_ns - now_ns) // 1_000_000)
             raise InvalidValue(f"the certificate {found.path} is not valid yet; it becomes valid in {begins}")
         try:
-            # Test the files in another context first, because a failed load must not leave half of a certificate in
-            # use.
+            # Test the files in a separate SSL context first, because a failed load may change the context.
             _context().load_cert_chain(self._cert, self._key, self._no_passphrase)
             self.context.load_cert_chain(self._cert, self._key, self._no_passphrase)
         except (OSError, ssl.SSLError) as error:
             hint = "check that the key belongs to the certificate"
-            raise InvalidValue(f"{self._cert} and {self._key} do not match: {error}", hint=hint) from error
+            raise InvalidValue(
+                f"the certificate {self._cert} and the key {self._key} do not match: {error}", hint=hint
+            ) from error
         soon = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
         _log.log(logging.ERROR if found.until_ns <= now_ns else soon, "%s", found.sentence(now_ns))
         self._write_down(found)
         return found
 
     def _write_down(self, found: CertificateInUse) -> None:
-        """Record the certificate in use for `sgpu doctor`. On a full disk, the old record stays."""
+        """Record the current certificate for `sgpu doctor`."""
         beside = self._directory / f".{FILE}"
         try:
             beside.write_bytes(msgspec.json.encode(found))
@@ -111,14 +113,16 @@ class Certificate:
 
     def _no_passphrase(self) -> str:
         hint = (
-            f"write the key without a passphrase: openssl pkey -in {self._key} -out FILE; make FILE readable only "
+            f"remove the passphrase: openssl pkey -in {self._key} -out FILE, and make FILE readable only "
             "for the server's user"
         )
-        raise InvalidValue(f"{self._key} has a passphrase; encrypted keys are not supported", hint=hint)
+        raise InvalidValue(
+            f"the server does not support encrypted keys, but the TLS key {self._key} has a passphrase", hint=hint
+        )
 
 
 def is_its_own(text: str) -> bool:
-    """Return True if a certificate is self-signed, so that clients must trust the certificate itself.
+    """Return True if a certificate is self-signed.
 
     Args:
         text: PEM, the certificate first.
@@ -144,7 +148,8 @@ def _read(path: Path) -> tuple[CertificateInUse, int]:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
     except (OSError, ValueError) as error:
         raise InvalidValue(
-            f"{path} is not a certificate: {error}", hint="write a PEM file: the certificate, then its chain"
+            f"{path} is not a certificate: {error}",
+            hint="write a PEM file that contains the certificate and then its chain",
         ) from error
     try:
         alternatives = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -160,7 +165,7 @@ def _read(path: Path) -> tuple[CertificateInUse, int]:
 
 
 def _check_private(key: Path) -> None:
-    """Refuse a key that other users may read. As in Debian, a group may read a key that root owns."""
+    """Refuse a key that other users may read. A group may read a key that root owns."""
     try:
         status = key.stat()
     except OSError as error:
@@ -169,4 +174,4 @@ def _check_private(key: Path) -> None:
         raise InvalidValue(f"{key} is a directory", hint="pass the key file with --tls-key")
     forbidden = 0o077 if status.st_uid == os.geteuid() != 0 else 0o027
     if status.st_mode & forbidden:
-        raise InvalidValue(f"other users can read {key}", hint=f"chmod 600 {key}")
+        raise InvalidValue(f"other users can read the TLS key {key}", hint=f"chmod 600 {key}")

@@ -1,4 +1,4 @@
-"""Manages principals, teams and tokens, the first start, and pools whose runs share a uid.
+"""Manages principals, teams and tokens, and decides which principals share a uid.
 
 Start reading with `principal_service.py`.
 """

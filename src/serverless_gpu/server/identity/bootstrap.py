@@ -1,4 +1,4 @@
-"""Creates the first administrator and the node service, and keeps their tokens in files.
+"""Creates the first administrator and the node service with their token files.
 
     server/token         the administrator's token, for the user who started the server
     server/node.token    a token of a service with the role `agent`, for this machine as a node; if the server has no
@@ -6,15 +6,14 @@
     server/join.token    a token of the same service, with which one machine may join within a day; a start replaces it
                          when it is used up or has expired
 
-Each start checks that the database knows the tokens in the files. The server replaces a token that the database does
-not know. Possible reasons are a first start, a lost file, a different database, or a crash between the writes to file
-and database. The server first writes the file and then the database row. The server also revokes the file's earlier
-token. An operator can therefore change a token by deleting its file and restarting. The server does not replace a known
-token, even after its revocation.
+At each start, the server checks that the database contains the tokens of the token files. The server replaces a token
+that the database does not contain, for example after the loss of a token file. The server first writes the token file,
+then creates the database row and revokes the file's earlier token. To change a token, an operator can therefore delete
+the token file and restart the server. The server never replaces a revoked token.
 
-The administrator's token and the node's token expire 90 days after their creation. Each use extends the validity of the
-node's token. The server replaces the administrator's token in its last 30 days, at a start or through `FileTokens`
-while the server runs. The old token stays valid until its expiry, so waiting clients can still use the old token.
+The administrator's token and the node's token expire after 90 days. Each use extends the validity of the node's token.
+The server replaces the administrator's token in its last 30 days. The old administrator token stays valid until its
+expiry, so waiting clients can still use the old token.
 """
 
 from __future__ import annotations
@@ -54,19 +53,15 @@ _ANY = NodeIdentity(name="", machine="")
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the token files."""
 
-    principal: str  # name of the administrator
-    token: str  # theirs
-    node_token: str  # token of this machine's agent
+    principal: str  # Name of the administrator.
+    token: str  # Token of the administrator.
+    node_token: str  # Token of this machine's agent.
 
 
 def first_tokens(
     database: Transactions, directory: Path, *, login: str, now_ns: int, node: NodeIdentity | None = None
 ) -> FirstTokens:
-    """Return the tokens in the server's files, and create missing tokens.
-
-    The administrator receives the name `login`, the operating system's login name of the user who starts the server.
-    The node's token is bound to `node`.
-    """
+    """Return the tokens in the server's token files, and create missing tokens."""
     database.write(lambda connection: principals.bound_lifetimes(connection, now_ns=now_ns))
     token = _admin_token(database, directory, login=login, now_ns=now_ns)
     node_token = _held(database, directory / "node.token", _SERVICE, now_ns=now_ns)
@@ -77,7 +72,7 @@ def first_tokens(
 
 
 class FileTokens:
-    """Replaces the administrator's token in its file before the token expires. Not thread-safe."""
+    """Replaces the administrator's token before its expiry. `FileTokens` is not thread-safe."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, login: str, renewed: Callable[[], None]
@@ -89,7 +84,7 @@ class FileTokens:
         self._known = self._look()
 
     def tick(self, now_ns: int) -> int:
-        """Replace the token if it expires soon, and return the time of the next check."""
+        """Replace an expiring administrator's token, and return the next check's due time."""
         found = self._look()
         if found != self._known:
             self._known = found
@@ -107,7 +102,7 @@ def _admin_token(database: Transactions, directory: Path, *, login: str, now_ns:
 
 
 def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
-    """Return the token for joining machines. Replace a token that is missing, used up or expired."""
+    """Return the join token, and replace a missing, used or expired join token."""
     path = directory / "join.token"
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
@@ -126,7 +121,7 @@ def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
 
 
 def ensure_node_service(connection: sa.Connection, *, now_ns: int) -> None:
-    """Create the service that owns the nodes' tokens, unless it exists."""
+    """Create the service that owns the nodes' tokens if the service is missing."""
     if all(one.name != NODE for one in principals.all_principals(connection)):
         _make_principal(connection, _SERVICE, now_ns=now_ns)
 
@@ -157,7 +152,7 @@ def _held(
     secret = principals.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    # Another machine or home that uses the same database has different tokens.
+    # Other machines with the same database have different tokens.
     label = f"made by the server: {path.name} ({sha256(f'{machine()}:{path.absolute()}')[:12]})"
     new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns)
     database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
@@ -185,7 +180,7 @@ def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_
 
 
 def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *, now_ns: int) -> None:
-    """Bind the node's token to this server's node, or to the first node that registers."""
+    """Bind the node's token to the given node, or to the first node that registers."""
     found = nodes.find(connection, token_id)
     if node is None and found is None:
         nodes.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
@@ -198,7 +193,7 @@ def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *
 
 
 def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
-    """Return True if a token is used up or expired. A revoked token stays in its file."""
+    """Return True if a join token is used up or expired."""
     with contextlib.suppress(NotFound):
         token = principals.token(connection, token_id)
         invitation = nodes.invitation(connection, token_id)

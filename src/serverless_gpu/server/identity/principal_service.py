@@ -1,8 +1,7 @@
-"""Creates and changes users, services, teams and tokens, and serves their routes.
+"""Manages users, services, teams and tokens, and defines their HTTP routes.
 
-The service writes each change and its audit entry in one transaction. A caller with a scoped token must not gain
-further rights. The caller therefore cannot create or change principals. The caller can create only tokens with a subset
-of the same scopes.
+The service writes each change and its audit entry in one transaction. A caller with a scoped token cannot create or
+change principals. A scoped token can create only tokens with a subset of its scopes.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class PrincipalService:
         self._budgets_changed = budgets_changed
 
     def make(self, who: Caller, request: PrincipalRequest) -> TokenMade:
-        """Create a user or service, and its first token."""
+        """Create a user or service with a first token."""
         _check_unscoped(who)
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
 
@@ -71,7 +70,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change a principal's role, or disable or enable it. `owner_suspension.py` stops the runs."""
+        """Change a principal's role, or disable or enable the principal."""
         _check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
@@ -99,7 +98,7 @@ class PrincipalService:
             return after
 
         changed = self._database.write(work)
-        # Runs of this principal may have waited for the change, or may now be forbidden to start.
+        # The change may allow or forbid the start of the principal's runs.
         self._hub.touch(SCHEDULER)
         return changed
 
@@ -107,7 +106,7 @@ class PrincipalService:
         """Delete a user or service without references, and return the deleted principal."""
         _check_unscoped(who)
         if name == who.name:
-            raise InvalidValue("you cannot delete yourself", hint="ask another administrator")
+            raise InvalidValue("you cannot delete your own user", hint="ask another administrator")
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> PrincipalView:
@@ -153,7 +152,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change_team(self, who: Caller, name: str, asked: TeamChange) -> TeamView:
-        """Change the time zone of a team. Budgets of the team without a time zone use this time zone."""
+        """Change a team's time zone, which is the default time zone of the team's budgets."""
         _check_unscoped(who)
         check_time_zone(asked.time_zone)
         now_ns = self._clock.wall_ns()
@@ -194,11 +193,11 @@ class PrincipalService:
         if not covers(reach, name=who.name, teams=(), owner=owner):
             raise NotFound(f"there is no user or service {owner[:64]!r}")
         if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
-            hint = f"a token that you create with this token can have these scopes: {', '.join(who.scopes)}"
+            hint = f"choose from the scopes of your own token: {', '.join(who.scopes)}"
             raise NotAllowed("a token with scopes cannot create a token with more rights", hint=hint)
-        # The check also refuses NaN.
+        # NaN fails this comparison too.
         if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:
-            raise InvalidValue("the lifetime of a token must be more than 0 s and at most 10 years")
+            raise InvalidValue("a token's lifetime must be more than 0 s and at most 10 years")
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
         new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
@@ -242,13 +241,13 @@ routes = Routes("principals")
 
 @routes.get("/whoami", needs=ANY_CALLER)
 def whoami(call: Call, database: Transactions) -> PrincipalView:
-    """Return the principal that owns the token."""
+    """Return the principal that owns the request's token."""
     return database.read(lambda connection: principals.principal(connection, call.who.name))
 
 
 @routes.get("/users", needs=reading("users"))
 def list_users(call: Call, database: Transactions) -> PrincipalList:
-    """List all users and services, or only the caller."""
+    """List all users and services, or only the caller without access to others."""
     if call.reach != AccessReach.ALL:
         return PrincipalList(principals=(whoami(call, database),))
     return PrincipalList(principals=database.read(principals.all_principals))
@@ -256,7 +255,7 @@ def list_users(call: Call, database: Transactions) -> PrincipalList:
 
 @routes.post("/users", needs=writing("users"))
 def make_user(call: Call, principals: PrincipalService, body: PrincipalRequest) -> TokenMade:
-    """Create a user or service. The response contains the first token of the principal."""
+    """Create a user or service. The response contains the principal's first token."""
     return principals.make(call.who, body)
 
 
@@ -268,7 +267,7 @@ def change_user(call: Call, principals: PrincipalService, name: str, body: Princ
 
 @routes.delete("/users/{name}", needs=writing("users"))
 def delete_user(call: Call, principals: PrincipalService, name: str) -> PrincipalView:
-    """Delete a user or service without references."""
+    """Delete an unreferenced user or service."""
     return principals.delete(call.who, name)
 
 
@@ -293,7 +292,7 @@ def change_team(call: Call, principals: PrincipalService, team: str, body: TeamC
 
 @routes.delete("/teams/{team}", needs=writing("teams"))
 def delete_team(call: Call, principals: PrincipalService, team: str) -> TeamView:
-    """Delete a team without references."""
+    """Delete an unreferenced team."""
     return principals.delete_team(call.who, team)
 
 
@@ -311,14 +310,14 @@ def remove_member(call: Call, principals: PrincipalService, team: str, user: str
 
 @routes.get("/tokens", needs=reading("tokens"))
 def list_tokens(call: Call, database: Transactions) -> TokenList:
-    """List all tokens, or only the tokens of the caller, without secrets."""
+    """List all tokens or the caller's tokens, without their secrets."""
     whose = None if call.reach == AccessReach.ALL else call.who.name
     return TokenList(tokens=database.read(lambda connection: principals.tokens_of(connection, whose)))
 
 
 @routes.post("/tokens", needs=writing("tokens"))
 def make_token(call: Call, principals: PrincipalService, body: TokenRequest) -> TokenMade:
-    """Create a token. Only the response to this request contains the secret."""
+    """Create a token. The server returns the token's secret only in this response."""
     return principals.make_token(call.who, body, reach=call.reach)
 
 

@@ -1,14 +1,12 @@
-"""Decides which principals a pool serves, because runs on a node share a uid.
+"""Decides which principals may share a pool, because runs on a node share a uid.
 
-Every run of a node shares the uid of its agent. The code of one run can read files that another run leaves on the node.
-On the server's machine, the code can also read the server's key and tokens. A pool therefore serves only one principal,
-the server's first administrator. An administrator can accept the risk and lift this restriction with `sgpu pool set
---isolation none`.
+All runs on a node share the uid of the node's agent. User code can read files that other runs leave on the node. On the
+server's machine, user code can also read the server's key and tokens. By default, a pool therefore serves only the
+server's first administrator. An administrator can accept the risk of shared uids with `sgpu pool set --isolation none`.
 
 The first administrator is the oldest user in the database, normally the user who started the server. A personal server
-therefore needs no decision, and a team member who submits first cannot become the first administrator. The server
-derives the first administrator from database rows, so a restart does not change the result. If an administrator demotes
-or disables the first administrator, the runs of every principal wait for the decision.
+therefore needs no isolation decision. If an administrator demotes or disables the first administrator, all runs wait
+for the isolation decision.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from serverless_gpu.server.records.pools import UNSET, StoredPool
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """Access of principals to pools, as input for scheduling decisions."""
+    """Pools that are open or closed to principals, for scheduling decisions."""
 
-    first: str  # name of the first administrator, or ""
-    closed: frozenset[str]  # pools that serve only the first administrator
-    opened: frozenset[str]  # pools that serve all principals
+    first: str  # Name of the first administrator, or "".
+    closed: frozenset[str]  # Pools that serve only the first administrator.
+    opened: frozenset[str]  # Pools that serve all principals.
 
     @classmethod
     def of(cls, there: Iterable[StoredPool], first: str) -> Isolation:
@@ -44,11 +42,11 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         return cls(first=first, closed=frozenset(names) - opened, opened=opened)
 
     def is_second(self, owner: str) -> bool:
-        """Return True if any pool refuses the runs of a principal."""
+        """Return True if any pool refuses the principal's runs."""
         return bool(self.closed) and owner != self.first
 
     def is_closed(self, wanted: QueuedRun) -> bool:
-        """Return True if every pool that a run may use refuses the run."""
+        """Return True if every possible pool refuses the run."""
         return wanted.second_principal and (wanted.pool in self.closed if wanted.pool else not self.opened)
 
 
@@ -56,29 +54,29 @@ EVERYBODY = Isolation(first="", closed=frozenset(), opened=frozenset())
 
 
 class Exposure(msgspec.Struct, frozen=True, kw_only=True):
-    """Principals that share a uid with the first administrator, or would share the uid."""
+    """Principals that share or would share a uid with the first administrator."""
 
-    principals: tuple[str, ...]  # Other principals that may start runs or own runs, by name.
-    had_runs: tuple[str, ...]  # Other principals that own runs. The code of their runs may have run on this machine.
-    undecided: tuple[str, ...]  # Pools whose isolation no administrator has decided.
-    closed: tuple[str, ...]  # Pools in which runs of other principals wait, including the undecided pools.
-    shared: tuple[str, ...]  # Pools in which all runs share a uid.
+    principals: tuple[str, ...]  # Names of other principals that own or may start runs.
+    had_runs: tuple[str, ...]  # Names of other principals that own runs.
+    undecided: tuple[str, ...]  # Pools with undecided isolation.
+    closed: tuple[str, ...]  # Pools that refuse other principals, including undecided pools.
+    shared: tuple[str, ...]  # Pools that allow shared uids.
 
 
 def first_administrator(connection: sa.Connection) -> str:
-    """Return the first administrator's name, or "" if the oldest user is not an enabled administrator."""
+    """Return the first administrator's name, or "" for a disabled or demoted first administrator."""
     row = connection.execute(_OLDEST).first()
     return row.name if row is not None and row.role == "admin" and row.disabled_ns is None else ""
 
 
 def admits(connection: sa.Connection, owner: str, pool: str) -> bool:
-    """Return True if runs of a principal may start in a pool now."""
+    """Return True if a pool's isolation allows the runs of a principal."""
     found = pools.find(connection, pool)
     return (found is not None and found.is_shared) or owner == first_administrator(connection)
 
 
 def exposure(connection: sa.Connection) -> Exposure:
-    """Return the principals that share a uid, and the isolation decisions about their pools."""
+    """Return the principals that share a uid, and the isolation of all pools."""
     first, there = first_administrator(connection), pools.every(connection)
     has_runs = sa.exists().where(runs.c.owner == principals.c.name)
     query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
@@ -94,10 +92,9 @@ def exposure(connection: sa.Connection) -> Exposure:
 
 
 def settle(database: Transactions, ask: Callable[[Exposure], bool | None], *, now_ns: int) -> None:
-    """Report the principals that share a uid to the operator, who decides once about undecided pools.
+    """Ask the operator whether several principals may share a uid in undecided pools.
 
-    `ask` returns True if several principals may share a uid in undecided pools, or None to postpone the decision. The
-    server calls `ask` outside of any transaction.
+    `ask` returns the operator's answer, or None to postpone the decision. `settle` calls `ask` outside of transactions.
     """
     found = database.read(exposure)
     if not found.principals:

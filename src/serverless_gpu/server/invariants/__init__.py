@@ -1,4 +1,5 @@
-"""Checks invariants of the database, in tests and while the server runs.
+"""Checks database invariants in tests and in running servers.
 
-The self-check loop runs `self_check.py` over `invariant_inputs.py`. `run_invariants.py` lists the invariants.
+`run_invariants.py` defines the invariants. The self-check loop in `self_check.py` checks the rows that
+`invariant_inputs.py` loads.
 """

@@ -1,11 +1,11 @@
-"""Loads the rows of runs as values for the invariants, and defines violations.
+"""Loads the database rows of runs for invariant checks, and defines violations.
 
     load(connection, after=…)     a page of runs in the order of their identifiers, with all their rows
     of_runs(connection, ids)      runs with the given identifiers
 
-The module only reads the database. Loading a page needs a handful of queries by key on one snapshot of the database.
-`load` omits very large data, such as a run with many thousand events or an attempt with many thousand facts.
-`RecordedRuns.skipped` lists the omitted data. A `Crew` is the part of a gang on one node.
+Loading a page needs a few indexed queries on one database snapshot. `load` omits very large data, such as attempts with
+many thousand facts. `RecordedRuns.skipped` lists the omitted data. A `Crew` contains the ranks of an attempt on one
+node.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ PAGE_RUNS = 200
 EVENTS_MAX = 1_000
 FACTS_MAX = 20_000
 PARTS_MAX = 2_000
-"""Maximum numbers of events of one run, facts of one page, and result parts of one page."""
+"""Maximum number of events per run, facts per page and result parts per page."""
 OfCrew = tuple[int, int]
-"""Key of a node's part in a gang: the fence, and the node's number within the attempt."""
+"""Fence of an attempt, and node number within the attempt."""
 _decode_fact = msgspec.json.Decoder(Fact).decode
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class SeenReceipt(msgspec.Struct, frozen=True):
-    """The part of a receipt (`model.receipt.Receipt`) that the invariants use."""
+    """Receipt fields that the invariants compare (see `model.receipt.Receipt`)."""
 
     gpu_ms: int | None = None
     facts: int | None = None
@@ -53,7 +53,7 @@ class SeenReceipt(msgspec.Struct, frozen=True):
 
 
 class RecordedOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to a node, acknowledged or not."""
+    """An open or acknowledged order to a node."""
 
     seq: int
     node_id: str
@@ -63,45 +63,42 @@ class RecordedOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one attempt."""
+    """Stored results of an attempt."""
 
     count: int = 0  # Number of results.
-    cut: int = 0  # Number of results whose size differs from the recorded size.
-    parts: tuple[str, ...] = ()  # Digests of the parts in the store; incomplete if the number of parts is very large.
+    cut: int = 0  # Number of incomplete results.
+    parts: tuple[str, ...] = ()  # Digests of result parts, at most `PARTS_MAX`.
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run with all of its rows."""
+    """A run with all its database rows."""
 
     run: StoredRun
-    attempts: tuple[StoredAttempt, ...] = ()  # attempts of the run, sorted by fence
-    events: tuple[StoredEvent, ...] = ()  # events, sorted by number; empty if the run has too many events to load
+    attempts: tuple[StoredAttempt, ...] = ()  # Attempts of the run, sorted by fence.
+    events: tuple[StoredEvent, ...] = ()  # Sorted events; empty for a run with too many events.
     orders: tuple[RecordedOrder, ...] = ()
-    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # facts by node's part, sorted by number
-    unread: frozenset[OfCrew] = frozenset()  # keys of node parts with too many facts to load
-    receipts: Mapping[OfCrew, SeenReceipt] = {}  # receipts by node's part
+    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # Sorted facts by fence and node number.
+    unread: frozenset[OfCrew] = frozenset()  # Fences and node numbers with too many facts to load.
+    receipts: Mapping[OfCrew, SeenReceipt] = {}  # Receipts by fence and node number.
     charges: Mapping[OfCrew, tuple[PostedEntry, ...]] = {}
-    """Ledger entries by node's part, sorted by number."""
-    results: Mapping[int, Results] = {}  # results of each attempt, by fence
-    actions: Mapping[str, int] = {}  # number of audit entries about this run, by action
+    """Sorted ledger entries by fence and node number."""
+    results: Mapping[int, Results] = {}  # Results of each attempt, by fence.
+    actions: Mapping[str, int] = {}  # Number of audit entries about the run, by action.
 
 
 class RecordedRuns(msgspec.Struct, frozen=True, kw_only=True):
-    """Some runs in one snapshot of the database."""
+    """A page of runs from one database snapshot."""
 
-    runs: tuple[RecordedRun, ...] = ()  # runs, sorted by run identifier
+    runs: tuple[RecordedRun, ...] = ()  # Runs, sorted by run identifier.
     absent: Mapping[str, Mapping[str, int]] = {}
-    """Missing runs that the caller named, each with the number of audit entries by action."""
-    details: tuple[str, ...] = ()  # details of the audit entries about these runs
-    following: str = ""  # start of the next page; "" after the last page
-    skipped: tuple[str, ...] = ()  # descriptions of omitted data
+    """Number of audit entries by missing run and action."""
+    details: tuple[str, ...] = ()  # Details of the audit entries about these runs.
+    following: str = ""  # Start of the next page; "" after the last page.
+    skipped: tuple[str, ...] = ()  # Descriptions of omitted data.
 
 
 def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) -> RecordedRuns:
-    """Return a page of runs.
-
-    `after` is `following` of the previous page, "" for the first page.
-    """
+    """Return the next page of runs."""
     query = sa.select(runs.c.id).where(runs.c.id > after).order_by(runs.c.id).limit(limit)
     ids = list(connection.scalars(query))
     page = of_runs(connection, ids)
@@ -109,7 +106,7 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
-    """Return the runs with the given identifiers. `absent` contains the missing runs."""
+    """Return the runs with the given identifiers."""
     found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
     ids = sorted(found)
     skipped = [f"events of run {run_id}" for run_id in ids if found[run_id].events > EVENTS_MAX]
@@ -190,7 +187,7 @@ def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[CrewId, tupl
 def _seen(text: str) -> SeenReceipt:
     try:
         return from_json(text, SeenReceipt)
-    # The receipt has another version, which this server cannot interpret.
+    # This server version cannot decode the receipt.
     except (msgspec.DecodeError, RecursionError):
         return SeenReceipt()
 
@@ -254,7 +251,7 @@ def _audit(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[str, Cou
 def pages(
     read: Callable[[Callable[[sa.Connection], RecordedRuns]], RecordedRuns], *, limit: int = PAGE_RUNS
 ) -> Iterable[RecordedRuns]:
-    """Yield all runs page by page, each page from its own snapshot."""
+    """Yield all runs in pages from separate database snapshots."""
     after = ""
     while True:
         page = read(partial(load, after=after, limit=limit))
@@ -276,5 +273,5 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def violation_of(recorded: RecordedRun, invariant: str, sentence: str) -> Violation:
-    """Return a violation of an invariant by a run."""
+    """Return the violation of an invariant by a run."""
     return Violation(invariant=invariant, subject=f"run {recorded.run.id}", sentence=sentence)

@@ -1,13 +1,13 @@
-"""Defines invariants of runs, which hold after crashes, lost or repeated messages, and full disks.
+"""Defines run invariants, which hold even after crashes, lost messages and full disks.
 
     RecordedRuns (rows of some runs)   ─┐
     History (observations of clients    ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
         and nodes, if a test has them)  │
     LiveState (memory of a server)     ─┘
 
-Tests check simulated clusters and servers that were killed at each fault point. A running server checks itself
-(`self_check.py`). This module works on values, and uses no clock, no database and no log. An invariant that needs more
-than rows is checked only if the caller passes the additional input. A `Crew` is the part of a gang on one node.
+Tests check these invariants in simulated clusters and after injected server crashes. A running server checks its own
+database (`self_check.py`). All checks are pure functions. Some invariants need observations besides database rows, so
+callers can pass a `History` and a `LiveState`. A `Crew` contains the ranks of an attempt on one node.
 
     I1  Clients can read an acknowledged run until retention removes it. The audit records the removal.
     I2  A run ends once. The end is the run's last event and never changes.
@@ -34,8 +34,7 @@ than rows is checked only if the caller passes the additional input. A `Crew` is
     I14 Every waiting run has a reason.
     I15 Every growing table in memory has a bound and stays within the bound.
 
-This module does not check I9 and I10, because tests of the node check these invariants. The module does not check I13,
-because schedules do not exist yet.
+Tests of the node check the invariants I9 and I10. Invariant I13 is reserved for schedules, which do not exist yet.
 """
 
 from __future__ import annotations
@@ -71,72 +70,70 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.events import StoredEvent, is_remark
 
 LENDINGS_MAX = 50_000
-"""Maximum number of remembered device assignments for the comparison with later pages."""
+"""Maximum number of remembered device assignments."""
 Place = tuple[str, ...]
 UNPLACED_S = 60.0
-"""Seconds that a placeable run may wait. A slow scheduler can explain a shorter wait."""
+"""Seconds after which the self-check reports a waiting run that could start."""
 UNTOLD_S = 60.0
-"""Seconds that a run may wait without a reason."""
+"""Seconds after which the self-check reports a run that waits without a reason."""
 UNSTOPPED_S = 30.0
-"""Seconds that a run may continue after its hard budget is used up. Budgets reserve twice this time."""
+"""Seconds after which the self-check reports a run whose hard budget is used up. Budgets reserve twice this time."""
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {
-    # LOST: an operator restored the server from a backup in which the run waited. FAILED: no node could ever execute
-    # the run.
+    # An operator who restores a backup can lose waiting runs. A run that no node can execute fails.
     State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
     State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,
-    # A final stop request may replace a stop request that permits continuation. The state does not change, but the
-    # server writes an event.
+    # A final stop request may replace a preemption, with an event but without a state change.
     State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     **{state: frozenset() for state in TERMINAL},
 }
-"""Allowed state changes, written independently of `run_lifecycle.py` to check its transition table."""
+"""Allowed state changes, defined independently of the transition table in `run_lifecycle.py`."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """Execution of user code of one attempt on one node, as a test observed it. All nodes share one clock."""
+    """Observed execution of an attempt's user code on one node. All nodes share one clock."""
 
     run_id: str
     fence: int
     node: str
-    devices: tuple[str, ...]  # Device identifiers, unique across all nodes.
+    devices: tuple[str, ...]  # Globally unique device identifiers.
     began_ns: int  # Time of the first exec system call.
-    ended_ns: int | None = None  # Time when the last process ended; None while a process runs.
-    freed_ns: int | None = None  # Time when the node released the devices; None before.
+    ended_ns: int | None = None  # Time at which the last process ended; None before.
+    freed_ns: int | None = None  # Time at which the node released the devices; None before.
     crew: int = 0  # Number of the node within the attempt.
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """Observations of clients and nodes that a test recorded."""
+    """Observations of clients and nodes in a test."""
 
-    acknowledged: frozenset[str] = frozenset()  # runs whose submission the server acknowledged
-    ends: Mapping[str, tuple[State, Reason]] = {}  # final states that a client has seen, by run
-    stretches: Sequence[Stretch] = ()  # observed executions of user code
+    acknowledged: frozenset[str] = frozenset()  # Runs that the server acknowledged.
+    ends: Mapping[str, tuple[State, Reason]] = {}  # Final states that clients observed, by run.
+    stretches: Sequence[Stretch] = ()  # Observed executions of user code.
     changed: Mapping[tuple[str, str], int] = {}
-    """Number of successful requests that changed something, by (action, subject).
+    """Number of successful changing requests, by (action, subject).
 
-    Each successful changing request has a row in the audit. Requests whose response was lost also have rows.
+    The audit may contain more entries, because clients can lose responses to successful requests.
     """
-    secrets: tuple[str, ...] = ()  # texts that the audit must not contain
+    secrets: tuple[str, ...] = ()  # Secrets that the audit must not contain.
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """State in the memory of a running server, in addition to its database."""
+    """In-memory state of a running server."""
 
     untold_s: Mapping[str, float] = {}
-    """Runs that wait without a reason, with the seconds since the reason was missing."""
-    unplaced_s: Mapping[str, float] = {}  # runs that could start now, with the seconds since they could start
+    """Seconds since each waiting run has had no reason, by run."""
+    unplaced_s: Mapping[str, float] = {}  # Seconds since each waiting run could start, by run.
     unstopped_s: Mapping[str, float] = {}
-    """Runs that continue without a stop request after their hard budget is used up, with the seconds."""
-    sizes: Mapping[str, tuple[int, int]] = {}  # growing tables by description, with current and maximum size
-    missing_parts: frozenset[str] = frozenset()  # digests of results that are missing in the store
+    """Seconds since each run's hard budget was used up without a stop request, by run."""
+    sizes: Mapping[str, tuple[int, int]] = {}  # Current and maximum size of in-memory tables, by description.
+    missing_parts: frozenset[str] = frozenset()  # Digests of missing result parts.
 
 
 def violations(page: RecordedRuns, history: History | None = None, moment: LiveState | None = None) -> list[Violation]:
-    """Return the violations among some runs."""
+    """Return all violations in a page of runs, sorted."""
     history, moment = history or History(), moment or LiveState()
     found = [violation for recorded in page.runs for rule in RULES for violation in rule(recorded)]
     for recorded in page.runs:
@@ -159,7 +156,11 @@ def _readable(page: RecordedRuns, history: History) -> Iterator[Violation]:
     for run_id, actions in page.absent.items():
         created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
         if (created or run_id in history.acknowledged) and not expired:
-            yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged but does not exist")
+            yield Violation(
+                invariant="I1",
+                subject=f"run {run_id}",
+                sentence="the server acknowledged the run, but the run does not exist",
+            )
 
 
 # --- I2, I5 -----------------------------------------------------------------------------------------------------------
@@ -169,17 +170,17 @@ def _one_end(recorded: RecordedRun) -> Iterator[Violation]:
     run, told = recorded.run, recorded.events
     ends = [event for event in told if event.state in TERMINAL]
     if len(ends) > 1:
-        yield violation_of(recorded, "I2", f"has {len(ends)} ends: {_listed(event.state for event in ends)}")
+        yield violation_of(recorded, "I2", f"the run has {len(ends)} ends: {_listed(event.state for event in ends)}")
     if ends and told[-1] is not ends[-1]:
-        yield violation_of(recorded, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
+        yield violation_of(recorded, "I2", f"event {told[-1].seq} ({told[-1].state}) follows the end of the run")
     if told and told[-1].state is not run.state:
-        yield violation_of(recorded, "I2", f"is {run.state}, but its last event has the state {told[-1].state}")
+        yield violation_of(recorded, "I2", f"the run is {run.state}, but its last event has the state {told[-1].state}")
     is_over = run.state in TERMINAL
     if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
-        yield violation_of(recorded, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
+        yield violation_of(recorded, "I2", f"the run is {run.state}, with reason {run.reason} and end {run.ended_ns}")
     if run.reason is not None and is_over and MEANINGS[run.reason].state is not run.state:
         yield violation_of(
-            recorded, "I2", f"is {run.state} because of {run.reason}, which means {MEANINGS[run.reason].state}"
+            recorded, "I2", f"the run is {run.state}, but its reason {run.reason} means {MEANINGS[run.reason].state}"
         )
 
 
@@ -188,7 +189,7 @@ def _still_ended(recorded: RecordedRun, history: History) -> Iterator[Violation]
     if end is not None and end != (recorded.run.state, recorded.run.reason):
         state, reason = end
         yield violation_of(
-            recorded, "I2", f"was {state} ({reason}), and is {recorded.run.state} ({recorded.run.reason})"
+            recorded, "I2", f"the run was {state} ({reason}) and is now {recorded.run.state} ({recorded.run.reason})"
         )
 
 
@@ -197,10 +198,10 @@ def _moves(recorded: RecordedRun) -> Iterator[Violation]:
     if not told:
         return
     if [event.seq for event in told] != list(range(told[0].seq, told[0].seq + len(told))):
-        yield violation_of(recorded, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
+        yield violation_of(recorded, "I5", f"the run's events are numbered {_listed(event.seq for event in told)}")
     if told[-1].seq != recorded.run.events:
         yield violation_of(
-            recorded, "I5", f"its last event is {told[-1].seq}, but its row counts {recorded.run.events} events"
+            recorded, "I5", f"the run's last event is {told[-1].seq}, but the run counts {recorded.run.events} events"
         )
     for before, event in pairwise(told):
         yield from _move(recorded, before, event)
@@ -208,13 +209,13 @@ def _moves(recorded: RecordedRun) -> Iterator[Violation]:
 
 def _move(recorded: RecordedRun, before: StoredEvent, event: StoredEvent) -> Iterator[Violation]:
     if event.state not in MOVES[before.state] and not is_remark(before, event):
-        yield violation_of(recorded, "I5", f"went from {before.state} to {event.state} (event {event.seq})")
+        yield violation_of(recorded, "I5", f"the run went from {before.state} to {event.state} (event {event.seq})")
     places = before.state is State.QUEUED and event.state is State.STARTING
     if event.fence != before.fence + places:
         yield violation_of(
             recorded,
             "I5",
-            f"event {event.seq} ({event.state}) belongs to attempt {event.fence}, after attempt {before.fence}",
+            f"event {event.seq} ({event.state}) belongs to attempt {event.fence} but follows attempt {before.fence}",
         )
 
 
@@ -225,16 +226,20 @@ def _attempts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
     run, tries = recorded.run, recorded.attempts
     fences = [attempt.fence for attempt in tries]
     if fences != list(range(1, run.fence + 1)):
-        yield violation_of(recorded, "I3", f"is at attempt {run.fence}, but has attempts {_listed(fences) or 'none'}")
+        yield violation_of(
+            recorded, "I3", f"the run is at attempt {run.fence} but has attempts {_listed(fences) or 'none'}"
+        )
     still_open = [attempt.fence for attempt in tries if attempt.ended_ns is None]
     if still_open != ([run.fence] if run.state in _OPEN else []):
-        yield violation_of(recorded, "I3", f"is {run.state}, but its open attempts are {_listed(still_open) or 'none'}")
+        yield violation_of(
+            recorded, "I3", f"the run is {run.state}, but its open attempts are {_listed(still_open) or 'none'}"
+        )
     for attempt in tries:
         yield from _attempt(recorded, attempt)
     began = sum(attempt.began for attempt in tries)
     again = run.retries_used + run.fault_retries_used
     if not run.spec.resume and began > 1 + again:
-        yield violation_of(recorded, "I3", f"ran user code {began} times with only {again} retries")
+        yield violation_of(recorded, "I3", f"the run executed user code {began} times with only {again} retries")
     faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
     uses = (
         (run.retries_used, run.spec.retries),
@@ -243,14 +248,14 @@ def _attempts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
     )
     if any(used > most for used, most in uses):
         used = ", ".join(f"{used} of {most}" for used, most in uses)
-        yield violation_of(recorded, "I3", f"used more retries than allowed: {used}")
+        yield violation_of(recorded, "I3", f"the run used more retries than allowed: {used}")
 
 
 def _attempt(recorded: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
     if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
         yield violation_of(recorded, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
     if attempt.fence == recorded.run.fence and attempt.ended_ns is None and attempt.state is not recorded.run.state:
-        yield violation_of(recorded, "I3", f"is {recorded.run.state}, but its open attempt is {attempt.state}")
+        yield violation_of(recorded, "I3", f"the run is {recorded.run.state}, but its open attempt is {attempt.state}")
     own = [order for order in recorded.orders if order.fence == attempt.fence]
     for crew in attempt.crews:
         yield from _crew(recorded, crew, [order for order in own if order.crew == crew.number])
@@ -262,14 +267,16 @@ def _crew(recorded: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder])
         yield violation_of(recorded, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
     starts = [order for order in own if order.kind == "start"]
     if len(starts) != 1:
-        yield violation_of(recorded, "I3", f"{name} has {len(starts)} orders to start")
+        yield violation_of(recorded, "I3", f"{name} has {len(starts)} start orders instead of one")
     for order in own:
         if order.node_id != crew.node_id:
-            yield violation_of(recorded, "I3", f"{name} is on {crew.node_id}, but order {order.seq} is not")
+            yield violation_of(
+                recorded, "I3", f"{name} is on node {crew.node_id}, but order {order.seq} names another node"
+            )
 
 
 def _facts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
-    """Compare attempts on the same boot of a node by the clock of that node."""
+    """Yield overlaps between successive attempts on the same node boot."""
     for fence, following in pairwise(sorted({fence for fence, _ in recorded.facts})):
         before = [facts for (other, _), facts in recorded.facts.items() if other == fence]
         after = [facts for (other, _), facts in recorded.facts.items() if other == following]
@@ -280,7 +287,7 @@ def _facts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
                 continue
             if began[0].boottime_ns < ended[-1].boottime_ns:
                 yield violation_of(
-                    recorded, "I3", f"attempt {following} ran user code while {fence} still had processes"
+                    recorded, "I3", f"attempt {following} ran user code while attempt {fence} still had processes"
                 )
 
 
@@ -291,7 +298,9 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
     for run_id, own in by_run.items():
         own.sort(key=lambda one: (one.fence, one.began_ns))
         if len({(one.fence, one.crew) for one in own}) < len(own):
-            yield Violation(invariant="I3", subject=f"run {run_id}", sentence="ran one of its attempts twice")
+            yield Violation(
+                invariant="I3", subject=f"run {run_id}", sentence="the run executed one of its attempts twice"
+            )
         for one, following in _pairs_of_attempts(own):
             if one.ended_ns is None or following.began_ns < one.ended_ns:
                 sentence = f"attempts {one.fence} and {following.fence} ran at the same time"
@@ -299,14 +308,14 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
 
 
 def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:
-    """Yield each execution of an attempt paired with each execution of the next attempt that ran."""
+    """Yield each pair of executions of two successive attempts."""
     fences = sorted({one.fence for one in own})
     for fence, following in pairwise(fences):
         yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
 
 
 def _ran_as_asked(page: RecordedRuns, history: History) -> Iterator[Violation]:
-    """Check the observations of tests instead of reports, because an attempt may begin without a report."""
+    """Yield violations in observed executions, because reports may be missing."""
     attempts = {(one.run_id, one.fence) for one in history.stretches}
     ran = Counter(run_id for run_id, _ in attempts)
     for recorded in page.runs:
@@ -316,7 +325,9 @@ def _ran_as_asked(page: RecordedRuns, history: History) -> Iterator[Violation]:
                 yield violation_of(recorded, "I3", f"attempt {attempt.fence} was cancelled, but its user code ran")
         again = run.retries_used + run.fault_retries_used
         if not run.spec.resume and ran[run.id] > 1 + again:
-            yield violation_of(recorded, "I3", f"ran user code {ran[run.id]} times with only {again} retries")
+            yield violation_of(
+                recorded, "I3", f"the run executed user code {ran[run.id]} times with only {again} retries"
+            )
 
 
 # --- I4 ---------------------------------------------------------------------------------------------------------------
@@ -343,19 +354,19 @@ def _stored(recorded: RecordedRun, missing: frozenset[str]) -> Iterator[Violatio
     ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
     there = results.count if results is not None else 0
     if there < ranks:
-        yield violation_of(recorded, "I6", f"has succeeded, but only {there} of {ranks} results exist")
+        yield violation_of(recorded, "I6", f"the run has succeeded, but only {there} of {ranks} results exist")
     if results is not None and results.cut:
-        yield violation_of(recorded, "I6", f"{results.cut} of its results are incomplete")
+        yield violation_of(recorded, "I6", f"{results.cut} results of the run are incomplete")
     gone = missing.intersection(results.parts if results is not None else ())
     if gone:
-        yield violation_of(recorded, "I6", f"{len(gone)} parts of its results are not in the store")
+        yield violation_of(recorded, "I6", f"{len(gone)} result parts of the run are missing in the store")
 
 
 # --- I7 ---------------------------------------------------------------------------------------------------------------
 
 
 def ledger(recorded: RecordedRun) -> Iterator[Violation]:
-    """Yield violations in the facts, receipts and ledger entries of a run."""
+    """Yield violations in a run's facts, receipts and ledger entries."""
     all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in recorded.attempts for crew in attempt.crews]
     ended = {one.key for one in all_crews if one.crew.ended_ns is not None}
     for fence, _ in sorted(set(recorded.receipts) - ended):
@@ -370,13 +381,13 @@ def ledger(recorded: RecordedRun) -> Iterator[Violation]:
         for sentence in _entries(posted):
             yield violation_of(recorded, "I7", f"{one.name}: {sentence}")
         if one.key in recorded.unread:
-            continue  # Without facts, this function has no values to compare.
+            continue  # Skip comparisons that need the omitted facts.
         for sentence in (*_receipt(one, own, recorded), *_charged(one, own, posted, recorded)):
             yield violation_of(recorded, "I7", sentence)
 
 
 class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Crew` together with its attempt."""
+    """A `Crew` with its attempt."""
 
     attempt: StoredAttempt
     crew: StoredCrew
@@ -398,7 +409,7 @@ def _receipt(one: _OfCrew, own: Sequence[Fact], recorded: RecordedRun) -> Iterat
     if len(own) < receipt.facts:
         yield f"only {len(own)} of the {receipt.facts} facts of {one.name} exist"
     elif (charged := _charge_ms(own, one.attempt.gpu_type)) != receipt.gpu_ms:
-        yield f"{one.name} is charged {receipt.gpu_ms} ms, but its facts amount to {charged}"
+        yield f"the receipt of {one.name} charges {receipt.gpu_ms} ms, but its facts amount to {charged}"
 
 
 def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
@@ -409,23 +420,23 @@ def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
 
 
 def _entries(posted: Sequence[PostedEntry]) -> Iterator[str]:
-    """Yield contradictions among ledger entries that are detectable without facts."""
+    """Yield contradictions among ledger entries."""
     if [one.entry.number for one in posted] != list(range(1, len(posted) + 1)):
-        yield f"its entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
+        yield f"the ledger entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
     if len({one.account_id for one in posted}) > 1:
-        yield "its entries belong to more than one account"
+        yield "the ledger entries belong to more than one account"
     there: dict[int, PostedEntry] = {}
     for one in posted:
         entry = one.entry
         before = there.pop(entry.line.day, None)
         if entry.kind is EntryKind.REVERSAL:
             if before is None:
-                yield f"entry {entry.number} reverses an entry that does not exist"
+                yield f"ledger entry {entry.number} reverses an entry that does not exist"
             elif not _takes_back(one, before):
-                yield f"entry {entry.number} does not reverse entry {before.entry.number} exactly"
+                yield f"ledger entry {entry.number} does not exactly reverse entry {before.entry.number}"
             continue
         if before is not None:
-            yield f"entries {before.entry.number} and {entry.number} both belong to day {entry.line.day}"
+            yield f"ledger entries {before.entry.number} and {entry.number} both belong to day {entry.line.day}"
         there[entry.line.day] = one
 
 
@@ -435,7 +446,7 @@ def _takes_back(one: PostedEntry, before: PostedEntry) -> bool:
 
 
 def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], recorded: RecordedRun) -> Iterator[str]:
-    """Yield differences between the charges and the amounts from facts and tariff."""
+    """Yield differences between ledger charges and the charges computed from facts."""
     if of.crew.settled_ns is None or of.crew.uncharged:
         return
     try:
@@ -445,23 +456,24 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
         return
     stands = standing(one.entry for one in posted).values()
     if [entry.line for entry in stands] != list(wanted):
-        yield (f"{of.name} is charged {_told(entry.line for entry in stands)}, but its facts amount to {_told(wanted)}")
+        yield f"the ledger charges {of.name} {_told(entry.line for entry in stands)} instead of {_told(wanted)}"
         return
     receipt = recorded.receipts.get(of.key)
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
-        yield f"{of.name} has reported everything, but its charges are provisional"
+        yield f"{of.name} has reported all facts, but its charges are still provisional"
     if receipt is not None and is_whole and _is_alike(of, receipt):
         micros = sum_of(wanted, of.attempt.tariff).micros
         if micros != receipt.micros:
-            yield f"the receipt of {of.name} contains {receipt.micros} micros, but the ledger {micros}"
+            yield f"the receipt of {of.name} contains {receipt.micros} micros, but the ledger contains {micros}"
 
 
 def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
-    """Return True if a receipt is comparable: its node knows the tariff and the server's end reason.
+    """Return True if a receipt is comparable with the ledger.
 
-    If the server abandons an attempt that later ends by itself, the attempt has two end reasons. The server then uses
-    the reason that it recorded. The reasons on all nodes decide who pays, but a node knows only its local reason.
+    The node must know the tariff and the same end reason as the server. The end reasons differ if the server abandoned
+    the attempt before its end. A node also does not know the end reasons of other nodes, which decide about the
+    charges.
     """
     own, whole = of.crew.reason, of.attempt.reason
     if own is None or whole is None or MEANINGS[own].is_billed is not MEANINGS[whole].is_billed:
@@ -471,7 +483,7 @@ def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
 
 
 def _told(lines: Iterable[LedgerLine]) -> str:
-    """Return ledger lines as a short text."""
+    """Format ledger lines as a short text."""
     return ", ".join(f"{line.gpu_ms} ms ({line.micros} micros) on day {line.day}" for line in lines) or "nothing"
 
 
@@ -481,15 +493,17 @@ def _told(lines: Iterable[LedgerLine]) -> str:
 def _created_once(recorded: RecordedRun) -> Iterator[Violation]:
     created = recorded.actions.get(Action.RUN_CREATE, 0)
     if created != 1:
-        yield violation_of(recorded, "I8", f"has {created} creation entries in the audit")
+        yield violation_of(recorded, "I8", f"the audit contains {created} creation entries for the run")
     if recorded.run.stop is not None and not recorded.actions.get(Action.RUN_STOP, 0):
-        yield violation_of(recorded, "I8", f"was asked to stop ({recorded.run.stop}), but the audit names no caller")
+        yield violation_of(
+            recorded, "I8", f"the run has a stop request ({recorded.run.stop}), but the audit names no caller"
+        )
     if recorded.actions.get(Action.RUN_EXPIRE, 0):
-        yield violation_of(recorded, "I8", "was removed according to the audit, but still exists")
+        yield violation_of(recorded, "I8", "the audit records the removal of the run, but the run still exists")
 
 
 def broken_chain(number: int, sentence: str) -> Violation:
-    """Return the violation for a problem that `ChainCheck` found in the audit chain."""
+    """Return the violation for an audit chain error of `ChainCheck`."""
     return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 
@@ -498,11 +512,11 @@ def _audited(page: RecordedRuns, history: History) -> Iterator[Violation]:
     for (action, subject), count in history.changed.items():
         written = actions[subject].get(action, 0) if subject in actions else count
         if written < count:
-            sentence = f"{count} requests succeeded ({action}), but the audit has {written}"
+            sentence = f"{count} requests succeeded ({action}), but the audit contains only {written}"
             yield Violation(invariant="I8", subject=subject, sentence=sentence)
     for secret in history.secrets:
         if any(secret in detail for detail in page.details):
-            yield Violation(invariant="I8", subject="audit", sentence="a row of the audit contains a secret")
+            yield Violation(invariant="I8", subject="audit", sentence="an audit entry contains a secret")
 
 
 # --- I11, I12, I14, I15 -----------------------------------------------------------------------------------------------
@@ -511,19 +525,23 @@ def _audited(page: RecordedRuns, history: History) -> Iterator[Violation]:
 def _of_the_moment(moment: LiveState) -> Iterator[Violation]:
     for run_id, seconds in moment.unplaced_s.items():
         if seconds > UNPLACED_S:
-            sentence = f"waits, though it could have been placed for {seconds:.0f} s"
+            sentence = f"the run still waits, although it could start {seconds:.0f} s ago"
             yield Violation(invariant="I11", subject=f"run {run_id}", sentence=sentence)
     for run_id, seconds in moment.unstopped_s.items():
         if seconds > UNSTOPPED_S:
-            sentence = f"was not asked to stop, though its hard budget has been used up for {seconds:.0f} s"
+            sentence = f"the server has not stopped the run, although its hard budget was used up {seconds:.0f} s ago"
             yield Violation(invariant="I12", subject=f"run {run_id}", sentence=sentence)
     for run_id, seconds in moment.untold_s.items():
         if seconds > UNTOLD_S:
-            sentence = f"has waited without a reason for {seconds:.0f} s"
+            sentence = f"the run has waited without a reason for {seconds:.0f} s"
             yield Violation(invariant="I14", subject=f"run {run_id}", sentence=sentence)
     for what, (size, most) in moment.sizes.items():
         if size > most:
-            yield Violation(invariant="I15", subject=what, sentence=f"has {size} entries, over its maximum of {most}")
+            yield Violation(
+                invariant="I15",
+                subject=what,
+                sentence=f"the table has {size} entries and exceeds its maximum of {most}",
+            )
 
 
 def _listed(values: Iterable[object]) -> str:
@@ -552,21 +570,21 @@ def lent_once(page: RecordedRuns) -> Iterator[Violation]:
 
 
 def crew_name(gang: str, number: int) -> str:
-    """Return the name of a node's part of a gang, as a holder of devices."""
+    """Return the display name of a gang on one node."""
     return f"{gang} (node {number})" if number else gang
 
 
 def lent_devices(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
-    """Yield the devices that a node's part of a gang used, with the charged start and end times."""
+    """Yield the devices of a gang on one node, with the charged start and end times."""
     for one in metering.lendings(own):
         for device in one.gpus:
-            # A device without a GPU or MIG UUID belongs to one home. A device with a UUID belongs to the whole machine.
+            # UUIDs of GPUs identify devices per machine. Other device names are unique only per node.
             place = (one.boot_id, "" if device.startswith(("GPU-", "MIG-")) else node_id, device)
             yield place, LentDevice(one.start_ns, one.end_ns, gang)
 
 
 class Lendings:
-    """Remembers device assignments across pages, because runs with a common device may be pages apart."""
+    """Remembers device assignments across pages to detect double assignments."""
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
@@ -574,7 +592,7 @@ class Lendings:
         self._of: dict[Place, list[LentDevice]] = {}
 
     def look(self, page: RecordedRuns) -> list[Violation]:
-        """Return double assignments of a device within this page, and with remembered pages."""
+        """Return double device assignments within this page and with remembered pages."""
         found: set[Violation] = set()
         for recorded in page.runs:
             for attempt in recorded.attempts:
@@ -614,7 +632,7 @@ def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
     latest = ones[0]
     for one in ones[1:]:
         if latest.ended_ns is None or one.began_ns < latest.ended_ns:
-            sentence = f"attempts {latest.gang} and {one.gang} had it at the same time"
+            sentence = f"attempts {latest.gang} and {one.gang} had the device at the same time"
             yield Violation(invariant="I4", subject=f"device {device}", sentence=sentence)
         if latest.ended_ns is not None and (one.ended_ns is None or one.ended_ns > latest.ended_ns):
             latest = one
@@ -624,70 +642,70 @@ def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
 
 
 def gangs(recorded: RecordedRun) -> Iterator[Violation]:
-    """Yield violations in the gangs of a run with several nodes."""
+    """Yield violations in a run's gangs on several nodes."""
     for attempt in recorded.attempts:
         for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, recorded), *_released(attempt)):
-            yield violation_of(recorded, "I3", f"attempt {attempt.fence} {sentence}")
+            yield violation_of(recorded, "I3", f"attempt {attempt.fence}: {sentence}")
     for attempt in recorded.attempts:
         left = [crew for crew in attempt.crews if not crew.proven]
         if left and attempt.fence < recorded.run.fence:
-            sentence = (
-                f"attempt {attempt.fence} may have left a process on {left[0].node}, but another attempt was created"
-            )
+            sentence = f"attempt {attempt.fence} may have left a process on {left[0].node}, but a later attempt exists"
             yield violation_of(recorded, "I3", sentence)
     run = recorded.run
     if run.attempt is not None and run.attempt.num_nodes > 1 and run.state in ACTIVE and not is_folded(run):
         yield violation_of(
-            recorded, "I3", f"attempt {run.fence} is {run.state}, which does not follow from the states on its nodes"
+            recorded, "I3", f"the state {run.state} of attempt {run.fence} does not follow from the states on its nodes"
         )
     if run.reason is Reason.PEER_FAILED:
-        yield violation_of(recorded, "I3", "ended because of a peer, which cannot be its own reason")
+        yield violation_of(
+            recorded, "I3", "the run ended because of a failed peer, which is not a valid reason for a run"
+        )
 
 
 def _laid_out(attempt: StoredAttempt) -> Iterator[str]:
     crews = attempt.crews
     if len(crews) != attempt.num_nodes or sum(crew.gpus for crew in crews) != attempt.world_size:
         devices = sum(crew.gpus for crew in crews)
-        yield f"has {len(crews)} of {attempt.num_nodes} nodes, and {devices} of {attempt.world_size} devices"
+        yield f"the gang has {len(crews)} of {attempt.num_nodes} nodes, and {devices} of {attempt.world_size} devices"
     if len({crew.node_id for crew in crews}) != len(crews):
-        yield "has the same node twice"
+        yield "the gang has the same node twice"
     firsts = [sum(other.gpus for other in crews[:number]) for number in range(len(crews))]
     if [(crew.number, crew.first_rank) for crew in crews] != list(enumerate(firsts)):
         found = ", ".join(f"node {crew.number} from rank {crew.first_rank}" for crew in crews)
-        yield f"has nodes whose ranks are not consecutive: {found}"
+        yield f"the gang has nodes whose ranks are not consecutive: {found}"
     if (attempt.num_nodes > 1) != bool(attempt.nonce):
-        yield f"is on {attempt.num_nodes} nodes, and its nonce is {'missing' if not attempt.nonce else 'set'}"
+        yield f"the gang is on {attempt.num_nodes} nodes, and its nonce is {'missing' if not attempt.nonce else 'set'}"
 
 
 def _amounting(attempt: StoredAttempt) -> Iterator[str]:
     still_open = len(attempt.open_crews)
     if attempt.ended_ns is not None and still_open:
-        yield f"has ended, but is still open on {still_open} nodes"
+        yield f"the attempt has ended, but is still open on {still_open} nodes"
     if attempt.ended_ns is None and not still_open:
-        yield "has ended on every node, but is still open"
+        yield "the attempt has ended on every node, but is still open"
     states = ", ".join(crew.state for crew in attempt.crews)
     is_silent = any(crew.state is State.UNREACHABLE for crew in attempt.open_crews)
     if is_silent != (attempt.state is State.UNREACHABLE) or attempt.began != any(crew.began for crew in attempt.crews):
-        yield f"is {attempt.state}, began {attempt.began}, but the states on its nodes are {states}"
+        yield f"the attempt is {attempt.state}, began {attempt.began}, but the states on its nodes are {states}"
     if attempt.reason is Reason.PEER_FAILED:
-        yield "ended because of a failed peer, but no node reported the cause"
+        yield "the attempt ended because of a failed peer, but no node reported the cause"
     cause = attempt.cause
     if cause is not None and cause.crew is not None and not 0 <= cause.crew < len(attempt.crews):
-        yield f"ends because of node {cause.crew}, which it does not have"
+        yield f"the attempt ends because of node {cause.crew}, which does not belong to the attempt"
     if cause is not None and cause.reason is Reason.PEER_FAILED:
-        yield "ends because of a failed peer, but no node reported the cause"
+        yield "the attempt ends because of a failed peer, but no node reported the cause"
 
 
 def _met(attempt: StoredAttempt, recorded: RecordedRun) -> Iterator[str]:
     if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
-        yield "was cancelled, but its rendezvous took place"
+        yield "the server cancelled the rendezvous, but the gang finished the rendezvous"
     chosen = attempt.chosen
     if chosen is not None and not len(chosen.addresses) == len(chosen.interfaces) == attempt.num_nodes:
-        yield f"is on {attempt.num_nodes} nodes, but its rendezvous has {len(chosen.addresses)} addresses"
-    # A server after a restore may not know the chosen addresses.
+        yield f"the gang is on {attempt.num_nodes} nodes, but its rendezvous has {len(chosen.addresses)} addresses"
+    # A restored server may not know the chosen addresses.
     is_known = recorded.run.restored_ns is None
     if attempt.num_nodes > 1 and attempt.began and chosen is None and not attempt.called_off and is_known:
-        yield "has begun without a rendezvous"
+        yield "the attempt has begun without a rendezvous"
 
 
 def _released(attempt: StoredAttempt) -> Iterator[str]:
@@ -696,14 +714,14 @@ def _released(attempt: StoredAttempt) -> Iterator[str]:
     early = [crew for crew in attempt.crews if not crew.returned and not _succeeded(crew)]
     if early or attempt.called_off:
         names = ", ".join(crew.node for crew in early)
-        yield f"was released, but not all ranks had returned: {names or 'the attempt was cancelled'}"
+        yield f"the server released the gang, but not all ranks had returned: {names or 'the attempt was cancelled'}"
     cause = attempt.cause
     if cause is not None and (cause.crew is None or not _failed_after_all(attempt, cause.crew)):
-        yield f"was released, but ended early ({cause.reason})"
+        yield f"the server released the gang, but the attempt ended early ({cause.reason})"
 
 
 def _failed_after_all(attempt: StoredAttempt, number: int) -> bool:
-    """Return True if a node's part of the gang failed: its results are missing, or the node was lost."""
+    """Return True if the ranks on the given node ended without success."""
     crew = attempt.crews[number] if number < len(attempt.crews) else None
     return crew is not None and crew.ended_ns is not None and not _succeeded(crew)
 
@@ -721,4 +739,4 @@ RULES: tuple[Callable[[RecordedRun], Iterator[Violation]], ...] = (
     ledger,
     _created_once,
 )
-"""Functions that check each single run."""
+"""Invariant checks for single runs."""

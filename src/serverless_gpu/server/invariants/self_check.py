@@ -1,4 +1,4 @@
-"""Checks the invariants of the tests (`run_invariants.py`) in a loop of the running server.
+"""Checks the run invariants (`run_invariants.py`) in a loop of the running server.
 
     every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
                  the next entries of the audit's chain (`ChainCheck`)
@@ -7,29 +7,28 @@
 
     sgpu server check    everything at once, from the database alone: `check`
 
-The loop only reads, one page at a time. Checking a million runs takes an hour and delays no request. The loop remembers
-the final states of runs, and reports a final state that changes later. The loop also remembers the last `LENDINGS_MAX`
-assignments of devices. The loop therefore detects a device that two runs had at the same time, even if the runs are
-many pages apart.
+The self-check loop reads one page of runs per tick. A full check of a million runs takes an hour and delays no request.
+The loop remembers final run states and reports later changes of a final state. The loop also remembers the last
+`LENDINGS_MAX` device assignments. The loop therefore detects double assignments even if the two runs are many pages
+apart.
 
-`MissedRunCheck` searches for runs that the scheduler forgot:
+`MissedRunCheck` searches for waiting runs that the scheduler missed:
 
     database ─▶ a separate planner, with every running run and no waiting run
                    └─ for each waiting run: would it start immediately if it were the only one?
                           └─ yes, but the scheduler reports that no capacity is free ─▶ forgotten
 
-A run that waits because of a rule is not forgotten (reserved devices, runs ahead, a calendar, a drain). The check
-detects a scheduler whose memory differs from the database. A scheduler with wrong memory has missed a change, or
-wrongly counts a node as unreachable.
+The scheduler has not missed a run that waits because of a rule, such as a reservation. `MissedRunCheck` detects a
+scheduler whose in-memory state differs from the database, for example after a missed change.
 
 Failure cases:
 
-* The database or the store does not answer: the loop tries again and reports no violation.
+* The database or the store does not answer. The self-check loop retries the page and reports no violation.
 
-* The number of violations is very large: the loop logs each violation once. Beyond `TOLD_MAX` violations, the loop only
-  counts violations, and logs this limit.
+* The database contains very many violations. The self-check loop logs each violation once. Beyond `TOLD_MAX`
+  violations, the loop only counts violations.
 
-The loop forgets a violation in the server's memory when the violation ends.
+The self-check loop forgets an in-memory violation when the violation ends.
 """
 
 from __future__ import annotations
@@ -67,18 +66,18 @@ from serverless_gpu.server.storage.blobs import Blobs
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 EVERY_S = 5.0
 ROUND_S = 60.0
-"""Seconds between the last page and the first page of the next round."""
+"""Seconds between two rounds through all runs."""
 QUEUE_MAX = 1_000
-"""Maximum queue length for the check of missed runs, which costs as much as scheduling."""
+"""Maximum queue length for `MissedRunCheck`, which costs as much as scheduling."""
 TELL_MAX = 20
-"""Maximum number of waiting runs for which a tick computes the reason of the wait."""
+"""Maximum number of waiting runs whose wait reason one tick computes."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
 OF_THE_MOMENT = frozenset({"I11", "I12", "I14", "I15"})
-"""Invariants that each tick checks completely. A violation that a tick does not find no longer exists."""
+"""Invariants of the in-memory state, which each tick checks completely."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""The signature of `Database.read`."""
+"""Signature of `Database.read`."""
 _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
@@ -86,15 +85,15 @@ _log = logging.getLogger(__name__)
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a check."""
 
-    runs: int = 0  # number of checked runs
-    violations: tuple[Violation, ...] = ()  # sorted violations
-    skipped: tuple[str, ...] = ()  # data that the check omitted because of its size
+    runs: int = 0  # Number of checked runs.
+    violations: tuple[Violation, ...] = ()  # Violations, sorted.
+    skipped: tuple[str, ...] = ()  # Descriptions of data that the check omitted.
     lost: tuple[str, ...] = ()
-    """Signs of lost data: a rolled-back database, or files of runs without rows."""
+    """Signs of lost data, such as a rolled-back database."""
 
 
 class SelfCheck:
-    """Checks a page of runs per tick, while the server runs."""
+    """Checks one page of runs per tick in a running server."""
 
     def __init__(
         self,
@@ -124,11 +123,11 @@ class SelfCheck:
         self._lendings = Lendings()
         self._told: set[tuple[str, str, str]] = set()
         self._is_full_said = False
-        self.seen = 0  # number of checked runs
-        self.found = 0  # number of violations; a violation counts once while the loop remembers it
+        self.seen = 0  # Number of checked runs.
+        self.found = 0  # Number of reported violations.
 
     def tick(self, now_ns: int) -> int | None:
-        """Check the next page and the server's memory, and return the time of the next tick."""
+        """Check the next page and the in-memory state, and return the next tick's due time."""
         page = self._database.read(partial(invariant_inputs.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
@@ -137,7 +136,7 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        # A violation that must last a minute needs more checks than one check at each end of the minute.
+        # Violations that must last a minute need several checks within the minute.
         is_in_doubt = bool(self._untold or self._unplaced or self._unstopped)
         goes_on = bool(page.following) or not self._chain.done
         if not goes_on:
@@ -153,7 +152,7 @@ class SelfCheck:
         unstopped = {run_id for each in self._spending.standings().values() for run_id in each.stop}
         self._unstopped = _since(self._unstopped, unstopped, now_ns)
         is_due = self._unplaced or self._looked_ns is None or now_ns - self._looked_ns >= ROUND_S * 1e9
-        if is_due or not waiting:  # The check for missed runs costs as much as the start of a scheduler.
+        if is_due or not waiting:  # `MissedRunCheck` costs as much as a scheduler start.
             placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
             self._unplaced, self._looked_ns = _since(self._unplaced, placeable, now_ns), now_ns
         return LiveState(
@@ -164,14 +163,14 @@ class SelfCheck:
         )
 
     def _missing(self, page: RecordedRuns) -> frozenset[str]:
-        """Return the result parts that are missing in the store. One check covers at most `PARTS_MAX` parts."""
+        """Return the missing result parts among the page's first `PARTS_MAX` parts."""
         parts = [part for recorded in page.runs for results in recorded.results.values() for part in results.parts]
         if not parts:
             return frozenset()
         try:
             return frozenset(self._blobs.missing(parts[:PARTS_MAX]))
         except (ServerProblem, StorageError) as error:
-            _log.warning("the check of results in the store failed: %s", error.message)
+            _log.warning("the self-check could not find missing results in the store: %s", error.message)
             return frozenset()
 
     def _tell(self, found: Sequence[Violation]) -> None:
@@ -185,7 +184,10 @@ class SelfCheck:
                 _log.error("invariant violated: %s", violation)
             elif not self._is_full_said:
                 self._is_full_said = True
-                _log.error("more than %d violations; `sgpu server check` lists the others", TOLD_MAX)
+                _log.error(
+                    "the self-check found more than %d violations: list all violations with `sgpu server check`",
+                    TOLD_MAX,
+                )
             self.found += 1
             self._measures.violations.labels(violation.invariant).inc()
 
@@ -199,10 +201,7 @@ class SelfCheck:
 
 
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> CheckResult:
-    """Check every run of a database and the chain of its audit, page by page.
-
-    The check also reports missing runs that `history` names.
-    """
+    """Check all runs and the audit chain of a database."""
     found: set[Violation] = set()
     skipped: list[str] = []
     seen: set[str] = set()
@@ -222,12 +221,12 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 
 
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
-    """Return, for each run, the time since which the set has contained the run without interruption."""
+    """Return the start time of each run's uninterrupted membership in a set."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
 
 
 class MissedRunCheck:
-    """Finds runs that could start but that the scheduler does not place. Not thread-safe."""
+    """Finds waiting runs that the scheduler missed. `MissedRunCheck` is not thread-safe."""
 
     def __init__(
         self,
@@ -247,7 +246,7 @@ class MissedRunCheck:
         self._roster = roster
 
     def forgotten(self) -> list[str]:
-        """Return the runs that could start now and that no rule delays."""
+        """Return the runs that could start now without a rule that delays them."""
         now_ns = self._clock.wall_ns()
         reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
         if not reading.waiting:
@@ -273,5 +272,5 @@ class MissedRunCheck:
 
 
 def _is_forgotten(wait: Wait | None) -> bool:
-    """Return True if no rule explains why a placeable run waits."""
+    """Return True if no rule explains the wait of a run that could start."""
     return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)

@@ -1,6 +1,5 @@
-"""Run and attempt lifecycle on the server: transitions, reports, leases, rendezvous, hangs, endings.
+"""Manages the lifecycle of runs and attempts on the server.
 
-`reports.py` stores the reports of nodes. `transitions.py` writes the decisions of `model/lifecycle/run_lifecycle.py`.
-If a node stays silent, the server ends its attempts (`liveness.py`). After a server crash, the reconciler completes
-unfinished work.
+`reports.py` stores the nodes' reports. `transitions.py` writes the decisions of `model/lifecycle/run_lifecycle.py`.
+`liveness.py` ends the attempts of silent nodes. After a server crash, the reconciler completes interrupted operations.
 """

@@ -1,14 +1,13 @@
-"""Issues attempt tokens and decides their lifetime and renewal.
+"""Issues and renews attempt tokens.
 
     order ─▶ token ─▶ report, report, report … ─▶ after a quarter of its lifetime, the answer contains the next token
                           └─ refused (long partition, or clock change) ─▶ the node's heartbeat names the attempt, and
                                                                        its answer contains the next token
 
-An attempt token is valid for one lease plus the time after which the server abandons a silent attempt. An attempt token
-that someone copies from a run's directory therefore expires soon. The server never invalidates a token before its
-expiry time. Only the server's wall clock decides when a token expires. A clock jump causes a renewal of the token, but
-never ends a run. The server also issues tokens for abandoned attempts. With a token of an abandoned attempt, a node can
-still report output and facts, but no change of state.
+An attempt token is valid for the partition grace plus a margin. A stolen attempt token therefore expires soon. The
+server never revokes an attempt token before its expiry. Only the server's wall clock decides when an attempt token
+expires. A clock jump causes a token renewal but never ends a run. The server also issues tokens for abandoned attempts,
+whose nodes can still report output and facts.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import CrewId
 
 RENEWAL = "renewal"
-"""The capability that a node announces if it can renew attempt tokens."""
+"""Capability of nodes that can renew attempt tokens."""
 RENEWED_MAX = 1_000
-"""Maximum number of tokens that one heartbeat may request. The next heartbeat requests further tokens."""
+"""Maximum number of attempt tokens that one heartbeat may request."""
 _RENEWED_AFTER = 0.25
 
 
 class AttemptTokens:
-    """Issues and renews the tokens of attempts."""
+    """Issues and renews attempt tokens."""
 
     def __init__(self, *, settings: Settings, clock: Clock, keys: Keys) -> None:
         self._settings = settings
@@ -39,31 +38,31 @@ class AttemptTokens:
         self._keys = keys
 
     def good_s(self) -> float:
-        """Return the lifetime of a new token, in seconds."""
+        """Return a new attempt token's lifetime in seconds."""
         return self._settings.partition_grace_s + self._settings.partition_margin_s
 
     def token(self, crew: CrewId) -> str:
-        """Return a token for one node of an attempt, valid from now on."""
+        """Return a new attempt token for one node of an attempt."""
         until_ns = self._clock.wall_ns() + round(self.good_s() * 1e9)
         return self._keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
 
     def first(self, crew: CrewId, *, takes: tuple[str, ...]) -> str:
-        """Return the token that the server sends with an order."""
+        """Return the attempt token for a start order."""
         return self.token(crew) if RENEWAL in takes else self._keys.attempt_token(*crew)
 
     def next(self, who: Caller) -> str:
-        """Return a token for the answer to a report, or "" if the current token stays valid for long enough."""
+        """Return the next attempt token for a report's answer, or "" if the current token is still fresh."""
         if who.attempt is None or who.until_ns is None:
             return ""
         left_s = (who.until_ns - self._clock.wall_ns()) / 1e9
-        # Token lifetimes end at whole seconds of the wall clock.
+        # Attempt tokens expire at whole seconds of the wall clock.
         is_fresh = (1 - _RENEWED_AFTER) * self.good_s() < left_s <= self.good_s() + 1
         return "" if is_fresh else self.token(who.attempt)
 
     def wanted(self, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]) -> dict[str, str]:
-        """Return tokens for the attempts of these gangs on one node."""
+        """Return new attempt tokens for the given gangs on one node."""
         if len(gangs) > RENEWED_MAX:
-            raise InvalidValue(f"a heartbeat may request at most {RENEWED_MAX} tokens, not {len(gangs)}")
+            raise InvalidValue(f"a heartbeat may request at most {RENEWED_MAX} attempt tokens, not {len(gangs)}")
         found: dict[str, str] = {}
         for gang in gangs:
             run_id, _, fence = gang.rpartition(":")

@@ -1,21 +1,20 @@
-"""Combines the final reports of nodes (endings) into one ending of an attempt.
+"""Combines the nodes' final reports (endings) into one ending of an attempt.
 
     one node        its report, unchanged
     several nodes   endings ─▶ `ending_of_gang`, receipts and facts ─▶ `model.gang_receipt.together`
                     the server reports a certain end without a retry early, while other nodes still clean up
 
-Each node reports its own ending (`node.protocol.Stopped`). The report of the node that caused the end becomes the
-ending of the run. Failures on other nodes are consequences of the first failure. Each failure names its node.
+Each node reports its ending (`node.protocol.Stopped`). The final report of the node that caused the end becomes the
+run's ending. The ending lists failures on other nodes as consequences and names each failure's node.
 
 Failure cases:
 
-- A node of another version sends an ending that the server cannot parse. The server ignores an ending that it cannot
-  parse. The facts of the attempt still determine its costs.
+- A node of another version sends an ending that the server cannot parse. The server ignores this ending and computes
+  the costs from the attempt's facts.
 
-- The facts of one node contradict each other. The usage on this node counts as zero, as in the ledger. The ledger logs
-  the contradiction.
+- The facts of a node contradict each other. The server counts zero usage for this node, as in the ledger.
 
-- A node is lost. The server reports the last known state of its ranks.
+- The server has lost a node. The run's ending contains the last known state of the lost node's ranks.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 TAILS_MAX = 8
-"""Maximum number of ranks whose last output an ending contains. The limit of a single node is equal."""
+"""Maximum number of ranks whose last output an ending contains, as on a single node."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""Reasons that every node of a gang reports for one event, so that they are no separate failures."""
+"""Reasons that every node of a gang reports for the same event."""
 
 
 T = TypeVar("T")
 Quiet = Callable[[StoredCrew], float | None]
-"""Returns the seconds since a node's last report about an attempt if the node may be lost, else None."""
+"""Returns the seconds since the last report of a possibly lost node, or None."""
 NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """The ending of a run that the server knows before all of its nodes have ended."""
+    """Ending of a run before all its nodes have ended."""
 
     state: State
     reason: Reason
@@ -66,7 +65,7 @@ class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOutcome:
-    """Return the outcome of an attempt; empty before the end, and without receipt until all have arrived."""
+    """Return an attempt's combined outcome, with a receipt once all nodes have sent their receipts."""
     if attempt is None:
         return NOTHING
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
@@ -86,7 +85,7 @@ def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOut
 
 
 def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: int) -> str | None:
-    """Return the receipt of one node of an attempt, with costs from the ledger, or None."""
+    """Return one node's receipt for an attempt with the ledger's costs, or None."""
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
     if number >= len(found) or len(found) == 1:
         return found[number].receipt if number < len(found) else None
@@ -96,7 +95,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
-    """Return the ending of a run before all nodes end; None unless the ending is certain and final."""
+    """Return a run's certain ending before all nodes have ended, or None."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None
@@ -121,7 +120,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEndin
 
 
 def may_be_early(run: StoredRun) -> bool:
-    """Return True if the silence of a node alone may soon decide the ending of the run."""
+    """Return True if a node's silence may soon decide the run's ending."""
     attempt = run.attempt
     if attempt is None or attempt.ended_ns is not None or attempt.num_nodes == 1 or run.state not in ACTIVE:
         return False
@@ -130,7 +129,7 @@ def may_be_early(run: StoredRun) -> bool:
 
 
 class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """The ending of an attempt on one node, as known to the server.
+    """Known ending of an attempt on one node.
 
     Attributes:
         node: the node's name.
@@ -150,7 +149,7 @@ class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
 def ending_of_gang(
     words: Sequence[CrewEnding], cause: Cause | None, *, state: State, reason: Reason, hint: str = ""
 ) -> Stopped | None:
-    """Return the ending of a run, or None if no node reported a reason and no node caused the end."""
+    """Return the combined ending of a run, or None without a known cause."""
     own = words[cause.crew] if cause is not None and cause.crew is not None else None
     first = ([own] if own is not None else []) + [word for word in words if word is not own]
     told = next((word for word in first if word.stopped is not None and word.stopped.reason is reason), None)
@@ -183,7 +182,7 @@ def _at(failure: Failure, node: str) -> Failure:
 
 
 def _failures(word: CrewEnding) -> Iterator[Failure]:
-    """Yield the failures that a node reported, or the reason why the server abandoned the node's attempt."""
+    """Yield a node's reported failures, or the server's reason for abandoning the node's attempt."""
     found: list[Failure] = []
     if word.stopped is not None:
         found = [*([word.stopped.cause] if word.stopped.cause is not None else []), *word.stopped.consequences]

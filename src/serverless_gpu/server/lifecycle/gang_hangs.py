@@ -1,4 +1,4 @@
-"""Detects hangs and idle devices of gangs from the reports of all nodes, and answers each node.
+"""Detects hanging gangs and idle devices from the reports of all nodes.
 
     silence of the ranks, inspection results ─▶ memory ─▶ `gang_hang_detection.decide`
          ├─ a request to inspect the ranks, or the result ─▶ in every answer; nodes report at once
@@ -7,17 +7,16 @@
          ├─ a warning ─▶ in every answer
          └─ a request to stop the run, as for any other reason
 
-`GangProgress` exists in memory only. After a restart of the server, nodes report their progress again. A hanging run
-ends like any failed run.
+`GangProgress` exists in memory only. After a server restart, nodes report their progress again. A hanging run ends like
+any other failed run.
 
 Failure cases:
 
-- A node stops reporting. The server makes no hang decision about the gang until the silent node reports again.
+- A node stops reporting. The server suspends the gang's hang detection until the silent node reports again.
 
-- During hang detection, a caller stops the run or a node fails. The server ends the hang detection of this gang.
+- A caller stops the run or a node fails during hang detection. The server ends the gang's hang detection.
 
-- A node reports impossible values. The server refuses a report with impossible values, because users of other nodes
-  read the values.
+- A node reports impossible values. The server refuses the report, because users of other nodes read these values.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from serverless_gpu.wire.agents import Report, ReportAnswer
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a gang on several nodes.
+    """Progress of a gang on several nodes.
 
     Attributes:
         heard_ns: time of each node's last report, by node rank.
@@ -66,19 +65,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GangProgress:
-    """The progress of gangs on several nodes, as nodes reported it to this server process."""
+    """Stores the reported progress of gangs on several nodes in memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Gang, Progress] = {}
 
     def find(self, gang: Gang) -> Progress:
-        """Return the progress of a gang. For an unknown gang, return an empty progress."""
+        """Return a gang's progress, which is empty for an unknown gang."""
         with self._lock:
             return self._known.get(gang, Progress())
 
     def change(self, gang: Gang, work: Callable[[Progress], Progress]) -> tuple[Progress, Progress]:
-        """Change the progress of a gang, and return the progress before and after the change."""
+        """Change a gang's progress, and return its previous and new progress."""
         with self._lock:
             before = self._known.get(gang, Progress())
             now = self._known[gang] = work(before)
@@ -91,7 +90,7 @@ class GangProgress:
 
 
 def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
-    """Refuse an observation with values that are impossible for the reporting node."""
+    """Refuse a report with impossible values for the reporting node."""
     seen = said.seen
     if seen is None:
         return
@@ -107,11 +106,11 @@ def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
     )
     is_large = len(seen.stacks) > STACKS_TOLD or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
     if is_long or is_large or len(seen.returned) > len(ranks):
-        raise InvalidValue(f"a node of attempt {attempt.gang} sends an observation of its ranks over the size limits")
+        raise InvalidValue(f"a node of attempt {attempt.gang} sends rank observations over the size limits")
 
 
 class GangHangs:
-    """Detects gangs that hang, and stops them."""
+    """Detects and stops hanging gangs."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class GangHangs:
         self._announcer = announcer
 
     def hear(self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Store a node's report about its ranks and devices, and decide about the gang."""
+        """Store a node's progress report, and decide whether the gang hangs."""
         is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
         if (
             attempt.num_nodes == 1
@@ -153,7 +152,7 @@ class GangHangs:
             self._stop(run)
 
     def told(self, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer to one node, with the hang and idleness results of its gang."""
+        """Add the gang's hang and idleness results to a report's answer."""
         ask, judgement, idle = _answered(self._gang_progress.find((attempt.run_id, attempt.fence)))
         return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
 
@@ -172,7 +171,7 @@ class GangHangs:
         )
         if not all(one.began for one in attempt.crews):
             return progress
-        # Maximum length of two heartbeat intervals.
+        # Half of the soft expiry covers two heartbeat intervals.
         fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)
         hangs = gang_hang_detection.decide(
             hangs,
@@ -187,25 +186,23 @@ class GangHangs:
         at_work = [one.number for one in attempt.crews if one.number not in returned]
         is_known = is_heard and bool(at_work) and idleness.limit_s(run.spec) is not None
         levels = [progress.idle.get(number, IdleVerdict.GO_ON) for number in at_work]
-        told = (
-            idleness.of_gang(levels, before.told) if is_known else None
-        )  # A gang whose ranks have all returned is ending, not idle.
+        told = idleness.of_gang(levels, before.told) if is_known else None  # A gang without running ranks is not idle.
         return msgspec.structs.replace(progress, hangs=hangs, told=told)
 
     def _stop(self, run: StoredRun) -> None:
-        """Stop a run whose devices have been idle on all nodes for too long."""
+        """Stop a run whose devices have been idle for too long on all nodes."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TransitionResult | None:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
-                return None  # The observation of idle devices belongs to an earlier attempt.
+                return None  # Ignore idle devices of an earlier attempt.
             return transitions.ask_to_stop(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
         try:
             done = self._database.write(work)
         except StaleAttempt:
-            return  # The server requests the stop again at the next report of a node.
+            return  # The next report of a node repeats the stop request.
         if done is not None:
             self._announcer.announce(done)
 
@@ -215,7 +212,7 @@ def _answered(progress: Progress) -> tuple[InspectionRequest | None, Judgement |
 
 
 def _printable(seen: CrewObservation | None) -> CrewObservation | None:
-    """Return an observation without control characters, because users print it on their terminals."""
+    """Remove control characters from an observation, because users print the observation on terminals."""
     if seen is None:
         return None
     ranks = tuple(msgspec.structs.replace(one, where=_line(one.where)) for one in seen.ranks)

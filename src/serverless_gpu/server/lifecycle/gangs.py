@@ -1,11 +1,11 @@
-"""Decides how an event on one node changes its gang. All functions are pure.
+"""Decides how an event on one node changes the gang, with pure functions.
 
     an event of a node ─▶ `after`: the new `Crew` ─▶ `follow`: all nodes (`model/lifecycle/gang_lifecycle.py`)
                                                           └─ the resulting events of the run
 
-`model/lifecycle/run_lifecycle.py` defines the events. Each node's part of a gang (`Crew`) has its own lifecycle.
-`follow` combines these lifecycles into events of the run. For a gang on one node, the events of the node are the events
-of the run.
+`model/lifecycle/run_lifecycle.py` defines the events. A `Crew` contains a gang's ranks on one node and has a separate
+lifecycle. `follow` combines the lifecycles of all nodes into run events. For a gang on one node, the node's events are
+the run events.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
-"""Reasons that apply to all nodes of a gang. The node that reports first is irrelevant."""
+"""End reasons that apply to all nodes of a gang."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that each node enforces. The first node at a limit stops the gang without a failure."""
+"""Time limits that each node enforces. The first node at a time limit stops the gang."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
-    """Return a node's part of a gang after an event. Events that concern only the run change nothing."""
+    """Return the new state of a gang on one node after an event."""
     if crew.ended_ns is not None:
         return crew
     if exec_ns is not None and crew.started_ns is None:
@@ -78,7 +78,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
 
 
 def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
-    """Return a node's part of a gang with its return or early end, unless already recorded."""
+    """Record the return or early end of a gang's ranks on one node."""
     if crew.ended_ns is not None:
         return crew
     if returned and not crew.returned:
@@ -89,7 +89,7 @@ def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> Store
 
 
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The gang's part of the answer to a node's report.
+    """Gang fields of a report's answer.
 
     Attributes:
         release: True if the ranks of the node may exit.
@@ -104,7 +104,7 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> ReportReply:
-    """Return the gang's part of the answer to a node's report.
+    """Return the gang fields for a report's answer.
 
     Args:
         attempt: the current attempt, on several nodes.
@@ -124,7 +124,7 @@ def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Rep
 
 
 def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) -> str:
-    """Return the reason why a gang ends, as one line for users.
+    """Return a gang's end reason as one line for users.
 
     Args:
         cause: the event that ended the gang.
@@ -141,12 +141,12 @@ def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None
 
 
 def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_lifecycle.Crew]:
-    """Return `Crew` values for decisions about the gang. `detail` describes the node that just ended."""
+    """Return the `Crew` values of a gang. `detail` describes the node that has just ended."""
     return [_life(crew, detail) for crew in crews]
 
 
 def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail: str = "") -> tuple[Fold, list[Event]]:
-    """Return the combined state of the nodes of a gang, and the resulting events of the run.
+    """Return the combined state of a gang's nodes, and the resulting run events.
 
     Args:
         run: the run as read in this transaction, with an unfinished attempt.
@@ -156,7 +156,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     """
     attempt = run.attempt
     assert attempt is not None
-    # After a stop request, the failure of one node can be a consequence of the stop of another node.
+    # After a stop request, a stopping node can cause failures on other nodes.
     stop = run.stop if len(crews) > 1 else None
     folded = gang_lifecycle.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
     happened: list[Event] = []
@@ -165,7 +165,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
         is_start = has_begun and (not had_begun or State.STARTING in (run.state, run.life.before))
         happened += _on_its_way(run, folded, is_start=is_start)
     over = folded.over
-    # A `GivenUp` event does not show whether user code began on another node.
+    # A `GivenUp` event does not record the start of user code on other nodes.
     if isinstance(over, GivenUp) and len(crews) > 1:
         over = AttemptEnded(over.reason, began=folded.began)
     if over is not None:
@@ -174,7 +174,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
 
 
 def is_folded(run: StoredRun) -> bool:
-    """Return True if the stored state of an unfinished attempt equals the combined state of its nodes."""
+    """Return True if an unfinished attempt's stored state equals the combined state of its nodes."""
     attempt = run.attempt
     assert attempt is not None
     folded, happened = follow(run, attempt.crews, is_word=False)
@@ -183,7 +183,7 @@ def is_folded(run: StoredRun) -> bool:
 
 
 def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
-    """Return the events of a run that precede its end."""
+    """Return the run events before the end of the run."""
     was_silent = run.state is State.UNREACHABLE
     if folded.state is State.UNREACHABLE:
         return [] if was_silent else [Silent()]
@@ -212,7 +212,7 @@ def _life(crew: StoredCrew, detail: str) -> gang_lifecycle.Crew:
 
 
 def _later(one: State, other: State) -> State:
-    """Return the later of two lifecycle states. States never move backwards, and UNREACHABLE stays."""
+    """Return the later of two lifecycle states, or UNREACHABLE if the first state is UNREACHABLE."""
     if one is State.UNREACHABLE:
         return one
     return max(one, other, key=_ORDER.index)

@@ -1,25 +1,23 @@
-"""Tracks the last report of each node and attempt, and ends attempts of silent nodes.
+"""Tracks the last reports of nodes and attempts, and ends attempts of silent nodes.
 
     Leases     attempts, renewed by their reports      also: attempts that have released their devices
     Presence   nodes, renewed by hello and heartbeat   also: clock offsets, order streams. The scheduler
                                                        places nothing on an absent node
 
-Every two seconds, the reconciler calls `LivenessMonitor`. The monitor compares the age of each attempt's last report
+The reconciler calls `LivenessMonitor` every two seconds. The monitor compares the age of each attempt's last report
 with two limits:
 
     no report for more than
     soft_expiry_s                      the server shows the run as UNREACHABLE, and cancels an unsent order
     granted grace + partition_margin   the node has stopped the ranks by its own clock: given up (NODE_GONE)
 
-While the server holds back a start order for an engine, no rank exists on the node. The presence of the node then
-renews the lease. The limits use the grace period that the server granted to the attempt, not the current setting. The
-monitor never ends an attempt whose node reports, even if the node needs hours to stop or to send results.
+While a start order waits for an engine, the node has no ranks that could report. The node's heartbeats then renew the
+attempt's lease. The limits depend on the attempt's granted grace period, not on the current setting. The monitor never
+ends an attempt whose node reports, even if the node needs hours to stop.
 
-Leases and presence exist only in memory. All times of leases and presence use the boottime clock of the server process.
-Wall clocks are unsuitable for leases because they jump. A database column is unsuitable because the next server process
-may have another boottime. After its start, the server treats every attempt as if its node had just reported. A node
-counts as present after its first message. A server that was down for a day therefore abandons no attempt. All methods
-are thread-safe and receive the current time as an argument.
+Leases and presence exist only in memory. Leases use boottime, because wall clocks can jump. After its start, the server
+treats every attempt as if its node had just reported. A server that was down for a day therefore abandons no attempt.
+All methods of `Leases` and `Presence` are thread-safe.
 """
 
 from __future__ import annotations
@@ -48,16 +46,16 @@ from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
-"""Seconds without a message after which the scheduler does not use a node. Nodes send one every 5 s."""
+"""Seconds without a message after which the scheduler stops using a node."""
 _REFUSED_MAX = 1_000
 _log = logging.getLogger(__name__)
 
 TakeBack = Callable[[str, int, str], bool]
-"""Requeues a run (by run, fence, reason) if its start order is unsent. Returns True on success."""
+"""Requeues a run with an unsent start order, and returns True on success."""
 
 
 class Leases:
-    """The time of the last report about each attempt on each node."""
+    """Stores the time of the last report about each attempt on each node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,43 +63,43 @@ class Leases:
         self._freed: set[CrewId] = set()
 
     def free(self, crew: CrewId) -> bool:
-        """Record that an attempt released its devices on a node early, and return True the first time."""
+        """Record the early release of an attempt's devices on a node, and return True the first time."""
         with self._lock:
             is_news = crew not in self._freed
             self._freed.add(crew)
             return is_news
 
     def freed(self) -> frozenset[CrewId]:
-        """Return the attempts on nodes that have already released their devices."""
+        """Return the attempts that have released their devices on a node."""
         with self._lock:
             return frozenset(self._freed)
 
     def renew(self, crew: CrewId, *, now_ns: int) -> int | None:
-        """Store the time of a report about an attempt on a node, and return the previous time, or None."""
+        """Store the time of an attempt's report from a node, and return the previous time or None."""
         with self._lock:
             before_ns = self._heard.get(crew)
             self._heard[crew] = now_ns
             return before_ns
 
     def last_ns(self, crew: CrewId, *, now_ns: int) -> int:
-        """Return the boottime in ns of the last report about an attempt on a node, or now if unknown."""
+        """Return the boottime (ns) of an attempt's last report from a node, or the current boottime."""
         with self._lock:
             return self._heard.setdefault(crew, now_ns)
 
     def count(self) -> int:
-        """Return the approximate number of reported attempts, once per node."""
+        """Return the number of leases."""
         with self._lock:
             return len(self._heard)
 
     def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all leases except the given leases."""
+        """Delete all leases except the given leases."""
         with self._lock:
             self._heard = {crew: heard for crew, heard in self._heard.items() if crew in ids}
             self._freed.intersection_update(ids)
 
 
 class Presence:
-    """The time of each node's last message."""
+    """Stores the time of each node's last message."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,25 +118,25 @@ class Presence:
             return was_lost or before is None or now_ns - before > PRESENT_S * 1e9
 
     def is_there(self, node_id: str, *, now_ns: int) -> bool:
-        """Return True if a node sent a message recently and no engine reports it as lost."""
+        """Return True if a node sent a recent message and no engine has reported the node as lost."""
         with self._lock:
             heard = self._heard.get(node_id)
             return node_id not in self._lost and heard is not None and now_ns - heard <= PRESENT_S * 1e9
 
     def last_ns(self, node_id: str) -> int | None:
-        """Return the time of the last message from a node to this process, boottime in ns, or None."""
+        """Return the boottime (ns) of a node's last message to this server process, or None."""
         with self._lock:
             return self._heard.get(node_id)
 
     def forget(self, node_id: str) -> None:
-        """Forget a node that an operator has declared dead."""
+        """Delete the presence of a node that an operator has declared dead."""
         with self._lock:
             self._heard.pop(node_id, None)
             self._lost.pop(node_id, None)
             self._clocks.pop(node_id, None)
 
     def read_clock(self, node_id: str, clock: ClockReading | None) -> bool:
-        """Store the clock offset of a node, and return True if the need for a warning changed."""
+        """Store a node's clock offset, and return True if the offset became excessive or normal."""
         with self._lock:
             was_off = is_off(self._clocks.get(node_id))
             if clock is None:
@@ -148,13 +146,13 @@ class Presence:
             return is_off(clock) != was_off
 
     def clock(self, node_id: str) -> ClockReading | None:
-        """Return the last clock offset that a node reported, or None."""
+        """Return a node's last reported clock offset, or None."""
         with self._lock:
             return self._clocks.get(node_id)
 
     @contextlib.contextmanager
     def streaming(self, node_id: str) -> Iterator[None]:
-        """Count an open order stream of a node until the context exits."""
+        """Count a node's order stream as open until the `with` block ends."""
         with self._lock:
             self._streams[node_id] += 1
         try:
@@ -171,7 +169,7 @@ class Presence:
             return node_id in self._streams
 
     def is_new_refusal(self, key: tuple[str, ...]) -> bool:
-        """Store the refusal of a node, and return True the first time."""
+        """Record a node's refusal, and return True the first time."""
         with self._lock:
             if key in self._refused:
                 return False
@@ -181,23 +179,23 @@ class Presence:
             return True
 
     def lose(self, node_id: str, sentence: str) -> None:
-        """Mark a node as lost by its engine. The next message of the node, or `find`, removes the mark."""
+        """Record that an engine has lost a node, until the node's next message."""
         with self._lock:
             self._lost[node_id] = sentence
 
     def find(self, node_id: str) -> None:
-        """Remove the mark of a node that an engine reported as lost."""
+        """Record that an engine has found a lost node again."""
         with self._lock:
             self._lost.pop(node_id, None)
 
     def why_lost(self, node_id: str) -> str:
-        """Return why an engine reports a node as lost, or ""."""
+        """Return the engine's reason for reporting a node as lost, or ""."""
         with self._lock:
             return self._lost.get(node_id, "")
 
 
 class LivenessMonitor:
-    """Ends attempts of silent nodes, and settles attempts whose receipts are overdue.
+    """Ends attempts of silent nodes, and settles attempts with overdue receipts.
 
     Args:
         take_back: cancels the start order for a silent node if the order is unsent.
@@ -229,7 +227,7 @@ class LivenessMonitor:
         self._unsettled: dict[CrewId, int] = {}
 
     def check(self, active: Sequence[ActiveRun], held_back: Collection[str], now_ns: int) -> None:
-        """Compare the time since each attempt's last report with the limits.
+        """Compare the age of each attempt's last report with the silence limits.
 
         Args:
             active: runs with an unfinished attempt.
@@ -256,15 +254,14 @@ class LivenessMonitor:
     def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:
         why = f"node {crew.node} disconnected before it received the order"
         if self._presence.is_there(crew.node_id, now_ns=now_ns):
-            # An earlier transaction failed after it had canceled the order. The server therefore never sends this
-            # order.
+            # An earlier transaction cancelled the order and then failed, so the node never receives this order.
             if not self._deliveries.is_taken_back(run.id, run.fence):
                 return False
-            why = f"the server cancelled its order to {crew.node} before it was sent"
+            why = f"the server cancelled its order to {crew.node} before sending the order"
         return self._take_back_order(run.id, run.fence, why)
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
-        """Apply a node's silence to its run, unless a report or another change came first."""
+        """Apply a node's silence to its run, unless the attempt has changed meanwhile."""
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 
@@ -282,13 +279,13 @@ class LivenessMonitor:
         try:
             told = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
-            _log.info("could not apply the silence of a node to run %s: %s", run_id, error)
+            _log.info("the server could not apply a node's silence to run %s: %s", run_id, error)
             return
         if told is not None:
             self._announcer.announce(told)
 
     def settle_overdue(self, now_ns: int) -> None:
-        """Settle attempts with overdue receipts. The wait time begins with the first check of this process."""
+        """Settle attempts whose receipts are overdue since this server's first check."""
         ended = {one.id: one for one in self._database.read(crews.unsettled)}
         self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
         for crew, one in ended.items():

@@ -1,15 +1,15 @@
-"""Measures the usage of attempts by the server's calendar, and the duration of attempts.
+"""Measures the duration and daily usage of attempts, with calendar days of the server.
 
-The node measures durations with its boottime clock. The node's wall clock does not determine the day of the usage. A
-wrong wall clock would move usage out of every report and budget. The server therefore shifts the times of all facts of
-one node together. After this shift of the facts, user code begins at the checked start in `crews.started_ns`. Without a
-checked start, the server moves the first fact into the lifetime of the attempt. The server rounds the usage on each
-node once.
+The node measures durations with its boottime clock. The server determines the day of usage without the node's wall
+clock. A wrong wall clock would move usage out of every report and budget. The server therefore shifts all fact times of
+one node by the same offset. The offset aligns the node's start of user code with the checked start in
+`crews.started_ns`. Without a checked start, the server moves the first fact into the attempt's lifetime. The server
+rounds an attempt's usage once per node.
 
-Database rows contain the wall clock time at the moment of writing. If an operator moves the clock by hours, a
-one-minute attempt appears to last hours. The wrong duration would use up a budget immediately, and the server would
-stop the run. A `Lifetime` therefore converts each new time to the boottime clock once, and stores the result. For an
-attempt that ended before the server started, the rows show the duration but not the boottime of the end.
+Database rows contain the server's wall clock times. If an operator moves the wall clock by hours, a one-minute attempt
+appears to last hours. Such a wrong duration would exhaust the run's budget immediately. A `Lifetime` therefore converts
+each new wall clock time to boottime only once. If an attempt ended before the server started, its database rows show
+the duration but not the boottime of the end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""Two minutes: a running attempt writes a fact every minute, and one fact may be late."""
+"""Maximum nanoseconds of usage after the last fact: two heartbeat facts, because one fact may be late."""
 OFF_NS = 1_000_000_000
-"""One second. The ledger counts usage by day, so the server ignores a smaller clock offset."""
+"""Smallest clock offset of a node that the server corrects, in nanoseconds."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     leases: Leases | None = None
 
     def heard_ns(self, crew: StoredCrew) -> int:
-        """Return the time of the last report about an attempt on a node, nanoseconds since 1970."""
+        """Return the time of the node's last report about an attempt, in nanoseconds since 1970."""
         if self.leases is None:
             return crew.lease_ns
         last_ns = self.leases.last_ns(crew.id, now_ns=self.boot_ns)
@@ -53,21 +53,20 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def now(clock: Clock, leases: Leases) -> Now:
-    """Return the current time on both clocks."""
+    """Return the current wall clock time and boottime."""
     return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=leases)
 
 
 def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[LedgerLine, ...]:
-    """Return the usage and costs of an attempt on a node by day, up to its last fact."""
+    """Return an attempt's daily usage and costs on one node, up to the last fact."""
     is_billed = attempt.reason is None or MEANINGS[attempt.reason].is_billed
     return lines(on_our_calendar(attempt, crew, facts), attempt.tariff, is_billed=is_billed)
 
 
 def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[LedgerLine, ...]:
-    """Return an attempt's usage and costs on a node by day, up to the last report while it runs.
+    """Return an attempt's daily usage and costs on one node, up to the node's last report.
 
-    The usage ends at most `AHEAD_NS` after the last fact, because a running attempt writes facts regularly. `AHEAD_NS`
-    limits the error after a clock change.
+    The usage ends at most `AHEAD_NS` after the last fact. `AHEAD_NS` limits the usage error after a clock change.
     """
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
     if crew.ended_ns is not None or crew.started_ns is None or began is None:
@@ -80,7 +79,7 @@ def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: 
 
 
 def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int:
-    """Return how long a run waited for an attempt, in milliseconds.
+    """Return the time in milliseconds that a run waited for an attempt.
 
     Args:
         asked_ns: time of the submission.
@@ -92,7 +91,7 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return facts with times of the server's calendar, unchanged if the node's clock is right."""
+    """Return facts with times of the server's clock; unchanged if the node's clock is right."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)
@@ -117,16 +116,16 @@ class ClockPair(msgspec.Struct, frozen=True):
     boot_ns: int
 
     def boot(self, wall_ns: int) -> int:
-        """Convert a wall clock time to boottime. A future time becomes the current time."""
+        """Convert a wall clock time to boottime. A future wall clock time becomes the current boottime."""
         return min(self.boot_ns, self.boot_ns - self.wall_ns + wall_ns)
 
     def wall(self, boot_ns: int) -> int:
-        """Convert a boottime to the current wall clock."""
+        """Convert a boottime to wall clock time."""
         return self.wall_ns - self.boot_ns + boot_ns
 
 
 class Lifetime(msgspec.Struct):
-    """The times of one attempt, boottime in nanoseconds.
+    """Start, stop request and end of one attempt, in nanoseconds of boottime.
 
     Attributes:
         began_ns: start of user code; None before.
@@ -141,7 +140,7 @@ class Lifetime(msgspec.Struct):
     ended_ns: int | None = None
 
     def look(self, one: StoredAttempt, now: ClockPair, leases: Leases, *, is_stopping: bool) -> None:
-        """Update the times from the stored attempt and from the last reports of its nodes."""
+        """Update the lifetime from the stored attempt and from the last reports of its nodes."""
         if is_stopping and self.stop_ns is None:
             self.stop_ns = now.boot_ns
         ended_ns = None

@@ -1,12 +1,12 @@
-"""Stops runs of owners that are disabled or whose role may not start runs.
+"""Stops runs whose owner is disabled or has a role without permission to start runs.
 
     suspended ─▶ no new submits; streams end within seconds, because the server rechecks tokens
              ├─ queued runs wait outside the queue order until an administrator enables the owner
              ├─ finish   running attempts continue to their end; a retry waits
              └─ stop     the server stops running and queued runs, up to 200 in each pass
 
-The server chooses `finish` or `stop` when an administrator changes the owner. The same transaction stores this choice.
-After a restart, the server uses the stored choice, even if the default has changed.
+When an administrator changes the owner, the server chooses `finish` or `stop`. The transaction that changes the owner
+also stores the policy. After a restart, the server uses the stored policy, even if the default policy has changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def may_start(principal: PrincipalView) -> bool:
 
 
 def suspended_owners(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
-    """Return the names of principals that may not start runs. With a name, check only that principal."""
+    """Return the names of principals that may not start runs.
+
+    With `name`, check only the principal of this name.
+    """
     query = sa.select(principals.c.name).where(_SHUT_OUT)
     return frozenset(connection.scalars(query if name is None else query.where(principals.c.name == name)))
 
@@ -65,7 +68,7 @@ def decide_for_runs(
         if wanted is not None:
             raise InvalidValue(
                 f"{after.name} may start runs, so their runs continue",
-                hint="disable the principal or change its role first",
+                hint="disable the principal or change its role before you choose a policy for its runs",
             )
         _write(connection, after.name, None)
         return ""
@@ -84,7 +87,7 @@ class OwnerSuspension:
         self._announcer = announcer
 
     def stop_some(self) -> int:
-        """Stop some runs of suspended owners whose policy is `stop`, and return the number of runs found."""
+        """Stop up to `AT_ONCE` runs of suspended owners with the policy `stop`, and return their number."""
         found = self._database.read(_to_stop)
         for run_id, owner in found:
             told = self._stop(run_id, owner)
@@ -97,7 +100,7 @@ class OwnerSuspension:
 
         def work(connection: sa.Connection) -> TransitionResult | None:
             if owner not in suspended_owners(connection, owner):
-                return None  # An administrator enabled the owner in the meantime.
+                return None  # An administrator has enabled the owner since the query.
             return transitions.ask_to_stop(
                 connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because
             )

@@ -5,35 +5,35 @@
          ├─ Chosen ─▶ stored, then in every answer to the first node until user code begins, then to the other nodes
          └─ Apart, or a limit has passed (`look`) ─▶ called off, stored: its nodes cannot connect
 
-User code waits for `chosen`. A single SQL statement therefore ensures that an attempt never has both `chosen` and
-`called_off`. If the server calls a gang off, the gang's user code never begins. The same transaction marks nodes
-without any report as refused. If a refused node reports later, the server answers that the attempt has ended. Nodes
-that have reported end through their own reports, as after any failure.
+User code of a gang waits for `chosen`. A single SQL statement therefore ensures that an attempt never has both `chosen`
+and `called_off`. If the server calls a gang off, the gang's user code never begins. The transaction that calls off a
+gang also marks the nodes that never reported as refused. If a refused node reports later, the server answers that the
+attempt has ended. Other nodes of the gang end the attempt with a final report, as after any failure.
 
 `RendezvousStates` exists only in memory. Nodes repeat their offer and reach in every report until user code begins.
-After a restart, the server receives all offers and reaches again. The time limits of the server then start again.
+After a restart, the server receives all offers and reaches again. A server restart also restarts the rendezvous time
+limits.
 
 Failure cases:
 
-- The server crashes. Before `chosen` is durable, no node has received the address. After the commit of `chosen`, every
-  answer contains the address.
+- The server crashes. The server sends the rendezvous address to nodes only after the commit of `chosen`. Every later
+  answer to a node contains this address.
 
-- A node reports an offer that differs from its first offer. The server uses only the first offer, because other nodes
-  have tried its addresses.
+- A node reports an offer that differs from its first offer. The server uses only the node's first offer, because other
+  nodes have tried the addresses in it.
 
-- Before the rendezvous, a caller stops the run or a node fails. The next `look` calls the gang off. The cause of the
-  end remains the stop or the failure.
+- Before the rendezvous, a caller stops the run or a node fails. The next call of `look` calls the gang off. The
+  attempt's end reason remains the stop request or the node failure.
 
-- A node is silent when all other reports have arrived. The server chooses no address until the silent node reports or
-  the time limit has passed.
+- One node of a gang is silent after all other nodes have reported. The server chooses no address until the silent node
+  reports or the time limit has passed.
 
 - A node sends neither reports nor heartbeats before the rendezvous. The server calls the gang off and marks the node as
-  refused. The run does not wait for the refused node, and the attempt does not count against the attempt limit. The
-  server also refuses a node that becomes silent after the gang was called off.
+  refused. The next attempt of the run does not wait for the refused node. The called-off attempt does not count against
+  the run's attempt limit. The server also refuses a node that becomes silent after the server has called its gang off.
 
-- An operator restores the server from a backup. Since the backup, user code may have begun, so the server calls no gang
-  off. If user code runs on some nodes while other nodes still wait for the address, the address is lost. The server
-  then ends the gang.
+- An operator restores the server from a backup. User code may have begun after the backup, so the server calls no gang
+  off. If user code runs on some nodes while other nodes wait for the lost rendezvous address, the server ends the gang.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 COME_S = 300.0
 """Seconds that the server waits for a silent node before it calls the gang off."""
 MEET_S = 120.0
-"""Seconds that nodes have to test each other's addresses, after all offers have arrived."""
+"""Maximum seconds from the last offer until the nodes have tested each other's addresses."""
 TOTAL_S = 3_600.0
-"""Seconds that the server waits for nodes that report, for example during environment downloads."""
+"""Maximum seconds that the server waits for the offers of nodes that still report, for example during downloads."""
 _ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
 _MICROSECONDS_MAX = 1 << 40
 
 
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Refuse impossible offers and reaches, because other nodes and their ranks use the addresses in them."""
+    """Refuse rendezvous offers and reaches that contain impossible values."""
     if said.offer is None and said.reach is None:
         return
     gang, number = attempt.gang, crew.number
@@ -108,7 +108,7 @@ def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> Non
 
 
 class RendezvousService:
-    """Decides the rendezvous of gangs on several nodes."""
+    """Chooses the rendezvous address of gangs on several nodes."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class RendezvousService:
         self._announcer = announcer
 
     def hear(self, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Store the offer or reach of a node, and decide the rendezvous once all reports have arrived."""
+        """Store a node's offer or reach. After the gang's last report, choose the rendezvous address."""
         if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
             return
         if attempt.chosen_json is not None or attempt.called_off:
@@ -152,16 +152,16 @@ class RendezvousService:
         self._decide(attempt, known, now_ns=now_ns, but=crew.number)
 
     def told(self, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with rendezvous news for a node whose user code waits, unless the node must end."""
+        """Add rendezvous news to the answer for a node whose user code waits, unless the node must end."""
         attempt = run.attempt
         assert attempt is not None
         is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
         if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
             return answer
         if attempt.chosen is not None:
-            # Until the node of rank 0 has received the address, its supervisor uses the rendezvous port and would drop
-            # connections of ranks. Nodes of a Ray cluster retry. The function of a Ray run begins only after all nodes
-            # have joined, so Ray nodes need not wait.
+            # The supervisor of rank 0 uses the rendezvous port until it receives the address. While the supervisor uses
+            # the rendezvous port, connections of other ranks would fail. Ray nodes need not wait for rank 0, because
+            # they retry connections.
             is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
             return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
         known = self._meetings.find((attempt.run_id, attempt.fence))
@@ -170,7 +170,7 @@ class RendezvousService:
         return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
 
     def look(self, active: Sequence[ActiveRun], now_ns: int) -> None:
-        """Call off gangs over a time limit, and gangs that end before their rendezvous."""
+        """Call off gangs that exceed a rendezvous time limit or end before their rendezvous."""
         gone = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
         for one in active:
             if one.called_off and gone[one.id]:
@@ -204,8 +204,8 @@ class RendezvousService:
                 self._decide(attempt, known, now_ns=now_ns)
 
     def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
-        """Store the choice, or call the gang off, once all nodes have reported their offers and reaches."""
-        quiet_s = self._settings.soft_expiry_s / 2  # Maximum length of two heartbeat intervals.
+        """Store the chosen address or call the gang off, after all nodes have reported offers and reaches."""
+        quiet_s = self._settings.soft_expiry_s / 2  # Two heartbeat intervals last at most this many seconds.
         try:
             came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
         except ValueError as error:
@@ -217,14 +217,14 @@ class RendezvousService:
             self.call_off(attempt, known, why=came.sentence, apart=came.pair)
 
     def choose(self, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
-        """Store the addresses of the rendezvous, unless user code of the attempt can no longer begin."""
+        """Store the rendezvous addresses of an attempt, unless its user code can no longer begin."""
         text = msgspec.json.encode(chosen).decode()
 
         def work(connection: sa.Connection) -> bool:
             run = _waiting(connection, attempt.run_id, attempt.fence)
             if run is None or run.attempt is None or run.stop is not None or run.attempt.cause is not None:
                 return False
-            for crew in run.attempt.crews:  # User code begins only if every node has reported and its ranks still run.
+            for crew in run.attempt.crews:  # User code begins only if the ranks of every node are starting.
                 if crew.ended_ns is not None or crew.halt_json is not None or crew.state is not State.STARTING:
                     return False
             is_new = attempts.decide(connection, run.attempt, chosen_json=text)
@@ -237,7 +237,7 @@ class RendezvousService:
             self._have_look(attempt, but=but)
 
     def _gone(self, run: ActiveRun, now_ns: int) -> tuple[int, ...]:
-        """Return the node ranks of the gang whose nodes send neither reports nor heartbeats."""
+        """Return the ranks of the gang's nodes that send neither reports nor heartbeats."""
         silent_ns = self._settings.soft_expiry_s * 1e9
         return tuple(
             crew.id[2]
@@ -247,7 +247,7 @@ class RendezvousService:
         )
 
     def _end_silent(self, gang: ActiveRun, silent: Sequence[int]) -> None:
-        """End the parts of a called-off gang on nodes that send neither reports nor heartbeats."""
+        """End a called-off gang on its silent nodes, which send neither reports nor heartbeats."""
         note = Note(at_ns=self._clock.wall_ns())
 
         def work(connection: sa.Connection) -> tuple[TransitionResult, ...]:
@@ -265,7 +265,7 @@ class RendezvousService:
             self._announcer.announce(one)
 
     def _end_half(self, gang: ActiveRun, known: RendezvousState) -> None:
-        """End a gang with user code on some nodes only, because the restored backup lacks its rendezvous."""
+        """End a gang that has started only some nodes, because the restored backup lacks its rendezvous."""
 
         def work(connection: sa.Connection) -> StoredAttempt | None:
             run = runs.find(connection, gang.id)
@@ -300,7 +300,7 @@ class RendezvousService:
         apart: tuple[int, int] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Call a gang off, and mark nodes that never reported as refused.
+        """Call a gang off, and mark its nodes that never reported as refused.
 
         Args:
             attempt: the attempt of the gang.
@@ -343,7 +343,7 @@ class RendezvousService:
         self._have_look(done[0], but=None)
 
     def _have_look(self, attempt: StoredAttempt, *, but: int | None) -> None:
-        """Request reports from the nodes of a gang now, because the answers contain news."""
+        """Request immediate reports from a gang's nodes, because the server's answers contain news."""
         for crew in attempt.open_crews:
             if crew.number != but:
                 self._looks.ask(crew.node_id, crew.id)
@@ -371,7 +371,7 @@ def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionRe
 
 
 def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | None:
-    """Return the current row of a run without a rendezvous decision, or None."""
+    """Return the current row of a run whose gang waits for its rendezvous, or None."""
     run = runs.find(connection, run_id)
     if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
         return None
@@ -379,14 +379,14 @@ def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | 
 
 
 def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
-    """Return True if rows show that this node has reported to this or an earlier server process."""
+    """Return True if the stored rows prove that a node has reported about its attempt."""
     said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
     is_starting = State.STARTING in (crew.state, crew.before)
     return said or not is_starting or crew.lease_ns != attempt.created_ns
 
 
 class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
-    """The rendezvous state of a gang.
+    """Rendezvous offers and reaches of one gang.
 
     Attributes:
         since_ns: time when this process first saw the gang, boottime in nanoseconds.
@@ -405,7 +405,10 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
     def heard(
         self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> RendezvousState:
-        """Return the rendezvous state after a report of a node. The first offer and reach of each node count."""
+        """Return the rendezvous state after a node's report.
+
+        The state keeps only the first offer and reach of each node.
+        """
         offers = self.offers if offer is None else {number: offer, **self.offers}
         reaches = self.reaches if reach is None else {number: reach, **self.reaches}
         offered_ns = now_ns if self.offered_ns is None and len(offers) == of else self.offered_ns
@@ -415,13 +418,13 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def offers_for(self, number: int) -> tuple[Offer, ...]:
-        """Return all offers for a node, once all have arrived and until the node has reported its reach."""
+        """Return all offers of the gang, or nothing while offers are missing or after the node's reach."""
         if self.offered_ns is None or number in self.reaches:
             return ()
         return tuple(self.offers[one] for one in sorted(self.offers))
 
     def outcome(self, nodes: Sequence[str], *, now_ns: int, quiet_s: float) -> Chosen | Apart | None:
-        """Return the connection of a gang or the reason for its failure; None while a report is missing.
+        """Return the gang's chosen connection, or its connection failure; None while a report is missing.
 
         Args:
             nodes: names of the nodes, by node rank.
@@ -436,7 +439,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         return choose(list(self.offers.values()), list(self.reaches.values()), nodes)
 
     def overdue(self, nodes: Sequence[str], known: Collection[int], *, now_ns: int, age_s: float) -> str:
-        """Return the reason why the server no longer waits for a gang, for users, or "".
+        """Return the exceeded rendezvous time limit as a message for users, or "" while the server waits.
 
         Args:
             nodes: names of the nodes, by node rank.
@@ -461,7 +464,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RendezvousStates:
-    """The rendezvous states of gangs in this process. Thread-safe. Callers pass the current time."""
+    """Thread-safe store of the rendezvous states of gangs in this server process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -470,7 +473,7 @@ class RendezvousStates:
     def hear(
         self, crew: CrewId, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> tuple[RendezvousState, bool]:
-        """Store the rendezvous report of a node.
+        """Store a node's offer or reach.
 
         Returns:
             The new state, and True if the report completed the offers.
@@ -483,7 +486,7 @@ class RendezvousStates:
             return now, before.offered_ns is None and now.offered_ns is not None
 
     def see(self, gang: Gang, *, now_ns: int) -> RendezvousState:
-        """Return the rendezvous state of a gang. For a new gang, create a state that starts now."""
+        """Return the rendezvous state of a gang. For a new gang, create a rendezvous state that starts now."""
         with self._lock:
             return self._gathered.setdefault(gang, RendezvousState(since_ns=now_ns))
 
@@ -493,13 +496,13 @@ class RendezvousStates:
             return self._gathered.get(gang)
 
     def keep(self, gangs: Collection[Gang]) -> None:
-        """Forget the rendezvous states of all gangs except these."""
+        """Delete the rendezvous states of all gangs except `gangs`."""
         with self._lock:
             self._gathered = {gang: known for gang, known in self._gathered.items() if gang in gangs}
 
 
 def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
-    """Return the message for users about a gang that the server calls off because of silent nodes."""
+    """Return the message to users about the silent nodes of a called-off gang."""
     return f"{_named(nodes, silent)} stopped reporting before the rendezvous"
 
 
@@ -530,7 +533,7 @@ def _check_reach(gang: str, number: int, reach: CrewReach, *, of: int) -> None:
 
 
 def _named(nodes: Sequence[str], numbers: Sequence[int]) -> str:
-    """Return the names of some nodes, followed by "has" or "have"."""
+    """Return the names of up to three nodes, followed by "has" or "have"."""
     named = ", ".join(nodes[number] for number in numbers[:3])
     more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
     return f"{named}{more} {'has' if len(numbers) == 1 else 'have'}"

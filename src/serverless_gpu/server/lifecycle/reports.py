@@ -1,4 +1,4 @@
-"""Applies reports of nodes about their attempts. Nodes are the only source of news about a run.
+"""Applies node reports about attempts. Only nodes report the progress of a run.
 
     report ─▶ is the attempt on this node? ─▶ lease renewed (memory)
                   │
@@ -8,40 +8,42 @@
                   └─ logs synced to disk, if the attempt has ended; then the node may delete its copies
 
 `AuthMiddleware` has already checked the token, which identifies the attempt and its node. The server applies a report
-completely or not at all. A report may arrive twice. Log pieces therefore have offsets, and facts and files have names.
-States never move backwards, and a repeated ending equals the first ending.
+completely or not at all. A node may send a report twice. The server recognizes repeated log pieces by offset, and
+repeated facts and files by name. The state of an attempt never moves backwards.
 
 Failure cases:
 
-- The server has abandoned the attempt because its node was unreachable for too long or restarted. The answer is
-  `stale`. The server still accepts output and facts, but no state, files or ending. The server writes a late ending to
-  the audit.
+- The server has abandoned the attempt because its node was unreachable for too long or restarted. The server answers
+  the report with `stale`. The server still accepts output and facts of an abandoned attempt, but no state, files or
+  ending. The server writes the ending of an abandoned attempt to the audit.
 
-- The server abandons the attempt while a report arrives. The report's handler renews the lease before it reads the row.
-  The monitor checks the lease within its transaction. The first report after a long silence always writes. The later
-  transaction therefore sees the changes of the earlier transaction.
+- The server abandons the attempt while a report arrives. The report handler renews the lease before it reads the
+  attempt's row. The monitor checks the lease within the transaction that abandons the attempt. After a long silence,
+  the report handler always writes the attempt's row. The database therefore orders the two transactions of handler and
+  monitor.
 
-- The disk of the database is full when a node reports an attempt that has ended. The server answers
-  `ServerUnavailable`. The answer "storage full" would mean that the server received the report and that the attempt may
-  continue.
+- The disk of the database is full when a node reports an attempt that has ended. The server answers the report with
+  `ServerUnavailable`, so that the node sends the report again. After the error `ServerStorageFull`, the node would
+  treat the report as received.
 
-- A node reports a refused attempt as starting or running, because the server delivered the order twice. The answer is
-  `stale`. User code of the attempt waits for the first answer and therefore does not begin.
+- A node reports a refused attempt as starting or running, because the server delivered the order twice. The server
+  answers that the attempt is stale. User code of a refused attempt never begins, because it waits for the server's
+  first answer.
 
-- The server restarted with a longer grace period than that of the attempt. The server stores the longer period before
-  it sends the period to the node.
+- The server restarts with a longer grace period than the attempt's stored grace period. The server stores the longer
+  grace period before it sends the period to the node.
 
-- The node has reported the end of the attempt, and the run has continued. The server still accepts the receipt of this
-  attempt.
+- The node has reported the end of the attempt, and the run has continued. The server still accepts the receipt of the
+  ended attempt.
 
-- Results refer to a blob whose parts are missing on the server. The server refuses the report and writes nothing. When
-  a run reports its completion, the results of all its ranks are on the server.
+- Results refer to a blob whose parts are missing on the server. The server refuses a report with missing blob parts and
+  writes nothing. The results of all ranks are therefore on the server before the run is complete.
 
-- The server crashes after it appended the logs and before the transaction. The node sends the report again. The server
-  then appends only the missing part of the logs.
+- The server crashes after appending the logs of a report and before the transaction. The node sends the report again
+  after the crash. The server then appends only the missing part of the logs.
 
-- A text has an invalid encoding, or is unsafe for users of other nodes. The server truncates the readable part and
-  replaces control characters.
+- A report contains text that is too long or has control characters. The server truncates the text and replaces control
+  characters before other users read it.
 """
 
 from __future__ import annotations
@@ -86,21 +88,23 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")
 SIGNS_PER_S = 100
-"""Target rate of heartbeats of all attempts. Half a core can answer about 250 heartbeats per second."""
+"""Target rate of heartbeats of all attempts. Half a CPU core of the server can answer about 250 heartbeats per
+second."""
 SENTENCE_CHARACTERS_MAX = 2_000
 DETAIL_CHARACTERS_MAX = 300
-"""Maximum length of a report's text about the reason for an end. Users of other nodes read this text."""
+"""Maximum length of a report's text about the reason for an end. Users of other nodes read the reason for an attempt's
+end."""
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
 _WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
-"""Matches the number in the name of an attempt's file: the rank, or the node for a hang report."""
+"""Matches the rank in the name of an attempt's file, or the node number in a hang report's name."""
 _LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 _log = logging.getLogger(__name__)
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt of a report, with its run and the part on the reporting node."""
+    """Stored run and attempt of a report, with the attempt's row for the reporting node."""
 
     run: StoredRun
     attempt: StoredAttempt
@@ -116,12 +120,12 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
         return numbered(self.crew.place, per_node=self.run.spec.per_node)
 
     def has(self, rank: int, stream: str) -> bool:
-        """Return True if output belongs to the reporting node: to one of its ranks, or to its telemetry."""
+        """Return True if an output stream belongs to a rank or to the telemetry of the reporting node."""
         return rank in self.ranks or (stream == "telemetry" and rank == self.crew.number)
 
 
 class _Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of a report: `told` if the attempt is current, `settled` if the receipt is new."""
+    """Effect of a report: the run's transition, and True for a new receipt or new files."""
 
     told: TransitionResult | None = None
     settled: bool = False
@@ -129,7 +133,7 @@ class _Applied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportService:
-    """Applies reports of nodes about their attempts."""
+    """Applies node reports about attempts."""
 
     def __init__(
         self,
@@ -165,15 +169,14 @@ class ReportService:
         self._rendezvous = rendezvous
 
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-        """Apply a report. The complete content is durable when this method returns."""
+        """Apply a report, and return after the complete report is durable."""
         arrived_ns = self._clock.boottime_ns()
         said = with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
             return self._answer(stale=True)
-        # The server may request a report after the read above, so the server reads again below. A still later change
-        # causes another request.
+        # The server may have requested this report after the read above, so the code below reads the attempt again.
         was_asked = self._looks.done(found.crew.node_id, crew)
         self._check(found, said)
         was_silent = False
@@ -188,8 +191,7 @@ class ReportService:
             self._close_logs(found.crew, said, offsets)
         is_freed = said.freed and found.is_current and self._leases.free(crew)
         applied = _Applied()
-        # After a silence, the monitor may give up the attempt concurrently. A transaction then decides the order of the
-        # two.
+        # After a long silence, the monitor may abandon the attempt concurrently, so this report needs a transaction.
         is_news = was_silent or self._is_news(found, said)
         if is_news:
             if said.ending is not None:
@@ -201,14 +203,14 @@ class ReportService:
                 faults.reach("after_report_before_answer")
         self._announce(found, said, applied, is_news=is_news)
         if is_freed:
-            # The wakeup happens after the transaction, so that the scheduler sees every change of the report.
+            # Wake the scheduler after the transaction, so that it sees every change of the report.
             self._hub.touch(SCHEDULER)
         if found.is_current:
             self._rendezvous.hear(found.attempt, found.crew, said)
             self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
         if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
             self._logs.sync(run_id, fence)  # Only the reporting node waits for the fsync of the logs.
-        # If this report wrote nothing, the first read is current. Most reports are heartbeats without news.
+        # After a heartbeat without news, the first read of the attempt is still current.
         if is_news or was_asked or found.run.state is not State.RUNNING:
             found = self._database.read(lambda connection: _find(connection, crew)) or found
         stop = found.run.stop if found.is_current else None
@@ -220,7 +222,7 @@ class ReportService:
         return self._gang_hangs.told(found.attempt, self._with_gang_news(found, answer))
 
     def gang_news(self, connection: sa.Connection, crew: CrewId) -> ReportAnswer:
-        """Return the rendezvous and ending news that a node would receive if it reported now."""
+        """Return the rendezvous news and stop requests for a node of a gang."""
         found = _find(connection, crew)
         if found is None or found.attempt.num_nodes == 1 or not found.is_current:
             return ReportAnswer()
@@ -238,20 +240,20 @@ class ReportService:
         return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=self._heartbeat_s())
 
     def _heartbeat_s(self) -> float:
-        """Return the seconds between heartbeats of an attempt. The interval grows with thousands of attempts.
+        """Return the seconds between heartbeats of an attempt.
 
-        Nodes report news immediately. The heartbeat interval therefore only limits the server's work for reports
-        without news. The server shows an attempt as unreachable only after more than three lost heartbeats.
+        The interval grows with the number of attempts. Nodes report news immediately, so the interval affects only
+        reports without news. The server shows an attempt as unreachable only after more than three lost heartbeats.
         """
         settings = self._settings
         wanted_s = self._leases.count() / SIGNS_PER_S
         return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
 
     def quiet_s(self, crew: StoredCrew) -> float | None:
-        """Return the seconds since the last report about an attempt on a node, or None while that is normal.
+        """Return the seconds since a node's last report about an attempt, or None if the report is not late.
 
-        Each node reports a running attempt every `heartbeat_s` seconds. The limit is shorter if an engine has also lost
-        the node.
+        Each node reports a running attempt every `heartbeat_s` seconds. If an engine has also lost the node, the server
+        allows fewer missed heartbeats.
         """
         now_ns = self._clock.boottime_ns()
         silent_s = (now_ns - self._leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
@@ -261,15 +263,15 @@ class ReportService:
     def _grant(self, crew: StoredCrew) -> None:
         """Store the configured grace period of an attempt on a node if the stored grace period is shorter.
 
-        After a restart, the setting may be shorter. The server must then still wait for the longest grace period that
-        it granted.
+        The configured grace period may become shorter at a restart. The server then still waits for the longest grace
+        period that it has granted.
         """
         grace_s = self._settings.partition_grace_s
         if grace_s > crew.grace_s:
             self._database.write(lambda connection: crews.note(connection, crew.id, grace_s=grace_s))
 
     def _check(self, found: _Found, said: Report) -> None:
-        """Refuse impossible values before the server applies any part of the report."""
+        """Refuse a report with impossible values before the server applies any part of the report."""
         ranks = found.ranks
         check_meeting(found.attempt, found.crew, said)
         check_progress(found.attempt, ranks, said)
@@ -312,7 +314,7 @@ class ReportService:
             raise InvalidValue(f"attempt {found.attempt.gang} sent a receipt before its end")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
-        """Append output, and return the next offsets that the server expects for streams with unstored output."""
+        """Append output to logs, and return the next expected offset of each incompletely stored stream."""
         wanted: dict[str, int] = {}
         for piece in pieces:
             following = self._logs.append(
@@ -331,11 +333,11 @@ class ReportService:
         return wanted
 
     def _close_logs(self, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
-        """Mark the end of the output with a gap if the server's full disk could not store the last part."""
+        """Mark missing output at the end of a log if the server's disk was too full to store it."""
         ends = dict(said.ending.log_ends) if said.ending is not None else {}
         for piece in said.logs:
             name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
-            # The log piece continues the stored output, so only a full disk of the server can have truncated the piece.
+            # If a log piece continues the stored output, only a full server disk can have truncated the piece.
             if piece.offset <= offsets.get(name, end) < end:
                 ends.setdefault(name, end)
         for name, end in ends.items():
@@ -350,7 +352,7 @@ class ReportService:
             offsets.pop(name, None)
 
     def _is_news(self, found: _Found, said: Report) -> bool:
-        """Return True if the report needs a transaction. Most reports only renew the lease."""
+        """Return True if the server must write the report to the database, beyond renewing the lease."""
         if said.facts or said.files or said.ending is not None or json_text(said.receipt) is not None:
             return True
         if not found.is_current:
@@ -364,7 +366,7 @@ class ReportService:
         return is_due or sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
     def _write(self, who: Caller, found: _Found, said: Report) -> _Applied:
-        """Store the content of a report.
+        """Store a report in one transaction.
 
         Raises:
             ServerStorageFull: the disk is full, and the attempt continues. The answer shows that the report arrived.
@@ -397,7 +399,7 @@ class ReportService:
 
 @routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
 def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
-    """Apply a report of a node about an attempt."""
+    """Apply a node's report about an attempt."""
     return reports.receive(call.who, run_id=run, fence=fence, said=body)
 
 
@@ -415,7 +417,7 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
 
 
 def _check_fact(crew: StoredCrew, fact: Fact) -> None:
-    """Refuse a fact with values that this attempt cannot have. The server bills every accepted fact."""
+    """Refuse a fact with impossible values for its attempt, because the server bills every accepted fact."""
     if fact.attempt != crew.gang:
         raise InvalidValue(f"the report of {crew.gang} contains a fact of another attempt")
     times = (fact.boottime_ns, fact.wall_ns)
@@ -462,8 +464,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
         )
         for file in said.files
     ]
-    # Files that the server acknowledged with the ending stay unchanged. Files that arrive later with the receipt are
-    # new.
+    # After the attempt's end, the server accepts new files with the receipt but changes no stored file.
     if tracked(said) not in ("", found.run.tracked):
         runs.note_tracked(connection, run_id, tracked(said))
     if found.is_current and said.saved > found.run.saved:
@@ -480,11 +481,11 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
     if said.facts:
         for seq in facts.add(connection, crew.id, said.facts):
             _log.error(
-                "fact %d of attempt %s arrived again with other contents; the server keeps the first", seq, crew.gang
+                "fact %d of attempt %s arrived again with other contents, so the server keeps the first", seq, crew.gang
             )
         if crew.ended_ns is not None:
-            # The server always writes this value. On PostgreSQL, the write forces a concurrent charge without these
-            # facts to repeat.
+            # Write `uncharged` even if `uncharged` is already True. On PostgreSQL, the write forces the repetition of a
+            # concurrent charge that lacks the new facts.
             crews.note(connection, crew.id, uncharged=True)
 
 
@@ -494,8 +495,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         _check_results(connection, found, said)
         stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
-        # The node also reports the unkillable process, but only with its next heartbeat. The scheduler must not use the
-        # node before this heartbeat.
+        # The node reports an unkillable process only with its next heartbeat. Until this heartbeat, the scheduler must
+        # not use the node.
         if not said.ending.proven:
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not use the GPU of the unkillable process.
@@ -504,8 +505,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         crews.note(connection, crew.id, lease_ns=at_ns, sentence=sentence(said))
     exec_ns = None
     if said.exec_ns is not None and crew.started_ns is None:
-        # The server moves the start of user code between placement and now. A node of protocol 1 uses its own wall
-        # clock, which may be an hour off.
+        # The server limits the start of user code to the time between placement and now. Nodes of protocol 1 send the
+        # start by their own wall clock, which may be wrong.
         placed_ns = found.attempt.created_ns
         exec_ns = min(max(said.exec_ns, placed_ns), max(at_ns, placed_ns))
     note = Note(
@@ -536,12 +537,12 @@ def _happened(crew: StoredCrew, said: Report) -> list[Event]:
 
 
 def _returned(found: _Found, said: Report) -> bool:
-    """Return True if all ranks on a node wait for ranks of other nodes; False for a gang on one node."""
+    """Return True if all ranks on the node have returned and wait for ranks of other nodes."""
     return said.returned and found.attempt.num_nodes > 1
 
 
 def _halt(found: _Found, said: Report) -> Halt | None:
-    """Return why one of several nodes ends early, from its early report or from the cause in its ending."""
+    """Return the reason for which a node of a gang ends early, or None."""
     if found.attempt.num_nodes == 1:
         return None
     if said.halt is not None:
@@ -557,7 +558,7 @@ def _halt(found: _Found, said: Report) -> Halt | None:
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
-    """Check that the results of a run are durable on the server before clients see the end of the run."""
+    """Refuse the end of a completed run while results of its ranks are missing on the server."""
     attempt, ending = found.attempt, said.ending
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return
@@ -572,7 +573,7 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
 
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
-    """Store the receipt. An attempt whose supervisor was lost without details settles without a receipt."""
+    """Store the receipt. If the supervisor was lost without details, settle the attempt without a receipt."""
     receipt = json_text(said.receipt)
     if receipt is None and (said.ending is None or json_text(said.ending.stopped) is not None):
         return False
@@ -591,26 +592,29 @@ class _Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `node.protocol.Stopped` that the server decodes. The client decodes all fields."""
+    """The fields of `node.protocol.Stopped` that the server decodes.
+
+    The client decodes all fields of `Stopped`.
+    """
 
     cause: _Cause | None = None
 
 
 def cause_of(ending: Ending) -> _Cause | None:
-    """Return the cause of an end as the node reported it, or None."""
+    """Return the cause of an attempt's end from the node's report, or None."""
     stopped = json_text(ending.stopped)
     try:
         return None if stopped is None else from_json(stopped, _Stopped).cause
-    # A node of another version sent this cause. The client may be able to decode the cause.
+    # A node of another version may send a cause in an unknown format.
     except msgspec.DecodeError:
         return None
 
 
 def with_billed_loss(said: Report) -> Report:
-    """Return a report with `SUPERVISOR_LOST` replaced by `SUPERVISOR_KILLED` if it contains no evidence.
+    """Replace `SUPERVISOR_LOST` with `SUPERVISOR_KILLED` in a report without evidence of the loss.
 
-    The server does not charge for `SUPERVISOR_LOST`. Older nodes send no evidence, so the server charges their runs as
-    for `SUPERVISOR_KILLED`.
+    The server charges for `SUPERVISOR_KILLED` but not for `SUPERVISOR_LOST`. Older nodes send no evidence for a lost
+    supervisor.
     """
     ending = said.ending
     if ending is None or ending.reason is not Reason.SUPERVISOR_LOST:
@@ -623,7 +627,7 @@ def with_billed_loss(said: Report) -> Report:
 
 
 def ending_detail(said: Report) -> str:
-    """Return the detail of an ending for users: the node's message, or the failed rank and its error."""
+    """Return the details of an attempt's end for users: the node's message, or the failed rank's error."""
     if said.ending is None or said.sentence or json_text(said.ending.stopped) is None:
         return sentence(said) if said.ending is not None else ""
     cause = cause_of(said.ending)
@@ -639,12 +643,12 @@ def sentence(said: Report) -> str:
 
 
 def tracked(said: Report) -> str:
-    """Return the MLflow link of a run, or "" if the text is not a plain HTTP link for users."""
+    """Return the MLflow link of a run, or "" if the reported text is not a plain HTTP link."""
     return said.tracked if _LINK.fullmatch(said.tracked) else ""
 
 
 def json_text(json: Json) -> str | None:
-    """Return JSON bytes as text, or None without bytes."""
+    """Return JSON bytes as text, or None for missing JSON."""
     decoded = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
     return None if decoded in ("", "null") else decoded
 
@@ -655,6 +659,6 @@ def storable(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the first line of a text without control characters, safe for users' terminals."""
+    """Return the first line of a text, with spaces instead of control characters."""
     line = text.strip().partition("\n")[0][:DETAIL_CHARACTERS_MAX]
     return "".join(character if character.isprintable() else " " for character in line)

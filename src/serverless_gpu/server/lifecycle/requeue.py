@@ -1,10 +1,10 @@
-"""Cancels start orders that this process has not sent. Runs of canceled orders wait again.
+"""Cancels start orders that the server has not sent, and returns their runs to the queue.
 
     an order: allowed to leave (`send`) ──▶ sent: never canceled
        └─ held back until an engine has reserved the gang        └─ canceled (`hold`): never sent
 
-`OrderDeliveries` exists only in memory. An earlier server process may have sent its orders, so this process never
-cancels them.
+`OrderDeliveries` exists only in memory. An earlier server process may have sent its orders, so the current process
+never cancels those orders.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class OrderDeliveries:
-    """Tracks start orders by gang. The server either sends or cancels each order, never both.
+    """Tracks start orders by gang.
 
-    If a gang uses a node of an engine, the server holds back its start orders until the engine has reserved the gang.
-    Each check queries the engine. After a restart, the server therefore holds back the same orders before it serves
-    requests.
+    The server either sends or cancels each order, never both. If a gang uses an engine's node, the server holds back
+    the gang's start orders until the engine has reserved the gang. The server asks the engine before it sends an order,
+    even after a restart.
     """
 
     def __init__(self) -> None:
@@ -43,18 +43,18 @@ class OrderDeliveries:
         self._mine: set[tuple[str, int]] = set()
 
     def watch(self, engine: Engine) -> None:
-        """Hold back start orders until this engine has reserved their gangs."""
+        """Hold back start orders on nodes of an engine until the engine has reserved their gangs."""
         self._engine = engine
 
     def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
-        """Return True if the server must not send an order yet, because an engine has not reserved its gang."""
+        """Return True if the engine has not reserved the gang of an order, so that the order must wait."""
         engine = self._engine
         if engine is None or not any(engine.has(node) for node in nodes):
             return False
         return f"{run_id}:{fence}" not in engine.recover()
 
     def made(self, run_id: str, fence: int) -> None:
-        """Record that this process created an order. An earlier process may already have sent its orders."""
+        """Record that the current server process created an order."""
         with self._lock:
             self._mine.add((run_id, fence))
 
@@ -67,12 +67,12 @@ class OrderDeliveries:
             return True
 
     def never_left(self, run_id: str, fence: int) -> bool:
-        """Return True if the server has certainly not sent an order."""
+        """Return True if no server process has sent an order."""
         with self._lock:
             return (run_id, fence) in self._mine and (run_id, fence) not in self._sent
 
     def hold(self, run_id: str, fence: int) -> bool:
-        """Cancel an order if it is unsent, and return True if the server will never send the order."""
+        """Cancel an unsent order, and return True if the server will never send the order."""
         with self._lock:
             if (run_id, fence) in self._sent or (run_id, fence) not in self._mine:
                 return False
@@ -80,20 +80,21 @@ class OrderDeliveries:
             return True
 
     def is_taken_back(self, run_id: str, fence: int) -> bool:
-        """Return True if the order was canceled, so that the server never sends it."""
+        """Return True if the server has canceled the order."""
         with self._lock:
             return (run_id, fence) in self._held
 
     def known(self) -> frozenset[tuple[str, int]]:
-        """Return all tracked gangs, whose orders are committed."""
+        """Return all gangs with tracked orders."""
         with self._lock:
             return frozenset(self._sent | self._held | self._mine)
 
     def forget(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget ended gangs: gangs tracked *before* the server read the database, and not active there.
+        """Stop tracking the orders of ended gangs.
 
-        A gang that was tracked after that read may be a new placement. Without the entry for a gang, the server could
-        cancel an order after sending, or send an order after cancellation.
+        Callers must read the tracked gangs *before* they read the active gangs from the database. In the opposite
+        order, a newly placed gang would look like an ended gang. Without tracking, the server could send a canceled
+        order or cancel a sent order.
         """
         with self._lock:
             for known in (self._sent, self._held, self._mine):
@@ -101,7 +102,7 @@ class OrderDeliveries:
 
 
 class Requeue:
-    """Returns runs to the queue if the server has not sent their orders."""
+    """Returns runs with unsent start orders to the queue."""
 
     def __init__(
         self, *, clock: Clock, database: Transactions, deliveries: OrderDeliveries, announcer: Announcer
@@ -112,16 +113,19 @@ class Requeue:
         self._announcer = announcer
 
     def give_back_on(self, node_id: str, why: str, *, boot_id: str | None = None) -> None:
-        """End every attempt on a node whose order is unsent. `boot_id` limits the change to one boot."""
+        """End every attempt on a node with an unsent start order.
+
+        With `boot_id`, end only attempts of the node's boot with this identifier.
+        """
         there = self._database.read(lambda connection: crews.open_on(connection, node_id))
         for crew in there:
             if boot_id in (None, crew.boot_id):
                 self.give_back(crew.run_id, crew.fence, why)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """End an attempt whose order is unsent, and cancel the order. The run waits again.
+        """End an attempt with an unsent start order, and cancel the order.
 
-        After a stop request, the run ends instead.
+        The run returns to the queue, or ends if it has a stop request.
 
         Returns:
             True if this call ended the attempt.
@@ -138,7 +142,7 @@ class Requeue:
             if run.stop is not None:
                 reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
             told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
-            # An attempt that never started on a node sends no receipt from this node.
+            # Nodes send no receipt for an attempt that never started.
             transitions.settle_all(connection, run.attempt, at_ns=at_ns)
             return told
 

@@ -1,15 +1,17 @@
-"""Stores state transitions of runs. No other module changes the state of a run or an attempt.
+"""Stores state transitions of runs and attempts.
+
+No other module changes the state of a run or an attempt.
 
     an event on a node ─▶ gangs.follow ─┐
     an event of a run ──────────────────┴─▶ model/run_lifecycle.advance
                      ─▶ compare and set ─▶ attempt, parts, events, orders   (one transaction)
                                              └─ after the commit: `Announcer.announce`
 
-The transition table in `model/` makes the decisions. This module stores each decision as rows: the run, its attempt,
-the attempt's parts on nodes (`crews`), and one event for each change. For a stop request, this module also adds an
-order for each node. Each write compares the stored run with the row that was read. After a concurrent change, this
-module writes nothing and raises `StaleAttempt`. The server never delivers orders for an attempt that has ended
-(`orders.py`), so a node that reconnects late starts nothing.
+The transition table in `model/` makes the decisions. This module stores each transition in the rows of the run, its
+attempt and the attempt's nodes, and adds an event. For a stop request, this module also adds an order for each node.
+Each write checks that the stored run has not changed since the read. After a concurrent change, this module writes
+nothing and raises `StaleAttempt`. The server never delivers start orders of an ended attempt, even if the node
+reconnects later (`orders.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ _NODE_CHARACTERS = 256
 
 
 class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of applying an event.
+    """Changes of a run after one or more events.
 
     Attributes:
         before: the state of the run before the event.
@@ -83,7 +85,7 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.life != self.before.life
 
     def count(self, measures: ServerMetrics) -> None:
-        """Count the transition in the metrics."""
+        """Count the ended run and abandoned attempts in the metrics."""
         if RunInstruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
         for event in self.events:
@@ -92,24 +94,24 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportRequests:
-    """Attempts that the server has asked nodes to report now, because the answer contains news."""
+    """Attempts for which nodes must request news from the server by an immediate report."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: dict[str, set[CrewId]] = {}
 
     def ask(self, node_id: str, crew: CrewId) -> None:
-        """Ask a node to report an attempt now."""
+        """Request an immediate report about an attempt from its node."""
         with self._lock:
             self._asked.setdefault(node_id, set()).add(crew)
 
     def of(self, node_id: str) -> tuple[CrewId, ...]:
-        """Return the attempts on a node for which a requested report has not arrived yet."""
+        """Return the attempts on a node with an outstanding report request."""
         with self._lock:
             return tuple(sorted(self._asked.get(node_id, ())))
 
     def done(self, node_id: str, crew: CrewId) -> bool:
-        """Record the report of a node, and return True if the server had requested this report."""
+        """Remove the report request for an attempt, and return True if the request existed."""
         with self._lock:
             there = self._asked.get(node_id, set())
             was_asked = crew in there
@@ -119,14 +121,14 @@ class ReportRequests:
             return was_asked
 
     def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all report requests except the given requests."""
+        """Delete all report requests except those for the attempts in `ids`."""
         with self._lock:
             left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
             self._asked = {node_id: own for node_id, own in left.items() if own}
 
 
 class Announcer:
-    """Wakes the components and clients that wait for a transition, after its commit."""
+    """After the commit of a transition, wakes the components and clients that wait for it."""
 
     def __init__(self, *, hub: Hub, looks: ReportRequests, measures: ServerMetrics) -> None:
         self._hub = hub
@@ -134,7 +136,7 @@ class Announcer:
         self._measures = measures
 
     def announce(self, told: TransitionResult) -> None:
-        """Wake the listeners of a committed transition and count it."""
+        """Notify listeners about a committed transition, and count the transition."""
         hub = self._hub
         for crew in told.looks:
             self._looks.ask(crew.node_id, crew.id)
@@ -151,14 +153,14 @@ class Announcer:
             for crew in attempt.open_crews:
                 hub.touch(node_key(crew.node_id))
             if told.before.state is State.STARTING:
-                hub.touch(SCHEDULER)  # If the order is unsent, the run ends immediately.
+                hub.touch(SCHEDULER)  # If the start order is unsent, the scheduler ends the run immediately.
         if RunInstruction.REQUEUE in told.instructions or RunInstruction.CONCLUDE in told.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of an event.
+    """Details of an event of a run.
 
     Attributes:
         at_ns: now, nanoseconds since 1970.
@@ -178,7 +180,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt of an event, and its parts on nodes after the event."""
+    """Attempt of an event, with the attempt's new rows for its nodes."""
 
     attempt: StoredAttempt
     crews: tuple[StoredCrew, ...]
@@ -186,7 +188,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed(self) -> dict[int, dict[str, object]]:
-        """Return the changed columns of the attempt's parts, by node rank."""
+        """Return the changed columns of the attempt's rows in `crews`, by node rank."""
         return {
             before.number: {
                 name: value.value if isinstance(value, Enum) else value
@@ -199,21 +201,21 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_new(self) -> bool:
-        """Return True if the nodes of the gang need news: a cause, a release, or the start on the first node."""
+        """Return True if the gang's other nodes must learn of the event."""
         fold, before = self.folded, self.attempt
         if self.crews[0].began and not before.crews[0].began:
-            return True  # User code may now also begin on the other nodes of the gang, see `RendezvousService.told`.
+            return True  # User code may now begin on the gang's other nodes, see `RendezvousService.told`.
         return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
 
     @property
     def because(self) -> str:
-        """Return why the gang ends early, or "" if unknown or for a gang on one node."""
+        """Return the cause of a gang's early end; "" if unknown or if the gang has one node."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
         return "" if cause is None else gangs.cause_sentence(cause, self.attempt)
 
     @property
     def detail(self) -> str:
-        """Return why the gang ended, as text that follows the sentence of the reason."""
+        """Return the cause of a gang's end, to append to the message of the end reason."""
         over = self.folded.over if self.folded is not None and len(self.crews) > 1 else None
         if self.folded is None or self.folded.cause is None or over is None:
             return ""
@@ -256,9 +258,9 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
 
 
 def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
-    """Apply events to a run, in order. Write no row if nothing changes.
+    """Apply events to a run, in order. Write no row if no state changes.
 
-    An event of an attempt applies to all of its nodes.
+    Apply events of an attempt to all of its nodes.
 
     Args:
         run: the run as read in this transaction.
@@ -279,7 +281,7 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
 def apply_to_crew(
     connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note
 ) -> TransitionResult:
-    """Apply events to a run's attempt on one node, in order. Write no row if nothing changes.
+    """Apply events to a run's attempt on one node, in order. Write no row if no state changes.
 
     Args:
         run: the run as read in this transaction, with an unfinished attempt.
@@ -333,7 +335,7 @@ def _tell(
 
 
 def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
-    """Add an event without a state change, for example about a budget that is nearly used up.
+    """Add an event without a state change to a run, for example a budget warning.
 
     Returns:
         True if the event was written.
@@ -366,7 +368,7 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
 
 
 def settle_all(connection: sa.Connection, attempt: StoredAttempt, *, at_ns: int) -> None:
-    """Settle an attempt that has ended on all of its nodes, without receipts."""
+    """Settle an ended attempt without receipts from its nodes."""
     for crew in attempt.crews:
         settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
@@ -389,7 +391,7 @@ def _write_run(
     if gang is not None and gang.started_ns is not None and run.started_ns is None:
         values["started_ns"] = gang.started_ns
     if RunInstruction.SEND_STOP in told.instructions:
-        values["detail"] = note.detail  # The server shows the reason for the stop until and after the end of the run.
+        values["detail"] = note.detail  # Users see the reason for the stop request before and after the end of the run.
     if RunInstruction.CONCLUDE in told.instructions:
         nothing_to_come = gang is None or all(crew.settled_ns is not None for crew in gang.crews)
         values |= {
@@ -412,14 +414,14 @@ def _write_run(
             "ran_ms": run.ran_ms + ran_ms,
         }
         if over is not None and over_because(over) is Reason.TIMEOUT:
-            # The run has used its time slice, so the scheduler starts other runs first.
+            # After a run has used its time slice, the scheduler starts other waiting runs first.
             values["queued_ns"] = note.at_ns
     runs.change(connection, run, **values)
     events.add(connection, told.events)
 
 
 def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
-    """Return the note with the limit that an attempt reached, if a usage policy set the limit."""
+    """Add the exceeded time limit of a usage policy to the note."""
     spec = run.spec_now
     if over_because(over) is not Reason.TIMEOUT or not spec.is_capped or spec.max_run_s is None or note.detail:
         return note
@@ -431,7 +433,7 @@ def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
 
 
 def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
-    """Return why no attempt follows the last one, or "" if another reason already excludes a retry."""
+    """Return the exhausted limit that prevents another attempt of the run, or ""."""
     if life.reason is None or run.stop is not None:
         return ""
     last = MEANINGS[over_because(over)].sentence
@@ -446,7 +448,7 @@ def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
 
 
 def _asked_because(run: StoredRun, reason: Reason | None) -> str:
-    """Return the stop request's reason if this request ended the run or its attempt, else ""."""
+    """Return the stop request's reason if the request ended the run or its attempt, else ""."""
     return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
@@ -464,7 +466,7 @@ def _write_attempt(
     for number, own in of_crews.items():
         if "ended_ns" in own:
             reason = gang.crews[number].reason
-            # The reason for the stop request replaces the last message of the node.
+            # The reason for the stop request replaces the node's last message.
             own["sentence"] = _asked_because(told.before, reason)
     if over is None:
         before = life.before.value if life.before else None
@@ -474,7 +476,7 @@ def _write_attempt(
         values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
         values["ended_ns"] = note.at_ns
         for crew in attempt.crews:
-            # The final reason of the attempt decides the charges on all of its nodes.
+            # The end reason of the attempt determines the charges for all of its nodes.
             of_crews.setdefault(crew.number, {})["uncharged"] = True
         if all(crew.settled_ns is not None for crew in gang.crews):
             values["settled_ns"] = note.at_ns
@@ -485,7 +487,7 @@ def _write_attempt(
 
 
 def _short(nodes: str) -> str:
-    """Return the names of nodes, truncated to their maximum length in an event."""
+    """Truncate a list of node names to the maximum length in an event."""
     return nodes if len(nodes) <= _NODE_CHARACTERS else f"{nodes[: _NODE_CHARACTERS - 1]}…"
 
 
@@ -506,7 +508,7 @@ def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int, bec
 
 
 def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
-    """Return the sentence that describes an event to users."""
+    """Return the message that describes an event to users."""
     match event:
         case Silent():
             return f"no report from {node}; the run may still be running"
@@ -525,7 +527,10 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
 def ask_to_stop(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
 ) -> TransitionResult | None:
-    """Store a stop request for a run. Return None if the run already has a request with that reason."""
+    """Store a stop request for a run.
+
+    Return None if the run already has a stop request with the same reason.
+    """
     run = runs.find(connection, run_id)
     if run is None or run.state in TERMINAL:
         if run is not None and run.stop is why:

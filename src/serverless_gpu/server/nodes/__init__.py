@@ -1,4 +1,4 @@
-"""The API of nodes: joining, orders, drains, calendars, quarantines and capacity.
+"""Server API for nodes: joining, orders, drains, calendars, quarantines and capacity.
 
-The uplink of a node calls the routes in `agent_service.py`. Operators call the routes in `node_service.py`.
+A node's uplink calls the routes in `agent_service.py`. Operators call the routes in `node_service.py`.
 """

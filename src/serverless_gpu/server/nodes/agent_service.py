@@ -1,4 +1,4 @@
-"""Answers requests of agents, with the routes.
+"""Answers requests of node agents, and defines their routes.
 
     hello ─▶ the server stores the node; after another boot of its machine, its attempts have certainly ended;
              another machine under its name: refused while the first is present or may still run attempts;
@@ -7,12 +7,12 @@
     orders ─▶ all unconfirmed orders of the node, repeated until it confirms; no start of a gang before an engine has
              reserved it
 
-The server accepts only reports of a node about itself. If a node names an attempt of another node, the server answers
-that the attempt is stale. The server requests a new hello from a forgotten or unknown node.
+A node may report only about itself. If a node names another node's attempt, the server answers that the attempt is
+stale. The server requests a new hello from a forgotten or unknown node.
 
-A node is one home of one machine, and its token is valid for that home only (`node_admission.py`). The server refuses
-another machine or home with the same name while the first node is present. The refusal continues while runs of the
-first node may still be active, because the second node would receive their orders again.
+A node is one installation on one machine. A node's token is valid only for the node's own installation
+(`node_admission.py`). While a node is present or may still have active runs, the server refuses other nodes with the
+same name. If the server admitted the second node, this node would receive orders for runs of the first node.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""A capability in `AgentHello.takes`. Other nodes receive `RunSpec.max_run_s` as timeout."""
+"""Capability of nodes that support `RunSpec.max_run_s`. Other nodes receive the smaller limit as `timeout`."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
-"""Minimum seconds between two writes of a node's last message time, unless other data changed."""
+"""Minimum seconds between two writes of a node's last message time, unless other data has changed."""
 SEND_AGAIN_S = 15.0
 LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0
@@ -120,7 +120,7 @@ class AgentService:
         self._requeue = requeue
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
-        """Admit a node that joins or reconnects."""
+        """Admit a joining or reconnecting node."""
         _check(said)
         try:
             answer = self._database.read(lambda connection: node_admission.check(connection, who, said))
@@ -166,7 +166,7 @@ class AgentService:
         )
 
     def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
-        """Store the heartbeat of a node."""
+        """Store a node's heartbeat, and return its stale attempts and new attempt tokens."""
         _check_devices(said)
         at_ns = self._clock.wall_ns()
         node, stale, tokens = self._database.read(
@@ -178,7 +178,7 @@ class AgentService:
         )
         news = _beaten(node.hello, said) != node.hello
         if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
-            # The node is present, even if a full disk prevents the write.
+            # A node counts as present even if a full disk prevents the write.
             with contextlib.suppress(ServerStorageFull):
                 self._database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if self._presence.heard(node_id, now_ns=self._clock.boottime_ns()) or news:
@@ -196,7 +196,7 @@ class AgentService:
     ) -> list[Order]:
         """Return the unconfirmed orders of a node, and mark these orders as sent.
 
-        The result excludes orders with numbers in `told`.
+        Exclude orders with numbers in `told`.
         """
 
         broken: list[tuple[StoredOrder, str]] = []
@@ -209,7 +209,7 @@ class AgentService:
                     continue
                 try:
                     order = self._order(connection, stored, node)
-                # The server cannot decrypt the variables of this run. The failure does not affect other runs.
+                # If the server cannot decrypt a run's variables, only this run fails.
                 except ServerProblem as error:
                     broken.append((stored, error.message))
                 else:
@@ -223,9 +223,9 @@ class AgentService:
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
-        """Return the attempts that a node must report now, with the news for each attempt.
+        """Return the attempts that a node must report now, with news for each attempt.
 
-        A node that does not support gangs on several nodes gets an empty list.
+        If the node does not support gangs on several nodes, the list is empty.
         """
         asked = self._looks.of(node_id)
         if not asked:
@@ -249,7 +249,7 @@ class AgentService:
         )
 
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
-        """Mark orders as confirmed by their node."""
+        """Record that a node has confirmed orders."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
@@ -262,7 +262,7 @@ class AgentService:
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
     ) -> tuple[StoredNode, StoredNode | None]:
-        """Store the current database row of a node, and return the new and the previous row."""
+        """Store a node's row after a hello, and return the new and the previous row."""
         before = nodes.named(connection, said.name)
         answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
@@ -291,14 +291,14 @@ class AgentService:
             )
         there = self._presence.is_there(before.id, now_ns=self._clock.boottime_ns())
         _refuse_another(connection, before, said, there=there)
-        if before.token_id == who.token_id:  # A second valid token for the node immediately replaces the first token.
+        if before.token_id == who.token_id:  # Two processes must not share a node token.
             self._node_admission.refuse_second_process(before, said)
         node_admission.settle(connection, who, said, answer, at_ns=at_ns)
         nodes.change(connection, node)
         return node, before
 
     def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
-        """Return an order with all data for the node; None if its attempt has ended or the order is held back."""
+        """Return an order for its node; None if the attempt has ended or the server holds the order back."""
         if order.kind == "stop":
             if order.stop is None:
                 return None
@@ -314,7 +314,7 @@ class AgentService:
         if payload is None:
             return None
         crew, spec = run.attempt.crews[order.crew], run.spec_now
-        # Nodes of earlier versions support no time limit except `timeout`, which bounds one attempt.
+        # Nodes of earlier versions support only the time limit `timeout`, which bounds one attempt.
         if MAX_RUN not in node.hello.takes:
             spec = msgspec.structs.replace(spec, timeout_s=spec.limit_s)
         return Start(
@@ -345,7 +345,7 @@ class AgentService:
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
     ) -> AsyncIterator[Order | None]:
-        """Yield the orders of a node, repeated until the node confirms them. Yield None as a keep-alive."""
+        """Yield a node's orders repeatedly until the node confirms each order. Yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
             async with contextlib.aclosing(orders_of_node) as found:
@@ -364,8 +364,7 @@ class AgentService:
                 sent[order.seq] = now_ns
                 yield order
                 faults.reach("after_order_left")
-            # Report requests are not orders. Nodes do not confirm report requests, so the server repeats each request
-            # until the report arrives.
+            # Nodes do not confirm report requests, so the server repeats each request until the report arrives.
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked
@@ -374,9 +373,9 @@ class AgentService:
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
-    """Refuse a node whose name another node has, unless the other node is absent without active runs."""
+    """Refuse a node if another node with the same name is present or may have active runs."""
     other_machine = before.machine != said.machine
-    # After a restart, a container counts as another machine with the same home.
+    # A restarted container has a new machine identifier but keeps its installation.
     known = bool(before.hello.instance and said.instance)
     other_home = before.hello.instance != said.instance if known else other_machine
     rebooted = not other_machine and before.boot_id != said.boot_id
@@ -397,7 +396,7 @@ def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHe
 
 
 def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello, *, at_ns: int) -> str:
-    """Return the pool of a node: its current pool, or the pool in its first hello."""
+    """Return a known node's current pool, or the pool in a new node's hello."""
     if before is not None and before.forgotten_ns is None:
         return before.pool
     if said.pool in ("", pools.DEFAULT):
@@ -408,7 +407,7 @@ def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello
         what = "there is no pool" if found is None else "an operator must add nodes to the reserved pool"
         raise NotAllowed(
             f"{what} {said.pool!r}",
-            hint=f"join without a pool; an operator can then run: sgpu pool set {said.pool} --node {said.name}",
+            hint=f"join without a pool, and ask an operator to run: sgpu pool set {said.pool} --node {said.name}",
         )
     return said.pool
 
@@ -454,10 +453,10 @@ def _is_rebooted(now: AgentHello | StoredNode, before: StoredNode) -> bool:
 
 
 def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[TransitionResult]:
-    """Abandon the attempts of a machine's previous boot, which have certainly ended.
+    """Abandon a node's attempts from before the last boot of its machine.
 
-    A hello from another machine with the same name does not prove that attempts ended. Runs may still be active on the
-    disconnected first machine.
+    If another machine uses the node's name, runs may still be active on the first machine. The server abandons no
+    attempts when another machine takes over a node's name.
     """
     if not _is_rebooted(node, before):
         return []
@@ -472,7 +471,7 @@ def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *
 
 
 def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen]) -> tuple[str, ...]:
-    """Return the gangs in a node's report that belong to another node or have ended."""
+    """Return the reported gangs that have ended or that do not run on the node."""
     stale: list[str] = []
     for one in seen:
         crew = crews.on_node(connection, one.run_id, one.fence, node_id)
@@ -519,48 +518,48 @@ routes = Routes("agents")
 
 
 class OrdersQuery(Query, frozen=True, kw_only=True):
-    """The home and process of the node that opens the stream."""
+    """Query parameters of an order stream: installation and process of the node."""
 
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Home of the node, which opens the stream.
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Identifier of the node's installation.
     process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Process of the node's uplink, as in its hello.
 
 
 @routes.post("/agents", needs=writing("agents"))
 def hello(call: Call, agents: AgentService, body: AgentHello) -> AgentWelcome:
-    """Admit a node that joins or reconnects."""
+    """Admit a joining or reconnecting node."""
     return agents.hello(call.who, body)
 
 
 @routes.post("/agents/join", needs=writing("joining"))
 def join(call: Call, joins: JoinService, body: JoinRequest) -> JoinAnswer:
-    """Return the data that a machine needs to join the pool, for the token of a join file."""
+    """Exchange the token of a join file for the data that a machine needs to join the pool."""
     return joins.join(call.who, body)
 
 
 @routes.get("/agents/ray", needs=writing("agents"))
 def ray_pool(call: Call, joins: JoinService) -> RayPool:
-    """Return the Ray cluster data with which a node rejoins after a restart."""
+    """Return the Ray cluster data that a node needs to join again after a restart."""
     return joins.ray_pool(call.who)
 
 
 @routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
 def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> HeartbeatAnswer:
-    """Store the heartbeat of a node, with its devices and attempts."""
+    """Store the devices and attempts in a node's heartbeat."""
     return agents.heartbeat(call.who, node, body)
 
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
 async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
-    """Stream the orders of a node. The server repeats unconfirmed orders."""
+    """Stream the orders of a node. The stream repeats unconfirmed orders."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
-    )  # The handler checks the caller first, so that the request fails before the stream begins.
+    )  # Check the caller before the stream begins, so that the request can fail.
     return Stream(agents.stream(call.who, node, query.instance, query.process))
 
 
 @routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
 def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) -> None:
-    """Confirm orders, so that the server does not repeat them."""
+    """Confirm orders, so that the server stops repeating these orders."""
     if len(body.seqs) > OPEN_MAX:
         raise TooLarge(
             f"the request confirms {len(body.seqs)} orders, which are too many",

@@ -1,4 +1,4 @@
-"""Available capacity: last reported nodes minus running attempts, with views of nodes and pools."""
+"""Available capacity: last reported nodes minus running attempts; also views of nodes and pools."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
-    active: tuple[ActiveRun, ...]  # Runs with an unfinished attempt.
+    active: tuple[ActiveRun, ...]
     freed: frozenset[CrewId] = frozenset()
-    """Attempts, by node, that have released their devices and still send results."""
+    """Attempts that have released their devices on a node but still send results."""
 
     def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
-        """Return the parts of a run's attempt that use devices, one per node."""
+        """Return the run's rows in `crews` that still use devices."""
         return tuple(crew for crew in run.crews if crew.id not in self.freed)
 
     def minimums(self) -> dict[str, Level]:
@@ -46,7 +46,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
         return {pool.name: pool.level for pool in self.pools}
 
     def by_node(self) -> dict[str, list[Holder]]:
-        """Return the runs that use devices, by the identifier of the node."""
+        """Return the runs that use devices, by node identifier."""
         found: dict[str, list[Holder]] = defaultdict(list)
         for run in self.active:
             for crew in self.having(run):
@@ -55,7 +55,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(NamedTuple):
-    """A run that uses devices on a node, with the number of used devices."""
+    """A run that uses devices on one node, with the number of these devices."""
 
     run_id: str
     gpu_type: str
@@ -63,7 +63,7 @@ class Holder(NamedTuple):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """The wall clock and boottime, and the silence before the server abandons a node, in nanoseconds."""
+    """Current times, and the silence after which a node counts as gone, in nanoseconds."""
 
     boottime_ns: int
     wall_ns: int
@@ -78,7 +78,7 @@ def now(settings: Settings, clock: Clock) -> Times:
 
 def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
     """Read nodes, pools and running attempts from the database."""
-    freed = leases.freed()  # Read the released devices before the query. Runs that end between these reads do no harm.
+    freed = leases.freed()  # Runs that end between the two reads do no harm.
     return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
@@ -126,9 +126,9 @@ def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> 
 def view_pools(
     snapshot: CapacitySnapshot, presence: Presence, times: Times, *, queued: Mapping[str, int]
 ) -> list[PoolView]:
-    """Return the views of pools for users.
+    """Return the pool views that users see.
 
-    `queued` counts waiting runs by requested pool. Runs with the key "" may use any on-demand pool.
+    `queued` counts waiting runs by requested pool. The key "" counts runs that may use any on-demand pool.
     """
     offered, held = offers(snapshot, presence, times), snapshot.by_node()
     anywhere = queued.get("", 0)
@@ -139,7 +139,7 @@ def view_pools(
 
 
 def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
-    """Return the time of a node's last message in nanoseconds since 1970, from memory or else its row."""
+    """Return the time of a node's last message from memory or the database, in nanoseconds since 1970."""
     last_ns = presence.last_ns(node.id)
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 
@@ -194,7 +194,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
         away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
-        # Without this exception, the server would treat runs that need the node as unsatisfiable.
+        # With an invalid calendar, the node counts as shared, so that runs for this node stay satisfiable.
         shared=sharing.shared or bool(sharing.problem),
         turns_ns=sharing.turns_ns,
         crews=node.takes_crews,

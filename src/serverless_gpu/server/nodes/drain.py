@@ -1,10 +1,10 @@
-"""Drains the server: an operator prevents new starts before maintenance.
+"""Drains the server for maintenance: no new runs start.
 
     drain  ─▶ a row  ─▶ the scheduler places nothing; waiting runs show the operator, the time and the note
     resume ─▶ no row ─▶ the scheduler wakes at once
 
-During a drain, running runs continue. The database stores the drain, so a server that restarts during maintenance also
-starts no runs. The server still accepts new runs, which wait. `node_service.py` drains single nodes.
+During a drain, running runs continue. The database stores the drain, so the drain continues after a server restart. A
+drained server still accepts new runs but does not start them. `node_service.py` drains single nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "server"
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
-    """The drain of the server: operator, begin (nanoseconds since 1970) and note."""
+    """A drain of the server, with operator, start time (nanoseconds since 1970) and note."""
 
     principal: str
     since_ns: int
@@ -36,13 +36,13 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Return the sentence that waiting runs show during the drain."""
+        """Return the message that the server shows for waiting runs during the drain."""
         why = f" ({self.note})" if self.note else ""
         return f"the server starts no new runs: {self.principal} drains it since {format_clock(self.since_ns)}{why}"
 
 
 def find(connection: sa.Connection) -> Drain | None:
-    """Return the drain of the server, or None if the server is not drained."""
+    """Return the server's drain, or None if no operator has drained the server."""
     row = connection.execute(sa.select(drains).where(drains.c.name == _NAME)).one_or_none()
     return None if row is None else Drain(principal=row.principal, since_ns=row.since_ns, note=row.note)
 
@@ -56,7 +56,7 @@ class DrainService:
         self._hub = hub
 
     def view(self) -> DrainView:
-        """Return the drain of the server, and the numbers of active and waiting runs."""
+        """Return the server's drain, with the numbers of active and waiting runs."""
 
         def work(connection: sa.Connection) -> tuple[Drain | None, int, int]:
             return find(connection), len(runs.active(connection)), len(runs.queue(connection))
@@ -69,7 +69,7 @@ class DrainService:
         )
 
     def put(self, who: Caller, asked: DrainRequest) -> DrainView:
-        """Start or end the drain of the server. A repeated request changes nothing."""
+        """Start or end the drain of the server. Repeated drain requests change nothing."""
         if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
             raise InvalidValue(f"a note may have at most {LABEL_CHARACTERS_MAX} printable characters")
         at_ns = self._clock.wall_ns()
@@ -96,7 +96,7 @@ routes = Routes("drain")
 
 @routes.get("/drain", needs=reading("nodes"))
 def show_drain(call: Call, drain: DrainService) -> DrainView:
-    """Return the drain of the server, and the numbers of active and waiting runs."""
+    """Return the server's drain, with the numbers of active and waiting runs."""
     return drain.view()
 
 

@@ -5,20 +5,12 @@
     agent's token, later         ─▶ the address of the Ray cluster, after a crash or a boot
     hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
-A home repeats its request with the same join token if it has not received the answer. The server then creates another
-agent token and revokes the previous agent token. `sgpu token list` shows the machines that have a token. `sgpu token
-revoke` revokes the token of a machine. The audit records every step except an admitted hello. The audit contains each
-refusal once per server process.
+A machine that has not received the answer repeats its join request with the same join token. For a repeated join
+request, the server creates another agent token and revokes the previous agent token. `sgpu token list` shows all
+machines with a token. `sgpu token revoke` revokes a machine's token. The audit records every step except an admitted
+hello. Each server process records a repeated refusal only once.
 
-Failure cases of a join:
-
-- The server has no pool of several machines.
-
-- The join token is used up.
-
-- The node name belongs to another connected machine.
-
-The client reports these failures before it starts Ray.
+A joining client reports failures before it starts Ray, for example a used join token or a node name in use.
 """
 
 from __future__ import annotations
@@ -53,9 +45,9 @@ from serverless_gpu.wire.nodes import (
 )
 
 PENDING = "PENDING"
-"""The state of a node that waits for an administrator's approval."""
+"""Node state before an administrator's approval."""
 APPROVED = "APPROVED"
-"""The state of a node that an administrator has approved and that has not reconnected yet."""
+"""Node state after an administrator's approval, until the node connects again."""
 USES_MAX = 1_000
 INVITED_S_MAX = 30 * 86_400.0
 _NS = 1_000_000_000
@@ -65,12 +57,12 @@ NAME_MAX = 128
 
 
 def identity_of(said: AgentHello) -> NodeIdentity:
-    """Return the identity that a hello reports."""
+    """Return the node identity in a hello."""
     return NodeIdentity(name=said.name, machine=said.machine, instance=said.instance)
 
 
 def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
-    """Return the decision about a hello. Raise `NotAllowed` if its token belongs to another node."""
+    """Decide about a hello, or raise `NotAllowed` if its token belongs to another node."""
     if not who.token_id:
         return HelloDecision.ADMITTED
     found = nodes.find(connection, who.token_id)
@@ -89,7 +81,7 @@ class NodeAdmission:
         self._presence = presence
 
     def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
-        """Record that a node waits for an administrator, and return the error for the node's request."""
+        """Store a node that waits for approval, and return the error for its hello."""
         at_ns, node = self._clock.wall_ns(), identity_of(said)
         waits = f"the node {said.name!r} waits for an administrator to approve it"
         hint = f"ask an administrator to run: sgpu node approve {said.name}"
@@ -108,7 +100,7 @@ class NodeAdmission:
         return self._database.write(work)
 
     def note_refusal(self, who: Caller, said: AgentHello, error: NotAllowed) -> None:
-        """Write the refusal of a node to the audit, but only once for equal hellos."""
+        """Record a refused hello in the audit, unless the same hello was refused before."""
         node = identity_of(said)
         if not self._presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
             return
@@ -127,7 +119,7 @@ class NodeAdmission:
         self._database.write(work)
 
     def view_pending(self) -> list[NodeView]:
-        """Return the nodes that wait for an administrator."""
+        """Return the nodes that wait for an administrator's approval."""
         now_ns = self._clock.wall_ns()
         found = self._database.read(lambda connection: nodes.pending(connection, now_ns=now_ns))
         return [_view(one) for one in found]
@@ -146,7 +138,7 @@ class NodeAdmission:
                 tokens = ", ".join(one.token for one in named[:8])
                 raise InvalidValue(
                     f"{len(named)} nodes with the name {request.name[:64]!r} wait to be approved",
-                    hint=f"approve one node by its token: {tokens}; revoke the other tokens: sgpu token revoke ID",
+                    hint=f"approve one node by its token: {tokens}. Revoke the other tokens: sgpu token revoke ID",
                 )
             one = named[0]
             nodes.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
@@ -164,11 +156,11 @@ class NodeAdmission:
             )
         if not 1 <= request.uses <= USES_MAX:
             raise InvalidValue(f"a join token is valid for 1 to {USES_MAX} machines, not {request.uses}")
-        if not 0 < request.expires_s <= INVITED_S_MAX:  # The comparison also refuses NaN.
+        if not 0 < request.expires_s <= INVITED_S_MAX:  # The chained comparison also refuses NaN.
             raise InvalidValue("a join token is valid for at most 30 days")
         if request.name and request.uses != 1:
             raise InvalidValue(
-                "a join token for one name is valid for one machine only",
+                "a join token with a node name is valid for only one machine",
                 hint="omit either the name or the number of uses",
             )
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
@@ -189,19 +181,19 @@ class NodeAdmission:
         return InviteAnswer(id=self._database.write(work), token=secret, uses=request.uses, expires_ns=expires_ns)
 
     def refuse_second_process(self, before: nodes.StoredNode, said: AgentHello) -> None:
-        """Refuse a second process of a home while the first is connected."""
+        """Refuse a node's second process while the first process is connected."""
         presence, now_ns = self._presence, self._clock.boottime_ns()
         connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
         same_boot = before.boot_id == said.boot_id
         if same_boot and access_control.second_process(before.hello.process, said.process, connected=connected):
             raise NotAllowed(
                 f"another process is connected as node {said.name!r}",
-                hint="end the other process; the server then admits this process at once",
+                hint="stop the other process of the node",
             )
 
 
 def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
-    """Store the changes of a token's binding after an admitted hello."""
+    """Update the token's binding to a node after an admitted hello."""
     if answer is HelloDecision.ADMITTED:
         return
     found, node = nodes.find(connection, who.token_id), identity_of(said)
@@ -249,9 +241,7 @@ class JoinService:
     def join(self, who: Caller, request: JoinRequest) -> JoinAnswer:
         """Exchange a join token for an agent's token and the address of the Ray cluster."""
         if Resource.JOINING not in who.scopes:
-            raise NotAllowed(
-                "a machine needs a join token to join; the token of a node is not sufficient", hint=_INVITE
-            )
+            raise NotAllowed("a machine can join only with a join token, not with a node's token", hint=_INVITE)
         pool = self._ray_pool() if request.ray else None
         _check_request(request)
         node = NodeIdentity(name=request.name, machine=request.machine, instance=request.instance)
@@ -278,7 +268,7 @@ class JoinService:
         return JoinAnswer(token=secret, ray=pool)
 
     def ray_pool(self, who: Caller) -> RayPool:
-        """Return the address of the Ray cluster for a node that has joined before."""
+        """Return the Ray cluster's address for a node that has already joined."""
         found = self._database.read(lambda connection: nodes.find(connection, who.token_id))
         if found is None or found.approved_ns is None or not found.node.name:
             raise NotFound("the token does not belong to a node of this server", hint=_INVITE)
@@ -306,7 +296,7 @@ class JoinService:
 
 
 def _use_join_token(connection: sa.Connection, who: Caller, request: JoinRequest) -> None:
-    """Use the join token once, or raise `NotAllowed`."""
+    """Consume one use of the join token, or raise `NotAllowed`."""
     invitation = nodes.invitation(connection, who.token_id)
     if invitation is not None and invitation.node not in ("", request.name):
         raise NotAllowed(

@@ -1,21 +1,22 @@
-"""Applies the rules of nodes (`wire.nodes.NodeRules`): which runs may start on a node or must leave.
+"""Applies node rules (`wire.nodes.NodeRules`) to the runs that may start on a node or must leave it.
 
     drained        no new runs start on the node; with `stop`, its runs leave at once
     calendar       runs of other users start only while the node is shared, and leave after that
     quarantined    the scheduler does not use these devices of the node (`StoredNode.unavailable`)
 
-`node_service.py` changes rules. The reconciler calls `Evacuation`, which makes runs leave:
+`node_service.py` changes rules. The reconciler calls `Evacuation`, which stops runs that must leave a node:
 
     5 minutes before the end    the owner of the run gets one notice; `crews.leave_ns` contains the time to leave
     then                        stop request (DRAIN) with grace period and checkpoint; `resume` continues elsewhere
     a changed calendar          cancels the notice; the next check sends a new notice
     `drain --stop`              stop request at once
 
-A run must leave at the earliest five minutes after its notice, even if the calendar has just changed or the server was
-down. After a crash, the server reads the sent notices from `crews.leave_ns`.
+A run must leave its node at the earliest five minutes after the notice, even if the calendar has just changed. After a
+crash, the server reads the times of sent notices from `crews.leave_ns`.
 
-Failure cases: An unknown time zone, or a time window of another version, makes a calendar invalid. The scheduler then
-starts no runs on the node, and `sgpu node list` shows the problem. Runs on the node continue.
+An unknown time zone, or a time window of another server version, makes a calendar invalid. The scheduler starts no runs
+on a node with an invalid calendar. `sgpu node list` shows the problem with the calendar. Active runs on a node with an
+invalid calendar continue.
 """
 
 from __future__ import annotations
@@ -45,40 +46,41 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
-"""Seconds from the notice, at the end of sharing, until a run must leave the node."""
-_SHOWN = 40  # Maximum characters of a device uuid in messages.
+"""Notice period in seconds before a run must leave a node."""
+_SHOWN = 40  # Maximum characters of a device UUID in messages.
 _MINUTE_NS = 60_000_000_000
 TOGETHER = 8
-"""Maximum number of stop requests in one transaction. The bound limits the wait of other writers."""
+"""Maximum number of stop requests in one transaction. The limit keeps each transaction short for other writers of the
+database."""
 _Due = tuple[RuledNode, StoredRun, str]
 _log = logging.getLogger(__name__)
 
 
 class SharingState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a node's calendar: True while users other than the node's owner may use the node."""
+    """Current sharing state of a node, from its calendar."""
 
-    shared: bool = True  # now
-    turns_ns: int | None = None  # Time of the next state change, nanoseconds since 1970; None for never.
-    problem: str = ""  # The reason why the calendar is invalid, as text that follows the node's name, or "".
+    shared: bool = True  # True while users other than the node's owner may use the node.
+    turns_ns: int | None = None  # Time of the next sharing change, nanoseconds since 1970; None for never.
+    problem: str = ""  # Problem of an invalid calendar, as text that follows the node's name, or "".
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that a run leaves its node."""
+    """Time and reason for a run to leave its node."""
 
-    at_ns: int | None  # Time to leave in nanoseconds since 1970; None to leave immediately, without a notice.
-    because: str  # Reason, for users, why the run must leave.
+    at_ns: int | None  # Time to leave, in nanoseconds since 1970; None to leave immediately.
+    because: str  # Reason for leaving the node, as the server shows it to users.
 
 
 _ALWAYS = SharingState()
 
 
 def sharing(rules: NodeRules, at_ns: int) -> SharingState:
-    """Return the state of a node's calendar at a time, nanoseconds since 1970."""
+    """Return a node's sharing state at a time in nanoseconds since 1970."""
     return _sharing(rules.calendar, at_ns // _MINUTE_NS) if rules.calendar.shared else _ALWAYS
 
 
 def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveRequest | None:
-    """Return the request that a run leaves its node, now or when sharing ends; None if the run may stay."""
+    """Return the request for a run to leave its node; None if the run may stay."""
     if rules.drain is not None and rules.drain.stop:
         return LeaveRequest(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
     if not may_concern(rules, at_ns) or owner == rules.calendar.owner:
@@ -90,7 +92,7 @@ def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveReque
 
 
 def may_concern(rules: NodeRules, at_ns: int) -> bool:
-    """Return True if runs may have to leave a node now or within the notice period."""
+    """Return True if a node's runs may have to leave now or within the notice period."""
     if rules.drain is not None and rules.drain.stop:
         return True
     found = sharing(rules, at_ns)
@@ -100,13 +102,13 @@ def may_concern(rules: NodeRules, at_ns: int) -> bool:
 
 
 def drained(rules: NodeRules) -> str:
-    """Return the operator, the time and the note of a node's drain, or "" without a drain."""
+    """Describe a node's drain with operator, time and note, or return "" without a drain."""
     drain = rules.drain
     return "" if drain is None else f"{drain.by} drains it since {format_clock(drain.since_ns)}{_noted(drain)}"
 
 
 def left_out(rules: NodeRules) -> str:
-    """Return some of the quarantined devices and their notes, or "" without quarantined devices."""
+    """Describe some quarantined devices with their notes, or return "" without quarantined devices."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
     by = ", ".join(sorted({one.by for one in rules.quarantined}))
     return f"{by} left out: {', '.join(wait_messages.first_few(named))}" if by else ""
@@ -116,14 +118,14 @@ def check_calendar(asked: NodeCalendar) -> None:
     """Refuse an invalid calendar."""
     if asked.owner_first and not asked.owner:
         raise InvalidValue(
-            "a calendar cannot give the owner priority without an owner", hint="set the owner of the node too"
+            "a calendar cannot give the owner priority without an owner", hint="set an owner for the node as well"
         )
     calendars.parse_calendar(asked.shared, _zone(asked.zone))
 
 
 @lru_cache(maxsize=4096)
 def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
-    """Return the sharing state for a minute. Windows and time zone changes begin at full minutes."""
+    """Return the sharing state for a minute, because time windows and zone changes begin at full minutes."""
     try:
         windows = calendars.parse_calendar(asked.shared, _zone(asked.zone))
     except InvalidValue as error:
@@ -135,7 +137,7 @@ def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
 def _zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name or "UTC")
-    # The time zone name is unknown, points outside the time zone directory, or is a directory.
+    # `ZoneInfo` raises OSError if the name refers to a directory.
     except (ValueError, KeyError, OSError):
         raise InvalidValue(
             f"the server knows no time zone {name[:64]!r}",
@@ -158,7 +160,7 @@ class Evacuation:
         self._announcer = announcer
 
     def look(self) -> None:
-        """Send notices to owners of runs that must leave soon. Stop runs whose time to leave has come."""
+        """Notify the owners of runs that must leave soon, and stop runs after their notice period."""
         at_ns = self._clock.wall_ns()
         freed = self._leases.freed()
         due: list[_Due] = []
@@ -175,14 +177,14 @@ class Evacuation:
                 self._announcer.announce(told)
 
     def _look_at(self, node: RuledNode, run: StoredRun, crew: StoredCrew, at_ns: int) -> str | None:
-        """Send the notice to a run's owner, or return why the run must stop now."""
+        """Notify a run's owner, or return the reason for which the run must stop now."""
         leave = leaves(node.rules, node=node.name, owner=run.owner, at_ns=at_ns)
         if leave is None:
             return None
         if leave.at_ns is None:
             return leave.because
         told_ns = crew.leave_ns
-        # The run has no notice yet, or only a notice for an earlier end of sharing.
+        # The owner has received no notice, or only a notice for an earlier end of sharing.
         if told_ns is None or told_ns < leave.at_ns > at_ns:
             leave_ns = max(leave.at_ns, at_ns + round(WARNING_S * 1e9))
             self._database.write(lambda connection: crews.note(connection, crew.id, leave_ns=leave_ns))
@@ -202,7 +204,7 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
 
 
 def _ask_together(connection: sa.Connection, *, due: Sequence[_Due], at_ns: int) -> list[TransitionResult]:
-    """Stop runs that are still on their nodes, unless the rules of the nodes have changed meanwhile."""
+    """Stop runs that must leave their nodes, unless the node rules have changed since the check."""
     asked = [_ask(connection, one, at_ns) for one in due]
     return [told for told in asked if told is not None]
 

@@ -1,10 +1,10 @@
-"""Services and routes of nodes: views, dead nodes, and rules (drains, calendars, quarantined devices).
+"""Services and routes for viewing nodes, abandoning dead nodes, and changing node rules.
 
-Operators and users call these routes. `agent_service.py` contains the routes for agents.
+Operators and users call the routes in this module. `agent_service.py` contains the routes for agents.
 
-Operators may change the rules of every node. The owner in a node's calendar may change the rules of that node, even if
-an operator has set the calendar. Only operators may change a drain or quarantine that another person has set. The
-server stores each decision in the node's row and in an audit entry.
+Operators may change the rules of every node. A node's owner may change the node's rules, even if an operator has set
+them. Only operators may change another person's drain or quarantine. The server stores each rule change in the node's
+row and in the audit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 WITHOUT = "without"
-"""A capability in `AgentHello.takes`. Nodes with this capability can exclude devices."""
+"""Capability of nodes that can exclude devices."""
 
 
 class NodeService:
@@ -82,12 +82,12 @@ class NodeService:
         self._requeue = requeue
 
     def view_nodes(self) -> list[NodeView]:
-        """Return the views of all nodes for users."""
+        """Return views of all nodes."""
         there = self._database.read(lambda connection: capacity.load(connection, self._leases))
         return capacity.view_nodes(there, self._presence, capacity.now(self._settings, self._clock))
 
     def view_pools(self) -> list[PoolView]:
-        """Return the views of all pools for users."""
+        """Return views of all pools."""
 
         def work(connection: sa.Connection) -> tuple[CapacitySnapshot, Counter[str]]:
             return capacity.load(connection, self._leases), Counter(runs.queued_by_pool(connection))
@@ -96,11 +96,11 @@ class NodeService:
         return capacity.view_pools(there, self._presence, capacity.now(self._settings, self._clock), queued=queued)
 
     def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
-        """Abandon a node that an operator declares dead. All attempts on the node end immediately."""
+        """Abandon a node that an operator declares dead, and end all attempts on the node."""
         if not known_dead:
             raise InvalidValue(
                 f"the server forgets node {name!r} only if it is dead: an active run on the node would run twice",
-                hint="check that the node is dead, then confirm with i_know_it_is_dead",
+                hint="make sure that the node is dead, then confirm with i_know_it_is_dead",
             )
         at_ns = self._clock.wall_ns()
         dead = self._database.read(lambda connection: find_node(connection, name))
@@ -157,7 +157,7 @@ class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A request to change the rules of a node."""
 
     who: Caller
-    reach: str  # Node rules that the caller may change.
+    reach: str  # Extent of the caller's access, one of `AccessReach`.
     node: str  # Name or identifier of the node to change.
 
 
@@ -171,7 +171,7 @@ class NodeRuleService:
         self._nodes = nodes
 
     def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
-        """Drain or resume a node. A later request can add `stop` to the drain."""
+        """Drain or resume a node. A later request can also stop the runs of a drained node."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -185,7 +185,7 @@ class NodeRuleService:
             drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
             if before is not None and drain != before:
                 _check_own(asked, before.by, f"drains {node.name}")
-                # The server shows the note to waiting users as a quotation, with its author.
+                # Waiting users see the note with its author, so the author of a new note replaces the previous author.
                 if drain.note != before.note:
                     drain = msgspec.structs.replace(drain, by=asked.who.name)
             rules = msgspec.structs.replace(node.rules, drain=drain)
@@ -194,7 +194,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=at_ns)
 
     def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
-        """Replace the calendar of a node: its owner, and the times at which other users may use the node."""
+        """Replace a node's calendar with a new owner and new sharing times."""
         calendar = NodeCalendar(**msgspec.structs.asdict(said))
         if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
             raise InvalidValue(f"an owner and a zone may have at most {NAME_CHARACTERS_MAX} characters each")
@@ -213,7 +213,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
     def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
-        """Quarantine or release a device. A run that uses the device continues."""
+        """Quarantine or release a device. Runs that use the device continue."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -235,7 +235,7 @@ class NodeRuleService:
     def _decided(
         self, asked: NodeCommand, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int
     ) -> NodeView:
-        """Store a change of rules, wake the scheduler and the reconciler, and return the node."""
+        """Store a node's changed rules, wake scheduler and reconciler, and return the node's view."""
 
         def work(connection: sa.Connection) -> tuple[str, list[str]]:
             node = find_node(connection, asked.node)
@@ -260,7 +260,7 @@ class NodeRuleService:
 
 def _check_own(asked: NodeCommand, by: str, what: str) -> None:
     if asked.reach != AccessReach.ALL and by not in ("", asked.who.name):
-        raise NotAllowed(f"{by} {what}", hint="ask that user or an operator to undo this")
+        raise NotAllowed(f"{by} {what}", hint="ask that user or an operator to change the node rules")
 
 
 def _check_device(node: StoredNode, uuid: str) -> None:
@@ -291,7 +291,7 @@ def list_nodes(call: Call, node_admission: NodeAdmission, nodes: NodeService) ->
 
 @routes.post("/nodes/invite", needs=writing("tokens"))
 def invite(call: Call, node_admission: NodeAdmission, body: InviteRequest) -> InviteAnswer:
-    """Create a join token for a number of machines and a limited period."""
+    """Create a join token with a maximum number of machines and an expiry."""
     _check_administrator(call)
     return node_admission.invite(call.who, body)
 
@@ -317,7 +317,7 @@ def drain(call: Call, node_rules: NodeRuleService, node: str, body: NodeDrainReq
 
 @routes.put("/nodes/{node}/calendar", needs=writing("node-rules"))
 def put_calendar(call: Call, node_rules: NodeRuleService, node: str, body: CalendarRequest) -> NodeView:
-    """Set the owner of a node, and the times at which other users may use the node."""
+    """Set a node's owner and the times at which other users may use the node."""
     return node_rules.put_calendar(_asked(call, node), body)
 
 

@@ -11,14 +11,13 @@
     sgpu up             ─▶ high-water mark against database ─▶ behind: refused, with both remedies
                         ─▶ restored.json? ─▶ every unended run, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
-Backup. The server keeps running during a backup. The server writes files before the row that names them, so the copied
-files include every file that the copied database names. A file whose size and time equal those in the previous backup
-becomes a hard link to the earlier copy. A daily backup therefore needs disk space only for the changes of a day. The
-next backup removes the remains of an interrupted backup.
+Backup. The server keeps running during a backup. The server writes each file before the database row that names the
+file. The backup copies the database first, so the copied files include every file that the copied database names.
+Unchanged files become hard links to their copies in the previous backup. A daily backup therefore needs disk space only
+for one day's changes. The next backup removes the partial files of an interrupted backup.
 
-Restore. The server kept running after the backup. A run that waits in the backup may have run and ended after the
-backup. A run that was running may have ended, or may have another attempt. Nodes delete reports that the server has
-confirmed, so no component knows the state of these runs. Therefore the server starts none of these runs again:
+Restore. After the backup, the server may have started or ended runs. Nodes delete confirmed reports, so a restored
+server cannot find out the current state of unended runs. The restored server therefore starts no unended run again:
 
     waits      LOST, `server_restored`: the owner submits the run again if it did not run
     runs       unchanged. If its node still runs the attempt, the node's reports arrive and the run continues
@@ -26,28 +25,28 @@ confirmed, so no component knows the state of these runs. Therefore the server s
                again, and creates no other attempt
     new since  unknown: the server reports to the node that the run ended, and to the owner that no such run exists
 
-User code still runs only once. The server never reuses a fence that it assigned after the backup. With
-`nothing_ran_since`, all runs continue as after a restart. This option moves a server to another machine. The operator
-must drain and stop the server before the backup.
+A restore executes no user code twice. The server never reuses a fence that it assigned after the backup. With
+`nothing_ran_since`, all runs continue as after a restart. The option `nothing_ran_since` serves to move a server to
+another machine. Before the move, the operator must drain and stop the server and make a backup.
 
-Rollback. A server on a rolled-back database would start runs again that ended after the rolled-back state. The server
-therefore does not start until an operator restores a backup or accepts the data loss (`--accept-rollback`). After
-`--accept-rollback`, the server writes `restored.json` as after a restore. Waiting runs then become LOST, and no run
-executes twice.
+Rollback. A server with a rolled-back database would run ended runs a second time. The server therefore refuses to start
+until an operator restores a backup or accepts the data loss (`--accept-rollback`). With `--accept-rollback`, the server
+writes `restored.json` as after a restore. All waiting runs of a rolled-back database become LOST, so no run executes
+twice.
 
 Failure cases:
 
-* The disk is too full for a backup: the backup command removes its partial copy. Earlier backups stay.
+* The disk is too full for a backup: the backup command removes its partial copy. Earlier backups stay unchanged.
 
 * A file disappears during the copy: the backup omits it, because its run ended long ago.
 
 * A backup was altered: `verify` and a restore name the first altered file.
 
-* The home already has a server directory, or a running server's directory was renamed: the restore refuses and changes
+* The target already has a server directory, or an operator renamed a running server's directory: the restore changes
   nothing.
 
-* A restore is killed: the home has either no server or a complete server. Settled runs stay settled, and the next start
-  settles the remaining runs.
+* A restore is killed: the target has either no server or a complete server. The next start of the server settles the
+  remaining unended runs.
 """
 
 from __future__ import annotations
@@ -92,22 +91,22 @@ from serverless_gpu.version import __version__
 MANIFEST = "manifest.json"
 DATABASE = "database.db"
 RESTORED = "restored.json"
-"""Name of the file that marks a restored home until the start has settled its runs."""
+"""Name of the file that exists from a restore until the server has settled the restored runs."""
 AT_ONCE = 200
-"""Maximum number of runs that one transaction settles."""
+"""Maximum number of runs that the server settles in one transaction."""
 _VERSION = 1
 _PIECE = 1 << 20
 _PARTIAL = ".partial-"
-# Files of this process and this machine, or temporary files. A restore does not need these files.
+# Temporary files, and files of one process or machine, which a restore does not need.
 _LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", RESTORED, "incoming", "nearby"})
 _BESIDE = ("-wal", "-shm", "-journal")
 _ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", *_BESIDE)
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""The signature of `Database.read`."""
+"""Signature of `Database.read`."""
 
 
 class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a backup, with its original mode and time of change (nanoseconds since 1970)."""
+    """A file in a backup, with original mode and modification time (nanoseconds since 1970)."""
 
     size: int
     blake3: str
@@ -118,8 +117,8 @@ class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a backup."""
 
-    version: int  # version of the manifest format
-    made_ns: int  # Time before the database copy, nanoseconds since 1970.
+    version: int  # Version of the manifest format.
+    made_ns: int  # Time before the copy of the database, in nanoseconds since 1970.
     program: str  # Version of serverless-gpu that made the backup.
     database: str  # Kind of database: sqlite or postgresql.
     files: Mapping[str, BackupFile]  # Files by path in the backup.
@@ -130,14 +129,14 @@ class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     manifest: Manifest
-    linked: int  # number of files that are hard links to the previous backup
+    linked: int  # Number of files that are hard links to the previous backup.
 
 
 class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `restored.json`."""
 
-    made_ns: int  # time of the backup, nanoseconds since 1970
-    nothing_ran_since: bool  # True if the server did not run after the backup
+    made_ns: int  # Time of the backup, in nanoseconds since 1970.
+    nothing_ran_since: bool  # True if the server did not run after the backup.
     rolled_back: bool = False
     """True if the operator accepted a rolled-back database instead of restoring a backup."""
 
@@ -146,7 +145,7 @@ class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBackup:
-    """Make a backup. The server may be running."""
+    """Make a backup of a running or stopped server."""
     if not (settings.directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="set SERVERLESS_GPU_HOME to the home of the server")
     if directory.resolve().is_relative_to(settings.directory.resolve()):
@@ -190,7 +189,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBacku
             files[DATABASE] = _copied_database(database, partial / DATABASE)
         linked = 0
         for name, source in _sources(settings, database):
-            # a file of an old run, which the server deleted during the copy
+            # The server deleted the files of an old run during the copy.
             with contextlib.suppress(FileNotFoundError):
                 found = _link(source, partial / name, name, before)
                 linked += found is not None
@@ -222,17 +221,17 @@ def _latest(directory: Path) -> tuple[Path, Manifest] | None:
 
 
 def _copied_database(source: Path, target: Path) -> BackupFile:
-    """Copy a snapshot of a database that is in use."""
+    """Copy a snapshot of the database, even while the server uses the database."""
     with (
         contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
         contextlib.closing(sqlite3.connect(target)) as writing,
     ):
         try:
             reading.backup(writing)
-            # Without this setting, SQLite would write a log beside the copy.
+            # With `journal_mode=DELETE`, SQLite leaves no log file beside the copy.
             writing.execute("PRAGMA journal_mode = DELETE")
         except sqlite3.DatabaseError as error:
-            hint = "earlier backups are unchanged; keep them"
+            hint = "keep the earlier backups, which are unchanged"
             raise ServerProblem(f"{source} cannot be backed up: {error}", hint=hint) from error
     target.chmod(0o600)
     _check_database(target)
@@ -248,7 +247,7 @@ def _check_database(path: Path) -> None:
 
 
 def _integrity(connection: sqlite3.Connection) -> str:
-    """Return "ok", or the first damage in a database."""
+    """Return "ok", or a description of the first damage in a database."""
     try:
         (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     except sqlite3.DatabaseError as error:
@@ -257,7 +256,7 @@ def _integrity(connection: sqlite3.Connection) -> str:
 
 
 def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, Path]]:
-    """Yield the files to copy, with their names in the backup."""
+    """Yield the files for the backup, with their names in the backup."""
     configuration = settings.home / "server.toml"
     if configuration.exists():
         yield configuration.name, configuration
@@ -271,7 +270,7 @@ def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, P
 
 
 def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
-    """Link a file that equals its copy in the previous backup, and return its entry; None if it differs."""
+    """Link an unchanged file to its copy in the previous backup, and return its manifest entry or None."""
     entry = before[1].files.get(name) if before is not None else None
     if before is None or entry is None:
         return None
@@ -281,18 +280,18 @@ def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] |
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.link(before[0] / name, target)
-    except OSError:  # The file system supports no hard links, or no further links to this file.
+    except OSError:  # The file system supports no hard links, or the file has too many links.
         return None
     return entry
 
 
 def _copy_file(source: Path, target: Path) -> BackupFile:
-    """Copy the current content of a file with its mode and time, and return its entry."""
+    """Copy a file with its mode and modification time, and return its manifest entry."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest, size = blake3(), 0
     with source.open("rb") as reading, target.open("xb") as writing:
         status = os.fstat(reading.fileno())
-        left = status.st_size  # Output appended during the copy belongs to a later snapshot.
+        left = status.st_size  # Output appended during the copy belongs to the next backup.
         while left and (piece := reading.read(min(_PIECE, left))):
             digest.update(piece)
             writing.write(piece)
@@ -315,7 +314,7 @@ def verify(backup: Path) -> Manifest:
 
 
 def read_manifest(backup: Path) -> Manifest:
-    """Return the manifest of a backup."""
+    """Read the manifest of a backup."""
     try:
         manifest = from_json((backup / MANIFEST).read_bytes(), Manifest)
     except (OSError, msgspec.MsgspecError) as error:
@@ -331,7 +330,7 @@ def read_manifest(backup: Path) -> Manifest:
 
 
 def _check_file(path: Path, entry: BackupFile) -> None:
-    """Refuse a file that does not match its entry in the manifest."""
+    """Refuse a file that differs from its manifest entry."""
     try:
         digest = _digest(path)
     except OSError as error:
@@ -354,7 +353,7 @@ def _backup_name(wall_ns: int) -> str:
 
 
 def _database_file(settings: Settings) -> Path | None:
-    """Return the file of the database, or None for PostgreSQL."""
+    """Return the path of the SQLite database file, or None for PostgreSQL."""
     url = sa.make_url(settings.database)
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
@@ -378,7 +377,7 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
 
 
 def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Copy the backup to a partial directory, check the copy, and move it into place."""
+    """Copy the backup to a partial directory, check the copy, and rename the directory."""
     partial = home.root / ".server-restoring"
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "server").mkdir(mode=0o700, parents=True)
@@ -394,7 +393,7 @@ def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: b
 
 
 def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Move the restored files into place. The server's directory moves last."""
+    """Move the restored files to their final paths, the server's directory last."""
     configuration = home.root / "server.toml"
     if (partial / "server.toml").exists() and not configuration.exists():
         (partial / "server.toml").rename(configuration)
@@ -423,7 +422,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
 
 
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
-    """Settle the runs that had not ended in the backup. Without a restore, the function does nothing."""
+    """After a restore, settle the runs that were unended in the backup."""
     path = directory / RESTORED
     try:
         mark = from_json(path.read_bytes(), RestoreMark)
@@ -479,11 +478,11 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
 def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
     """Refuse to start on a rolled-back database, unless the operator accepts the data loss.
 
-    Return a message about the rollback if the operator accepts the data loss, else "". `other` names a process that
-    shares the server's directory.
+    Return a message about the rollback, or "" without a rollback. `other` names a process that shares the server's
+    directory.
     """
     if other and not _is_same_database(settings, read):
-        hint = "servers may share a directory only with the same database; give this server its own home"
+        hint = "use another SERVERLESS_GPU_HOME for this server, because servers of one home must use the same database"
         raise ServerProblem(f"{other}, with another database", hint=hint)
     why = rollback_sentence(settings, read)
     if not why:
@@ -497,13 +496,13 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
         )
         raise ServerProblem(f"the database was rolled back: {why}", hint=hint)
     file = _database_file(settings)
-    if file is not None:  # A part of a checkpoint in the store may be missing.
+    if file is not None:  # Lost disk writes may have left a WAL checkpoint of SQLite incomplete.
         with contextlib.closing(sqlite3.connect(file)) as connection:
             said = _integrity(connection)
         if said != "ok":
             raise ServerProblem(
                 f"the database was rolled back, and {file} is damaged: {said}",
-                hint="restore a backup; the server cannot continue with this file",
+                hint="restore a backup, because the server cannot use the damaged file",
             )
     restored = RestoreMark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
     write_private(settings.directory / RESTORED, msgspec.json.encode(restored))
@@ -511,7 +510,7 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
 
 
 def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
-    """Return messages about the evidence that a database lost data."""
+    """Return messages about evidence of lost database writes."""
     why = rollback_sentence(settings, read)
     unknown = server_stores.orphan_runs(settings.directory, read)
     return (
@@ -521,14 +520,14 @@ def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
 
 
 def rollback_sentence(settings: Settings, read: Read) -> str:
-    """Return a message about the rollback of the database, or "" without evidence of a rollback."""
+    """Return a message about a rollback of the database, or "" without evidence of a rollback."""
     path = mark_path(settings)
-    # A restore intentionally returns the database to an older state.
+    # A restore intentionally replaces the database with an older state.
     if path is None or (settings.directory / RESTORED).exists():
         return ""
     mark: HighWaterMark | None
     try:
-        # Read the mark before the database. Later commits therefore cannot make the database appear behind its mark.
+        # Read the high-water mark before the database. Commits between the two reads then cause no false rollback.
         mark = high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
@@ -545,7 +544,7 @@ def mark_path(settings: Settings) -> Path | None:
 
 
 def place_of(settings: Settings) -> str:
-    """Return the identifier of a database's location, for a mark that is not beside the database."""
+    """Return an identifier of the database's location, to find its high-water mark."""
     url = sa.make_url(settings.database)
     if url.get_backend_name() == "sqlite":
         return ""
@@ -558,6 +557,6 @@ def _is_same_database(settings: Settings, read: Read) -> bool:
     try:
         mark = None if path is None else high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
-        return True  # Another check refuses a missing database.
+        return True  # `rollback_sentence` reports an unreadable high-water mark.
     found = read(leader_lock.position)
     return mark is None or (found is not None and found.database_id == mark.position.database_id)

@@ -1,20 +1,20 @@
-"""Replaces the server's key and tokens, which code of other principals may have read.
+"""Replaces the server's key and tokens after a possible leak.
 
     mark ─▶ key.next ─▶ sealed rows, under the new key ─▶ key.next becomes key ─▶ hashes of attempts' tokens
          ─▶ all tokens of principals are revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
 
-An operator must stop the server before a rotation. The mark is a file with the digest of the old key. While the mark
-exists, the server does not start. Every rotation step can be repeated, so the next `rotate` call continues a killed
-rotation.
+An operator must stop the server before a rotation. The marker file `rotation.json` contains the digest of the old key.
+While `rotation.json` exists, the server does not start. Every rotation step is repeatable, so the next `rotate` call
+continues a killed rotation.
 
-The values of secrets do not change, because only the service that issued a secret can replace it. The rotation does not
-seal contexts of ended runs again, because the server never opens these contexts again.
+A rotation cannot change the values of secrets, which come from other services. The rotation seals contexts only of
+unended runs again, because the server never opens the context of an ended run.
 
 Failure cases:
 
-* Another server of this home or database runs, or Ray runs: the rotation refuses before any change.
+* The server or its Ray is still running: the rotation changes nothing and reports an error.
 
-* Neither key opens a row: the rotation does not change the row, and the next start reports the row.
+* A sealed row cannot be decrypted: the rotation leaves the row unchanged, and the next server start reports it.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _TOKEN_FILES = ("token", "node.token", "join.token")
 
 
 class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the mark file: the state of a rotation in progress."""
+    """State of a rotation in progress, stored in the marker file `rotation.json`."""
 
-    old_key: str  # digest of the replaced key
-    # True once the rotation has revoked every earlier token. Valid tokens are then new tokens.
+    old_key: str  # Digest of the replaced key.
+    # True after the rotation has revoked every token from before the rotation.
     are_revoked: bool = False
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a rotation, and the remaining work of operators."""
+    """Outcome of a rotation, with the tokens and secrets that operators must still replace."""
 
-    contexts: int  # Number of unended runs whose variables the rotation sealed again.
-    revoked: tuple[tuple[str, int], ...]  # Principals that need a new token, with the number of their revoked tokens.
-    nodes: tuple[str, ...]  # Other machines, which must join the pool again.
-    secrets: tuple[SecretView, ...]  # Secrets whose values an operator must change at their source.
+    contexts: int  # Number of unended runs with resealed variables.
+    revoked: tuple[tuple[str, int], ...]  # Principals that need new tokens, with the number of revoked tokens.
+    nodes: tuple[str, ...]  # Names of other machines that must join the pool again.
+    secrets: tuple[SecretView, ...]  # Secrets that operators must replace at the issuing service.
     is_ray_given: bool  # True if Ray's token belongs to a cluster that this server did not start.
 
 
@@ -113,9 +113,9 @@ def _begun(directory: Path) -> RotationMark:
 
 
 def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now: Callable[[], int]) -> int:
-    """Seal all data with a new key, install the key, and return the number of resealed runs."""
+    """Seal all data with a new key, install the new key, and return the number of resealed runs."""
     if _digest((directory / "key").read_bytes()) != mark.old_key:
-        return 0  # An earlier rotation attempt has replaced the key.
+        return 0  # An interrupted rotation has already replaced the key.
     write_private(directory / NEXT_KEY, secrets.token_bytes(KEY_BYTES), replace=False)
     faults.reach("between_rotation_steps")
     old, new = (Sealer(Keys((directory / name).read_bytes()).sealing) for name in ("key", NEXT_KEY))
@@ -137,7 +137,7 @@ def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now
 
 
 def _replace_attempt_tokens(database: Database, keys: Keys, *, now: Callable[[], int]) -> None:
-    """Store hashes of attempt tokens for the new key, because the old key could compute earlier tokens."""
+    """Replace the hashes of attempt tokens, because attempt tokens derive from the server's key."""
     last: tuple[str, int, int] | None = ("", 0, 0)
     while last is not None:
         last = database.write(functools.partial(crews.retoken, keys=keys, after=last, at_most=_AT_ONCE))
@@ -160,7 +160,10 @@ def _revoke_all(database: Database, *, now_ns: int) -> None:
 
 
 def _replace_files(database: Database, settings: Settings, *, login: str, now_ns: int) -> None:
-    """Write new tokens for the administrator, this machine and joining machines. Delete Ray's own token."""
+    """Write new tokens for the administrator, this machine and joining machines.
+
+    Delete the Ray cluster's token.
+    """
     directory = settings.directory
     for name in _TOKEN_FILES:
         with contextlib.suppress(FileNotFoundError):

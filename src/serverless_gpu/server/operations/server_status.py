@@ -1,12 +1,11 @@
-"""Serves health, version and metrics of the server, and samples the state for each scrape.
+"""Serves the server's health, version and metrics.
 
     GET /metrics ─▶ StateMetrics.refresh   one query at a time, kept for 2 s, awaited for 3 s at most (`health.py`)
                  └▶ registry ─▶ StateMetrics.collect ─▶ the last sample; `sgpu_sample_age_seconds` is its age
 
-`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. The queries use indexes and read only
-unended runs, because `server_metrics.py` counts runs when they end. If the database does not answer, a scrape waits
-until its time limit. The scrape then returns only counters and metrics of the process. The routes reveal nothing about
-any caller's work.
+`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. The queries read only unended runs,
+because `server_metrics.py` counts ended runs. If the database does not answer within a scrape's time limit, the scrape
+returns only metrics of the server process. Health and version reveal no information about users or runs.
 """
 
 from __future__ import annotations
@@ -52,22 +51,23 @@ BOUND_S = 3.0
 LIVE = (State.QUEUED, *ACTIVE)
 FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
 DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
-"""Device states. Unavailable: in quarantine or used by other programs. Away: on an unusable node."""
+"""Device states. Quarantined devices and devices in use by other programs are unavailable. Devices of unusable nodes
+are away."""
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts at one moment."""
+    """Counts of runs, nodes and devices at one time."""
 
-    at_ns: int  # Time of the sample, boottime.
+    at_ns: int  # Time of the sample, in nanoseconds of boottime.
     runs: Mapping[str, int]  # Unended runs by state.
     oldest_wait_s: float  # Longest current waiting time of any run.
     nodes: Mapping[str, int]  # Nodes by state.
     devices: Mapping[tuple[str, str], int]  # Devices by type and state.
     lease_age_s: float  # Longest time without a heartbeat of any attempt.
-    orders: tuple[int, float]  # Number of unacknowledged orders, and the age of the oldest order.
+    orders: tuple[int, float]  # Number of unacknowledged orders, and age of the oldest unacknowledged order.
     free: int | None  # Free bytes on the disk of the server's files; None if unknown.
     drained: bool  # True if the server starts no new runs.
-    unchained: int  # Rows of the audit that are not yet in its chain.
+    unchained: int  # Audit rows that are not yet in the audit chain.
     uncharged: int  # Ended attempts whose charges are not fully in the ledger.
     clock_off_s: float  # Largest clock offset of any node.
 
@@ -85,7 +85,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateMetrics(MetricsSource):
-    """Counts runs, nodes and devices for the registry of metrics."""
+    """Counts runs, nodes and devices for the server's Prometheus metrics."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class StateMetrics(MetricsSource):
         self._probe = Probe("sample", self._look, clock=clock, fresh_s=FRESH_S, bound_s=BOUND_S)
 
     async def refresh(self) -> None:
-        """Take a new sample unless the last sample is fresh. The call returns within the time limit."""
+        """Take a new sample unless the last sample is fresh, and return within `BOUND_S`."""
         await self._probe.answer()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the last sample as Prometheus metrics. Before the first sample, the result is empty."""
-        healthy = GaugeMetricFamily("sgpu_healthy", "1 if a part of the server is healthy, else 0.", labels=["check"])
+        """Yield the last sample as Prometheus metrics, or only health metrics before the first sample."""
+        healthy = GaugeMetricFamily("sgpu_healthy", "1 if a server component is healthy, else 0.", labels=["check"])
         for name, well in self._health.last().items():
             healthy.add_metric([name], well)
         yield healthy
@@ -121,7 +121,7 @@ class StateMetrics(MetricsSource):
             return
         now_ns = self._clock.boottime_ns()
         age_s = (now_ns - sample.at_ns) / 1e9
-        yield _single("sample_age_seconds", "Age of the sample of runs, nodes and devices.", age_s)
+        yield _single("sample_age_seconds", "Age of the latest sample of runs, nodes and devices.", age_s)
         yield from families(sample)
 
     def _look(self) -> bool:
@@ -173,7 +173,7 @@ class StateMetrics(MetricsSource):
 
 
 def _load(connection: sa.Connection) -> _Rows:
-    """Read the rows to count. All queries use the index of runs by state."""
+    """Read the database rows for a sample, using the index of runs by state."""
     alive = [state.value for state in LIVE]
     active = [state.value for state in ACTIVE]
     by_state = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(alive)).group_by(runs.c.state)
@@ -229,8 +229,8 @@ def families(sample: StateSample) -> Iterator[Metric]:
     yield _single("lease_age_max_seconds", "Longest time without a heartbeat of any attempt.", sample.lease_age_s)
     yield _single("orders_unacknowledged", "Unacknowledged orders to nodes.", count)
     yield _single("orders_oldest_seconds", "Age of the oldest unacknowledged order.", oldest_s)
-    yield _single("drained", "1 if an operator has drained the server, so that it starts no new runs.", sample.drained)
-    yield _single("audit_unchained", "Rows of the audit that are not yet in its chain.", sample.unchained)
+    yield _single("drained", "1 while the server is drained and starts no new runs, else 0.", sample.drained)
+    yield _single("audit_unchained", "Audit rows that are not yet in the audit chain.", sample.unchained)
     yield _single("uncharged_attempts", "Ended attempts that are not yet in the ledger.", sample.uncharged)
     yield _single("node_clock_off_seconds", "Largest clock offset of any node.", sample.clock_off_s)
     if sample.free is not None:
@@ -249,14 +249,14 @@ routes = Routes("state")
 
 
 class PrometheusText(Response):
-    """A response in Prometheus' text format."""
+    """Response in the text format of Prometheus."""
 
     media_type = CONTENT_TYPE
 
 
 @routes.get("/health", needs=PUBLIC)
 async def health(call: Call, server_health: ServerHealth) -> Health | Response:
-    """Return the health of the server's parts, with status 503 if any part has a problem."""
+    """Return the health of the server's components, with status 503 if any component has a problem."""
     found = await server_health.look()
     checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
     problems = tuple(one.problem for one in found if one.problem)
@@ -269,7 +269,7 @@ async def health(call: Call, server_health: ServerHealth) -> Health | Response:
 
 @routes.get("/metrics", needs=reading("metrics"))
 async def metrics(call: Call, measures: ServerMetrics, server_health: ServerHealth) -> PrometheusText:
-    """Return metrics of the whole server, in the text format of Prometheus."""
+    """Return the server's metrics in the text format of Prometheus."""
     await asyncio.gather(server_health.look(), measures.refresh())
     return PrometheusText(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})
 

@@ -1,6 +1,6 @@
-"""Runs sidecars of the server: Ray on this machine (`--engine ray`), and MLflow (`--mlflow`).
+"""Runs the server's sidecars: Ray (`--engine ray`) and MLflow (`--mlflow`).
 
-Ray, and the file with which other machines join:
+Ray sidecar and join file:
 
     refuse_ray    checks before any start: Ray is missing, an address is wrong, other users can read a token
     RaySidecar    files and keeper (`engines/ray/ray_keeper.py`), maintained by a loop; Ray outlives the server
@@ -9,12 +9,12 @@ Ray, and the file with which other machines join:
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
 
-With `ray_address` another machine runs the head. The server's machine then joins the Ray cluster as a normal node,
-because Ray answers only requests from cluster machines.
+With `ray_address`, another machine runs the Ray head, and the server's machine joins the Ray cluster as a normal node.
+Ray answers only requests from machines in its cluster.
 
-MLflow ends with the server. Unless the settings name another store, MLflow serves the home's store at the home's usual
-address. Users therefore also see runs that were tracked without a server. If an MLflow server of another interpreter
-already runs at this address, the server stops that MLflow server.
+The MLflow sidecar ends with the server. By default, MLflow serves the tracking store in the server's home directory.
+Users therefore also see runs that they tracked without a server. The server replaces an MLflow server that another
+Python interpreter runs for the same store.
 
     sgpu up ── keeper (`node/mlflow_server/`), in the server's interpreter ── MLflow, on loopback
        ├─ a thread starts another keeper if the keeper is killed
@@ -22,14 +22,16 @@ already runs at this address, the server stops that MLflow server.
 
 Failure cases:
 
-* Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage meanwhile. The
-  outage does not affect runs.
+* Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage. A Ray outage
+  does not affect running runs.
 
-* Ray does not start: the server continues. New gangs on other machines wait with a reason.
+* Ray does not start: the server continues without Ray. New gangs on other machines wait, and the server shows the
+  reason.
 
-* MLflow is not installed, or other machines could not reach it on loopback: the server refuses to start.
+* MLflow is not installed, or listens on loopback although the server has remote users: the server refuses to start.
 
-* MLflow does not start, or dies: the server continues and restarts MLflow after a pause. `/health` reports the reason.
+* MLflow fails: the server continues, and restarts MLflow after a pause. `/health` reports the reason for an MLflow
+  failure.
 
 * The server is killed: the kernel closes the pipe to MLflow's keeper, and the keeper ends.
 """
@@ -104,7 +106,7 @@ def refuse_ray(settings: Settings) -> None:
 
 
 def node_address(settings: Settings, ray: RaySettings) -> str:
-    """Return this machine's address for other machines, from the settings, the server or detection."""
+    """Return the address at which other machines reach this machine."""
     if ray.node_address:
         return ray.node_address
     if ray.address:
@@ -121,31 +123,31 @@ class RaySidecar:
     def __init__(self, settings: Settings, *, url: str, node_token: str) -> None:
         assert settings.ray is not None
         self._settings, self._ray = settings, settings.ray
-        self.directory = _directory(settings)  # directory of Ray's files
+        self.directory = _directory(settings)  # Directory of Ray's files.
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._address = node_address(settings, self._ray)
         self._token = _given_token(self._ray) if self._ray.address else _own_token(self.directory)
         self._version = ray_machine.check_ray()
         self._plan = self._prepared(url, node_token)
         self._problem = ""
-        # True if Ray was already running when the server started
+        # True if Ray was already running at the server's start.
         self.was_there = ray_keeper.running(self.directory) is not None
         self._ensure()
 
     @property
     def cluster(self) -> ClusterAddress:
-        """Return the cluster's address for this machine."""
+        """Return the Ray cluster's address for this machine."""
         head = self._ray.address or start_arguments.joined(self._address, self._ray.port)
         token_file = str(self.directory / ray_machine.TOKEN)
         return ClusterAddress(address=head, token_file=token_file, node_address=self._address)
 
     @property
     def key(self) -> str:
-        """Return the key that distinguishes this server's gangs from gangs of other servers in the cluster."""
+        """Return the key that separates this server's gangs from other servers' gangs in the Ray cluster."""
         return sha256(f"{machine()}:{self._settings.directory}")[:12]
 
     def pool(self) -> RayPool:
-        """Return the data that another machine needs to join the pool."""
+        """Return the Ray cluster data for a machine that joins the pool."""
         return RayPool(
             address=self.cluster.address,
             port=self._ray.port,
@@ -156,12 +158,12 @@ class RaySidecar:
         )
 
     def tick(self, now_ns: int) -> int:
-        """Start the keeper unless the keeper runs, and return the time of the next check."""
+        """Start Ray's keeper unless it runs, and return the time of the next check."""
         self._ensure()
         return now_ns + round(EVERY_S * 1e9)
 
     def problem(self) -> str:
-        """Return why the cluster does not answer, or ""."""
+        """Return the reason for which the Ray cluster does not answer, or ""."""
         if self._problem:
             return self._problem
         why = unreachable(self.cluster.address)
@@ -192,9 +194,10 @@ class RaySidecar:
 
 
 def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
-    """Write the join file, and return messages for the operator. Without Ray, return no messages.
+    """Write the join file if the server uses Ray, and return messages for the operator.
 
-    This machine reaches the server at `url`. Other machines use `port` and the names in `certified`.
+    `url` is the server's URL for this machine. Other machines use `port` and the certificate's host names in
+    `certified`.
     """
     if settings.ray is None:
         return []
@@ -206,7 +209,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         ca = Path(settings.tls_ca).read_text(encoding="ascii")
     elif settings.tls_cert:
         certificate = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
-        # Other machines need the server's self-signed certificate to trust the server.
+        # Other machines can verify a self-signed server certificate only with a copy of it.
         ca = certificate if tls.is_its_own(certificate) else ""
     path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
@@ -225,14 +228,14 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         ]
     return [
         *lines,
-        f"another machine joins with a copy of {path}, which is as confidential as a password:",
+        f"another machine joins with a copy of {path}. Treat this file like a password:",
         f"  sgpu join {head} --token-file {JOIN_FILE_NAME}",
-        "the token admits one machine within a day; for more machines: sgpu node invite --uses 10",
+        "the token admits one machine within a day. For more machines: sgpu node invite --uses 10",
     ]
 
 
 def server_url(settings: Settings, *, url: str, port: int, address: str, certified: Sequence[str]) -> str:
-    """Return the server's address for other machines: a name in its certificate, or the proxy's address."""
+    """Return the server's URL for other machines, with a host name of its certificate or of a proxy."""
     if settings.tls_cert:
         usable = [
             name for name in certified if not name.startswith("*") and name not in ("localhost", "127.0.0.1", "::1")
@@ -240,7 +243,7 @@ def server_url(settings: Settings, *, url: str, port: int, address: str, certifi
         said = [name for name in settings.hosts if name not in usable]
         name = address if address in usable else next(iter((*settings.hosts, *usable, *said, address)))
         return f"https://{f'[{name}]' if ':' in name else name}:{port}"
-    if settings.hosts:  # A proxy on this machine or on another machine handles TLS.
+    if settings.hosts:  # Without a certificate, a proxy handles TLS for the names in `hosts`.
         return f"https://{settings.hosts[0]}"
     return url
 
@@ -273,7 +276,7 @@ def _directory(settings: Settings) -> Path:
 
 @contextlib.contextmanager
 def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
-    """Run an MLflow server beside the server, and yield the settings with its address."""
+    """Run an MLflow server while the server runs, and yield the settings with MLflow's URL."""
     if not settings.mlflow:
         yield settings
         return
@@ -290,7 +293,7 @@ def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
 
 
 def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
-    """Return the health check of the MLflow server, or nothing if no MLflow server runs."""
+    """Return the health check of the MLflow sidecar, or nothing without `--mlflow`."""
     if not settings.mlflow:
         return ()
     place = _mlflow_files(settings)
@@ -321,21 +324,21 @@ def _refuse_mlflow(settings: Settings) -> None:
 
 
 class _MlflowKeeper:
-    """Runs the MLflow keeper. A thread restarts the keeper if it is killed.
+    """Runs the MLflow keeper, and restarts a killed keeper from a thread.
 
-    `hosts` are additional names of MLflow's server, separated by commas.
+    `hosts` contains additional host names of the MLflow server, separated by commas.
     """
 
     def __init__(self, place: ServerFiles, hosts: str) -> None:
         self._place, self._hosts = place, hosts
-        # The keeper holds the read end of this pipe. The keeper stops when this process closes the write end or dies.
+        # The keeper holds the read end of a pipe, and stops when the server process closes the write end or dies.
         self._its, self._ours = os.pipe()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="mlflow", daemon=True)
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
-        """Start the keeper and return the address of its server."""
+        """Start the keeper, and return the URL of its MLflow server."""
         self._keeper, uri = self._started()
         self._thread.start()
         return uri
@@ -351,7 +354,7 @@ class _MlflowKeeper:
 
     def _started(self) -> tuple[subprocess.Popen[bytes], str]:
         for _ in range(_MLFLOW_TRIES):
-            # The call stops a server of another interpreter. A tracked run may start that server again.
+            # Stop an MLflow server of another interpreter, in each try because a tracked run may start it again.
             stop_server(self._place)
             keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
             for _ in range(_MLFLOW_LOOKS):

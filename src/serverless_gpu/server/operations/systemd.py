@@ -1,21 +1,21 @@
-"""Sends messages to systemd, and generates the unit with which systemd runs a server.
+"""Notifies systemd of the server's state, and generates systemd units.
 
 `sgpu server unit` prints the unit for this machine. A test compares the unit with `deploy/serverless-gpu.service`. The
-most important settings:
+most important settings of the unit:
 
     KillMode=process     a stop or restart ends only the server, and not the runs on its machine
     OOMPolicy=continue   the unit survives when the kernel kills a rank for its memory
 
-If the server's own machine is a node, the agent and every rank are descendants of the server. Restrictions of the
-server would then also apply to user code:
+If the server's own machine is a node, the agent and every rank are descendants of the server. On a node, systemd
+restrictions of the server would also apply to user code:
 
     no new privileges                `nvidia-modprobe` is setuid
     no devices                       runs need GPUs
     no writable executable memory    compilers need it
     no namespaces                    environments need them
 
-Therefore the unit of a server with a node has none of these restrictions. The unit of a server without a node
-(`--no-node`) has all of these restrictions. If systemd does not answer, the server sends nothing and continues.
+Only the unit of a server without a node (`--no-node`) therefore restricts the server process. If systemd does not
+answer, the server continues without notifications.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
 TAKEN_OVER = 3
-"""Exit status of a server that another server has replaced. Systemd does not restart the server."""
+"""Exit status of a server that another server has replaced, so that systemd does not restart it."""
 STARTING_S = 600
-"""Maximum seconds of a start, which may include the migration of a large database."""
+"""Maximum seconds for a server start, which may include the migration of a large database."""
 ENDING_S = 30
-"""Maximum seconds for stopping loops, engine and database, in addition to requests."""
+"""Maximum seconds for stopping loops, engine and database after the last request."""
 
 
 def notify(place: str, *lines: str) -> None:
-    """Send lines to systemd's notification socket.
+    """Send lines to systemd's notification socket at `place`, the value of `NOTIFY_SOCKET`.
 
-    `place` is the value of `NOTIFY_SOCKET`. If `place` is "", the function sends nothing.
+    If `place` is "", the function does nothing.
     """
     if not place:
         return
@@ -51,14 +51,14 @@ def notify(place: str, *lines: str) -> None:
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths and options of a unit."""
+    """Paths and options of a systemd unit for the server."""
 
     command: Sequence[str]  # Command that starts the server.
     user: str  # User of the server and of every run on its machine.
     home: Path  # Value of `$SERVERLESS_GPU_HOME`.
     node: bool  # True if the server's machine is also a node.
-    tls: bool  # True if the server has its own certificate, which it can reload.
-    stopping_s: float  # Seconds that running requests have when the server stops.
+    tls: bool  # True if the server has a certificate that it can reload.
+    stopping_s: float  # Maximum seconds for running requests when the server stops.
 
 
 def unit(there: Installation) -> str:
@@ -85,18 +85,18 @@ def unit(there: Installation) -> str:
             if there.tls
             else []
         ),
-        "# A stop or restart ends only the server; runs on its machine continue.",
+        "# A stop or restart of this unit does not end runs on the machine.",
         "KillMode=process",
         "OOMPolicy=continue",
         "Restart=on-failure",
-        "# Another server has taken the database over: systemd must not restart this one.",
+        "# Do not restart this server after another server has taken over the database.",
         f"RestartPreventExitStatus={TAKEN_OVER}",
         "RestartSec=2",
         f"TimeoutStartSec={STARTING_S}",
         f"TimeoutStopSec={round(there.stopping_s) + ENDING_S}",
         "LimitNOFILE=65536:524288",
         "TasksMax=infinity",
-        "# Attempts get control groups of their own below this one.",
+        "# Each attempt runs in a separate control group below the control group of this unit.",
         "Delegate=yes",
         "UMask=0077",
         *(_NODE if there.node else _alone(home)),
@@ -108,7 +108,7 @@ def unit(there: Installation) -> str:
 
 
 def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
-    """Return the text of the systemd unit with which a machine joins a pool as a node."""
+    """Return the text of the systemd unit for a machine that joins a pool as a node."""
     lines = [
         "# Made by `sgpu join … --unit`. Install:",
         "#   sgpu join … --unit | sudo tee /etc/systemd/system/serverless-gpu-join.service",
@@ -124,7 +124,7 @@ def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
         f"User={user}",
         f"Environment=SERVERLESS_GPU_HOME={_quoted(str(home))}",
         f"ExecStart={shlex.join(command)}",
-        "# A stop or restart ends only the membership; runs on this machine continue.",
+        "# A stop or restart of this unit does not end runs on the machine.",
         "KillMode=process",
         "OOMPolicy=continue",
         "Restart=always",
@@ -132,10 +132,10 @@ def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
         "TimeoutStopSec=30",
         "LimitNOFILE=65536:524288",
         "TasksMax=infinity",
-        "# Attempts get control groups of their own below this one.",
+        "# Each attempt runs in a separate control group below the control group of this unit.",
         "Delegate=yes",
         "UMask=0077",
-        "# No sandbox: ranks are descendants of this process and would inherit it.",
+        "# This unit has no sandbox, because ranks would inherit the sandbox.",
         "",
         "[Install]",
         "WantedBy=multi-user.target",
@@ -144,7 +144,7 @@ def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
 
 
 _NODE = (
-    "# No sandbox: ranks are descendants of this process and would inherit it. For a server without a node",
+    "# This unit has no sandbox, because ranks would inherit the sandbox. For a server without a node",
     "# (--no-node), `sgpu server unit` prints a unit with a sandbox.",
 )
 
@@ -180,5 +180,5 @@ def _quoted(text: str) -> str:
 
 
 def taken_from(environ: os._Environ[str]) -> str:
-    """Remove `NOTIFY_SOCKET` from the variables, and return its value. Only this process notifies systemd."""
+    """Remove `NOTIFY_SOCKET` from the environment so that child processes lack it, and return its value."""
     return environ.pop(VARIABLE, "")

@@ -1,5 +1,5 @@
-"""Repositories: SQL and row values, with one module per table, for example runs, attempts and nodes.
+"""SQL queries and row types of the database, with one module per table.
 
-Every function takes a connection. Services call these functions in their own transactions. Start reading with
-`runs.py`.
+Every query function takes a database connection. Services call the query functions in their own transactions. Start
+reading with `runs.py`.
 """

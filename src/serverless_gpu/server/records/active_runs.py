@@ -1,7 +1,7 @@
 """Active runs: a compact form of runs with an unfinished attempt, for the server's loops.
 
-The loops read thousands of active runs every few seconds. This module therefore uses one query, regardless of the
-number of nodes. The query needs a quarter of the time of `runs.active`.
+The loops read thousands of active runs every few seconds. This module therefore reads all active runs with one query.
+The query for compact runs takes a quarter of the time of `runs.active`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serverless_gpu.server.records.crews import CrewId
 
 
 class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
-    """The unfinished part of an attempt on one node, with the columns that loops need.
+    """Compact row of `crews`: the unfinished part of an attempt on one node.
 
     Attributes:
         node: the node's name.
@@ -31,7 +31,7 @@ class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
 
 
 class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run with an unfinished attempt, reduced to the columns that loops need.
+    """Compact form of a run with an unfinished attempt.
 
     Attributes:
         crews: the unfinished parts of its attempt on nodes, by node rank.

@@ -1,9 +1,9 @@
-"""Attempts: repository of the attempts of runs. No other module reads or writes the table.
+"""Repository of attempts. No other module reads or writes the `attempts` table.
 
-The scheduler writes an attempt as an intent before it sends an order to any node. The state of the current attempt
-follows the state of the run. After the end of an attempt, the run may continue with another attempt. A row of `crews`
-contains the part of an attempt on one node (`crews.py`). One query reads single-node attempts together with this row.
-For gangs, a second query reads the rows of the other nodes.
+The scheduler inserts an attempt before the server sends an order to any node. A run's state follows the state of its
+current attempt. After the end of an attempt, the run may continue with another attempt. A row of `crews` contains the
+part of an attempt on one node (`crews.py`). One query reads an attempt with the row of its first node. For gangs, a
+second query reads the rows of the other nodes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 
-# Reasons for the end of an attempt on a node that are no fault of the node.
+# End reasons for which the node is not at fault.
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)
 _SAYING_MAX = 4
-"""Maximum number of nodes whose messages an attempt's sentence quotes."""
+"""Maximum number of nodes whose messages an attempt's message contains."""
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
 class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt to insert."""
+    """Values of a new attempt."""
 
     gpu_type: str
     world_size: int
@@ -48,7 +48,7 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of an attempt.
+    """Stored attempt with its parts on nodes.
 
     Attributes:
         num_nodes: number of its nodes.
@@ -102,12 +102,12 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cause(self) -> Cause | None:
-        """Return the cause of the attempt's early end, once known."""
+        """Return the cause of the attempt's early end, or None."""
         return None if self.cause_json is None else from_json(self.cause_json, Cause)
 
     @property
     def chosen(self) -> Chosen | None:
-        """Return the rendezvous of the attempt's nodes, once decided."""
+        """Return the chosen rendezvous of the attempt's nodes, or None."""
         return None if self.chosen_json is None else from_json(self.chosen_json, Chosen)
 
     @property
@@ -122,7 +122,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Return the messages of the nodes: one text if all are equal, else each with its node's name."""
+        """Return the message of all nodes, or different messages with their node names."""
         said = [(crew.node, crew.sentence) for crew in self.crews if crew.sentence]
         if len(said) == len(self.crews) and len({text for _, text in said}) == 1:
             return said[0][1]
@@ -131,19 +131,19 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open_crews(self) -> tuple[StoredCrew, ...]:
-        """Return the parts of the attempt on nodes where it has not ended."""
+        """Return the attempt's rows for nodes on which the attempt has not ended."""
         return tuple(crew for crew in self.crews if crew.ended_ns is None)
 
     @property
     def uncharged(self) -> bool:
-        """Return True if the ledger lacks entries for a node on which the attempt has ended."""
+        """Return True if the ledger lacks entries for an ended part of the attempt."""
         return any(crew.uncharged for crew in self.crews)
 
 
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "crews"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), *crews.COLUMNS]
-"""The columns of an attempt and of its part on the first node, for `from_row`."""
+"""Columns of an attempt and of its first node's row, for `from_row`."""
 _FIRST = sa.and_(
     crews_table.c.run_id == attempts.c.run_id, crews_table.c.fence == attempts.c.fence, crews_table.c.crew == 0
 )
@@ -151,7 +151,7 @@ JOINED = attempts.join(crews_table, _FIRST).outerjoin(nodes, nodes.c.id == crews
 
 
 def joined_to(other: sa.FromClause, on: sa.ColumnElement[bool]) -> sa.FromClause:
-    """Return an outer join of another table with its attempts, for `COLUMNS`."""
+    """Return an outer join of another table with attempts, to select `COLUMNS`."""
     first = other.outerjoin(attempts, on).outerjoin(crews_table, _FIRST)
     return first.outerjoin(nodes, nodes.c.id == crews_table.c.node_id)
 
@@ -175,7 +175,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
 
 
 def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> list[StoredAttempt]:
-    """Return attempts complete with all nodes. A second query reads further nodes of gangs."""
+    """Complete attempts of gangs with the rows of all nodes, using a second query."""
     there = [attempt for attempt in found if attempt is not None]
     gangs = {(attempt.run_id, attempt.fence) for attempt in there if attempt.num_nodes > 1}
     if not gangs:
@@ -188,7 +188,7 @@ def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> l
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttempt, at_ns: int) -> None:
-    """Insert a new attempt. The caller inserts the rows of its nodes afterwards."""
+    """Insert a new attempt. The caller then inserts the attempt's rows in `crews`."""
     row = msgspec.structs.asdict(new) | {
         "nonce": secrets.token_hex(16) if new.num_nodes > 1 else "",
         "run_id": run_id,
@@ -213,7 +213,7 @@ def of_run(connection: sa.Connection, run_id: str) -> list[StoredAttempt]:
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, StoredAttempt]:
-    """Return all attempts of some runs."""
+    """Return all attempts of several runs, by gang."""
     found: list[StoredAttempt | None] = []
     query = sa.select(*COLUMNS).select_from(JOINED)
     for some in in_chunks(list(run_ids)):
@@ -222,7 +222,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if an attempt was placed after a time on one of these GPU types. None means any type."""
+    """Return True if an attempt was placed after a time on one of these GPU types (None: any type)."""
     query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
@@ -230,9 +230,9 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 
 
 def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Return, for each run, nodes that were lost or failed before user code began.
+    """Return, for each run, the nodes that were lost or failed before user code began.
 
-    The result excludes nodes without a fault, on which the attempt ended because of another node or a server decision.
+    The result excludes nodes on which an attempt ended because of another node or a server decision.
     """
     found: dict[str, set[str]] = {}
     crew = crews_table.c
@@ -245,13 +245,13 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
         for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
             is_called_off = reason == Reason.REFUSED and called_off
             if is_called_off and (cause is None or from_json(cause, Cause).reason is not Reason.NODES_APART):
-                continue  # The server called off the attempt for a reason other than a missing node.
+                continue  # Nodes of a called-off attempt are at fault only if they could not connect to each other.
             found.setdefault(run_id, set()).add(node_id)
     return {run_id: frozenset(ids) for run_id, ids in found.items()}
 
 
 def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:
-    """Return, by run, the pairs of nodes that could not connect to each other in an attempt."""
+    """Return, for each run, the pairs of nodes that could not connect to each other."""
     found: dict[str, set[tuple[str, str]]] = {}
     query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.cause_json)
     query = query.where(attempts.c.called_off, attempts.c.cause_json.is_not(None))
@@ -272,7 +272,7 @@ def change(
     of_crews: Mapping[int, Mapping[str, object]] = _NONE,
     **values: object,
 ) -> None:
-    """Change an attempt and its parts on some nodes, unless the rows have changed since the read.
+    """Change the rows of an attempt and its nodes, unless a row has changed since the read.
 
     Raises:
         StaleAttempt: a row has changed since the read; the function wrote nothing.
@@ -280,13 +280,13 @@ def change(
     unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.version == attempt.version)
     changed = attempts.update().where(unchanged).values(version=attempt.version + 1, **values)
     if connection.execute(changed).rowcount != 1:
-        raise StaleAttempt(f"attempt {attempt.gang} has changed; it is no longer {attempt.state}")
+        raise StaleAttempt(f"attempt {attempt.gang} has changed and is no longer {attempt.state}")
     for number, own in of_crews.items():
         crews.change(connection, attempt.crews[number], own)
 
 
 def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) -> bool:
-    """Store the rendezvous of an attempt, or mark the attempt as called off, but never both.
+    """Store the rendezvous of an attempt or mark the attempt as called off, never both.
 
     Returns:
         False if an earlier call decided the rendezvous, or if the row has changed since the read. The function then
@@ -299,14 +299,14 @@ def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) 
 
 
 def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Store values that do not depend on the state of the attempt, such as its account."""
+    """Store values that do not depend on the attempt's state, such as its account."""
     connection.execute(attempts.update().where(_is(run_id, fence)).values(**values))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Mark an attempt as settled on one node, and return True if it is settled on all nodes."""
-    # Always write the time. Otherwise, on PostgreSQL, two concurrent settlements could each see the other node as
-    # unsettled.
+    """Mark an attempt as settled if all of its nodes are settled, and return True in that case."""
+    # Increase the attempt's version even if some nodes are unsettled. On PostgreSQL, two concurrent settlements could
+    # otherwise each miss the other node's settlement.
     values: dict[str, object] = {"version": attempts.c.version + 1}
     is_settled = not crews.is_any_unsettled(connection, run_id, fence)
     if is_settled:
@@ -316,7 +316,7 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the attempts of a run on all nodes. The caller first removes rows that refer to the attempts."""
+    """Remove a run's attempts after the caller has removed all rows that refer to them."""
     crews.remove(connection, run_id)
     connection.execute(attempts.delete().where(attempts.c.run_id == run_id))
 

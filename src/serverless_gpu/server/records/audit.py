@@ -1,8 +1,8 @@
-"""Repository of the audit of principals' actions. Each action's transaction adds a row.
+"""Repository of the audit of principals' actions.
 
-Later, a loop (`AuditChainWriter`) adds each row to the hash chain (`model/audit_chain.py`). Under concurrent writes,
-row numbers have gaps and become visible out of order. A hash chain inside the actions' transactions would force the
-transactions to run one after the other.
+The transaction of an action also adds the action's audit row. Later, a loop (`AuditChainWriter`) adds each audit row to
+the hash chain (`model/audit_chain.py`). Concurrent transactions may commit audit rows out of order. A hash chain inside
+the transactions would force all audited actions to run one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serverless_gpu.server.db.tables import audit, audit_links
 
 
 class Action(StrEnum):
-    """Kind of an audited action. The noun before the dot names the kind of `subject`."""
+    """Kind of an audited action. The noun before the dot names the kind of the action's `subject`."""
 
     RUN_CREATE = "run.create"
     RUN_STOP = "run.stop"
@@ -98,9 +98,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 _INSERT = sa.insert(audit)
 _BACK = 10_000
-"""Maximum number of audit rows that other transactions may insert before a transaction commits."""
+"""Maximum number of audit rows that other transactions insert while one transaction is open."""
 SERVER = Caller(name="server", kind="service")
-"""The actor of audited actions that no principal requested."""
+"""Actor of audited actions without a requesting principal."""
 
 
 def record(
@@ -112,7 +112,7 @@ def record(
     now_ns: int,
     detail: Mapping[str, object] | None = None,
 ) -> None:
-    """Record an action in the transaction that performs it.
+    """Record an action in the transaction that performs the action.
 
     Args:
         connection: the connection of the action's transaction.
@@ -134,7 +134,7 @@ def record(
 
 
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[AuditEntry]:
-    """Return audit entries after row `after`, in row order, including entries outside the chain."""
+    """Return audit entries after row `after`, including entries that are not in the audit chain."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
     return [
         AuditEntry(
@@ -151,7 +151,7 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of audit entries. The value "" matches any entry.
+    """Filter of audit entries. The value "" of a field matches any entry.
 
     Attributes:
         after: number of the last audit entry that the caller has already read.
@@ -168,7 +168,7 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
-    """Return entries of the audit chain in order. Entries without a row have only number and digest."""
+    """Return entries of the audit chain in order. Entries with a removed row have only number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
     for column in (audit.c.principal, audit.c.action, audit.c.subject):
@@ -186,26 +186,26 @@ def head(connection: sa.Connection) -> ChainHead:
 
 
 def chained_seq(connection: sa.Connection) -> int:
-    """Return the row number up to which the audit chain is complete, except for rows of a killed server."""
+    """Return a row number up to which the audit chain is complete."""
     return max(0, (connection.scalar(sa.select(sa.func.max(audit_links.c.seq))) or 0) - _BACK)
 
 
 def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
-    """Return True if a row is missing in the audit chain. This check is faster than `pending`."""
+    """Return True if an audit row is not in the audit chain; faster than `pending`."""
     unlinked = sa.select(audit.c.seq).select_from(_UNLINKED)
     wanted = unlinked.where(audit_links.c.number.is_(None), audit.c.seq > after_seq).limit(1)
     return connection.execute(wanted).first() is not None
 
 
 def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
-    """Return the number of rows missing in the audit chain, and the time of the oldest missing row."""
+    """Return the number of audit rows outside the audit chain, and the time of the oldest such row."""
     query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
     row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
     return row[0], row[1]
 
 
 def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
-    """Add the oldest missing rows to the audit chain, and return their number.
+    """Add the oldest rows outside the audit chain to the chain, and return their number.
 
     Args:
         connection: connection of a write transaction. Only one transaction that calls `chain` may run at a time.
@@ -235,6 +235,6 @@ def _plain(row: sa.Row[Any]) -> dict[str, Any]:
 
 def _link(row: sa.Row[Any]) -> ChainedEntry:
     said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
-    if row.action is None:  # An operator removed the row. The check of the audit chain detects the gap.
+    if row.action is None:  # The verification of the audit chain detects a removed audit row.
         return ChainedEntry(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
     return ChainedEntry(detail=_decode(row.detail_json), **{**_plain(row), **said})

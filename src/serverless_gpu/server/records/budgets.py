@@ -1,7 +1,7 @@
-"""Repository of budgets, of their warnings by period, and of notices to the webhook.
+"""Repository of budgets, budget warnings and webhook notices.
 
-Notices form an outbox. The server writes a notice in the transaction of its event. The webhook loop retries each notice
-until the receiver accepts it or the notice is too old. Alarms about unusual spending are also notices.
+The notices form an outbox. The server writes each notice in the transaction of the notice's event. The webhook loop
+retries each notice until the receiver accepts it or the notice is too old. Spending alarms are also notices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _decode = msgspec.json.Decoder(Budget).decode
 
 
 NOTICES_KEPT = 10_000
-"""Maximum number of stored notices. The server deletes older notices, even if they were not sent."""
+"""Maximum number of stored notices. The server deletes the oldest notices over this maximum, even if they are
+unsent."""
 _decode_document = msgspec.json.Decoder(dict[str, object]).decode
 
 
@@ -33,7 +34,7 @@ class StoredBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every(connection: sa.Connection) -> list[StoredBudget]:
-    """Return all budgets by name. A team budget without its own time zone gets the zone of the team."""
+    """Return all budgets by name. A team budget without a time zone uses the team's time zone."""
     found = [_from_row(row) for row in connection.execute(sa.select(budgets).order_by(budgets.c.name))]
     zones = {row.name: row.time_zone or "" for row in connection.execute(sa.select(teams.c.name, teams.c.time_zone))}
     return [_with_zone(one, zones.get(one.budget.scope.name, "")) for one in found]
@@ -57,7 +58,7 @@ def find_in_force(connection: sa.Connection, name: str) -> StoredBudget | None:
 
 
 def team_zone(connection: sa.Connection, scope: Scope) -> str:
-    """Return the time zone of a budget's team, or "" for UTC or without a team."""
+    """Return the time zone of a budget's team, or "" for UTC."""
     if scope.kind != "team":
         return ""
     return connection.scalar(sa.select(teams.c.time_zone).where(teams.c.name == scope.name)) or ""
@@ -83,9 +84,9 @@ def remove(connection: sa.Connection, name: str) -> bool:
 
 
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
-    """Store a budget's warning at a percentage in a period. Return False if the warning already exists.
+    """Store a budget warning for a percentage and period, and return False if the warning already exists.
 
-    The function also deletes warnings that are older than any period, which bounds the table to about a year.
+    The function also deletes warnings that are older than any period.
     """
     this = {"budget": name, "start_ns": start_ns, "percent": percent}
     there = sa.select(budget_warnings.c.at_ns).where(*(budget_warnings.c[key] == value for key, value in this.items()))
@@ -97,21 +98,21 @@ def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at
 
 
 def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int]]:
-    """Return the warnings of periods that began at a time or later: budget, start, percentage."""
+    """Return warnings as budget, period start and percentage, for periods that began at a time or later."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns, budget_warnings.c.percent)
     query = query.where(budget_warnings.c.start_ns >= since_ns)
     return {(name, start_ns, percent) for name, start_ns, percent in connection.execute(query)}
 
 
 def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
-    """Return the budgets that the enforcer closed because they were used up, each with its period's start."""
+    """Return exhausted budgets that the enforcer has closed, each with the start of its period."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).distinct()
     query = query.where(budget_warnings.c.percent.in_((FULL, CLOSED)))
     return frozenset((name, start_ns) for name, start_ns in connection.execute(query))
 
 
 def reopen(connection: sa.Connection, name: str, *, start_ns: int) -> bool:
-    """Reopen a budget that was closed in a period, and return True if the budget was closed."""
+    """Reopen a budget in a period, and return True if the budget was closed."""
     marks = budget_warnings.c.percent.in_((FULL, CLOSED))
     own = sa.and_(budget_warnings.c.budget == name, budget_warnings.c.start_ns == start_ns, marks)
     return connection.execute(budget_warnings.delete().where(own)).rowcount > 0
@@ -127,7 +128,7 @@ def _from_row(row: sa.Row[tuple[str, str, int]]) -> StoredBudget:
 
 
 class NoticeKind(StrEnum):
-    """Kind of a notice to the webhook."""
+    """Kind of a webhook notice."""
 
     WARNING = "budget.warning"
     REACHED = "budget.reached"
@@ -136,7 +137,7 @@ class NoticeKind(StrEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One notice to the webhook."""
+    """Stored webhook notice with its delivery state."""
 
     seq: int
     at_ns: int
@@ -150,7 +151,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_notice(connection: sa.Connection, kind: NoticeKind, document: Mapping[str, object], *, at_ns: int) -> None:
-    """Insert a notice in the transaction of its event. Delete the oldest notices over the maximum."""
+    """Insert a notice, and delete the oldest notices over the maximum number."""
     row = {"at_ns": at_ns, "kind": kind.value, "document_json": msgspec.json.encode(document).decode(), "tries": 0}
     seq = connection.execute(notices.insert().values(row)).inserted_primary_key
     assert seq is not None
@@ -158,13 +159,13 @@ def add_notice(connection: sa.Connection, kind: NoticeKind, document: Mapping[st
 
 
 def open_notices(connection: sa.Connection, *, limit: int) -> list[Notice]:
-    """Return unsent notices, sorted by the number of attempts and then by age, oldest first."""
+    """Return unsent notices, ordered by number of delivery attempts and then by age."""
     query = sa.select(notices).where(notices.c.sent_ns.is_(None)).order_by(notices.c.tries, notices.c.seq).limit(limit)
     return [_notice_from_row(row._mapping) for row in connection.execute(query)]
 
 
 def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> list[Notice]:
-    """Return spending alarms since a time, latest first."""
+    """Return the spending alarms since a given time, latest first."""
     query = sa.select(notices).where(notices.c.kind == NoticeKind.ALARM.value, notices.c.at_ns >= since_ns)
     return [
         _notice_from_row(row._mapping) for row in connection.execute(query.order_by(notices.c.seq.desc()).limit(limit))
@@ -172,12 +173,12 @@ def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> l
 
 
 def mark_sent(connection: sa.Connection, seq: int, *, at_ns: int) -> None:
-    """Mark a notice as accepted by the receiver, or as abandoned by the loop."""
+    """Mark a notice as delivered or abandoned."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(sent_ns=at_ns))
 
 
 def mark_tried(connection: sa.Connection, seq: int) -> None:
-    """Count a failed attempt to send a notice."""
+    """Count a failed delivery of a notice."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(tries=notices.c.tries + 1))
 
 

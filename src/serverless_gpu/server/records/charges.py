@@ -1,12 +1,12 @@
-"""Repository of ledger entries, accounts, uncharged attempts and utilisation.
+"""Repository of ledger entries, accounts, uncharged attempts and device utilisation.
 
-Only the charging loop (`charging.py`) adds entries, one transaction after the other. Rows therefore become visible in
-the order of their numbers (`seq`), even on PostgreSQL. A reader that has read all rows up to a number misses no earlier
-row. The server never changes ledger entries.
+Only the charging loop (`charging.py`) adds entries, one transaction after the other. Ledger entries therefore become
+visible in the order of their numbers (`seq`), even on PostgreSQL. Readers can read new entries after the last read
+number without missing any entry. The server never changes ledger entries.
 
-An account combines the owner of usage with its properties. Charges with equal properties share an account. The server
-writes the account of an attempt when it places the attempt. A later change of the node's pool, or of the kind of the
-pool, does not change the account. A reversal has the account of the reversed entry.
+An account combines the owner of usage with the usage's properties. Charges with equal properties share an account. The
+server chooses an attempt's account at the placement. Later changes of the node's pool do not change the attempt's
+account. A reversal has the same account as the reversed entry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNCHARGED: sa.ColumnElement[bool] = sa.literal_column("crews.uncharged")
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """The owner and the properties of usage.
+    """Owner and properties of usage in the ledger.
 
     Attributes:
         owner: the user or service.
@@ -88,7 +88,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, pool: str, currency: str) -> Account:
-    """Return the account of a run that is placed on one GPU type in a pool."""
+    """Return the account for an attempt of a run on one GPU type in a pool."""
     found = pools.find(connection, pool)
     return Account(
         owner=run.owner,
@@ -107,13 +107,13 @@ def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, 
 
 
 def ensure_account(connection: sa.Connection, account: Account) -> int:
-    """Return the number of an account. Insert the account if it does not exist.
+    """Return the number of an account, and insert the account if it is new.
 
-    The function also inserts the plain account, without tags and environment. Reports without tags and environments add
-    up plain accounts.
+    The function also inserts the corresponding plain account, which has no tags and environment. Reports that do not
+    group by tag or environment use plain accounts.
     """
     fields = msgspec.structs.asdict(account)
-    # Without `member_of`, the digest equals the digest of older versions, which lacked this field.
+    # Omit an empty `member_of`, so that the digest equals digests of older versions without this field.
     if not account.member_of:
         del fields["member_of"]
     digest = hashlib.sha256(_encode_sorted(fields)).hexdigest()
@@ -128,7 +128,8 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
-    # Reports group usage by these tag rows. Reports count an empty tag value as no tag, and PostgreSQL stores no NUL.
+    # Insert a row per tag, by which reports group usage. Reports count an empty tag value as no tag, and PostgreSQL
+    # stores no NUL.
     tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
     if tags:
         rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
@@ -146,7 +147,7 @@ def plain_ids(connection: sa.Connection, numbers: Collection[int]) -> dict[int, 
 
 
 def find_accounts(connection: sa.Connection, numbers: Collection[int]) -> dict[int, Account]:
-    """Return accounts with these numbers."""
+    """Return accounts by their numbers."""
     found: dict[int, Account] = {}
     for some in in_chunks(sorted(set(numbers))):
         for row in connection.execute(sa.select(accounts).where(accounts.c.id.in_(some))):
@@ -165,7 +166,7 @@ def account_from_row(row: sa.Row[Any]) -> Account:
 
 
 class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored entry of the ledger.
+    """Stored ledger entry.
 
     Attributes:
         seq: number of the entry, which increases with time.
@@ -244,7 +245,7 @@ def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) ->
 
 
 def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
-    # A reversal subtracts the waiting time of the reversed row. The next valid row then contains the waiting time.
+    # A reversal subtracts the reversed entry's waiting time, which the next valid entry adds again.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
     run_id, fence, number = new.crew
@@ -269,7 +270,7 @@ def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[PostedEntry]]:
-    """Return the ledger entries of each attempt on each node, in order; empty without entries."""
+    """Return the ledger entries of each attempt on each node, in order."""
     found: dict[CrewId, list[PostedEntry]] = {crew: [] for crew in ids}
     for one in of_runs(connection, sorted({run_id for run_id, _, _ in ids})):
         if (one.run_id, one.fence, one.crew) in found:
@@ -278,7 +279,7 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
-    """Return the ledger entries of each attempt by node rank, including attempts without entries."""
+    """Return the ledger entries of attempts, by attempt and node rank."""
     found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
@@ -305,7 +306,7 @@ def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list
 
 
 def after(connection: sa.Connection, seq: int, *, limit: int) -> list[PostedEntry]:
-    """Return ledger entries after number `seq`, in the order in which they were written."""
+    """Return ledger entries after number `seq`, in order of their numbers."""
     query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
     return [posted_from_row(row) for row in connection.execute(query)]
 
@@ -329,7 +330,7 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
     query = sa.select(charges.c.account_id, charges.c.day, *totals).where(charges.c.day >= from_day)
     if after_seq:
         query = query.where(charges.c.seq > after_seq)
-    # On PostgreSQL, the sum of a BIGINT column is a Decimal. The sum of only NULLs is None.
+    # On PostgreSQL, a BIGINT sum is a Decimal, and a sum of only NULLs is None.
     rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
     return [
         LedgerSum(
@@ -346,7 +347,7 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
 def before(
     connection: sa.Connection, at_ns: int, *, after_seq: int = 0
 ) -> tuple[list[LedgerSum], list[tuple[int, LedgerLine]]]:
-    """Return ledger entries of a UTC day before a time: sums by account, and lines that cross the time.
+    """Return a UTC day's usage before a time, as sums by account and entries that cross the time.
 
     Args:
         connection: connection of any transaction.
@@ -431,18 +432,15 @@ def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
     )
 
 
-# The text must equal the condition of the index. SQLite does not use the index with "= 1" after the column.
-
-
 class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that has not ended, or for which the ledger lacks entries."""
+    """Unfinished attempt, or ended attempt with missing ledger entries."""
 
     attempt: StoredAttempt
     is_stopping: bool
 
 
 def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
-    """Return the attempts that have not ended, or for which the ledger lacks entries."""
+    """Return unfinished attempts, and ended attempts with missing ledger entries."""
     is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
     going = (
         sa.select(*attempt_rows.COLUMNS, runs.c.stop)
@@ -465,9 +463,9 @@ def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
 
 
 def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
-    """Return settled attempts on nodes for which the ledger lacks entries.
+    """Return settled parts of ended attempts with missing ledger entries.
 
-    The charge for a node depends on the end of the whole attempt. The result therefore excludes unfinished attempts.
+    The result excludes unfinished attempts, because charges for a node depend on the end of the whole attempt.
     """
     own = sa.and_(attempts.c.run_id == crews.c.run_id, attempts.c.fence == crews.c.fence)
     query = sa.select(*_WHOSE).select_from(crews.join(attempts, own))
@@ -477,7 +475,7 @@ def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
 
 
 def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]:
-    """Return attempts on nodes, placed before a time, that are unsettled or unfinished on any node."""
+    """Return parts of attempts that were placed before a time and are unsettled or unfinished."""
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     query = sa.select(*_WHOSE).select_from(attempts.join(runs).join(crews, own))
     more = sa.or_(crews.c.settled_ns.is_(None), attempts.c.ended_ns.is_(None))
@@ -486,12 +484,12 @@ def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]
 
 
 def count_uncharged(connection: sa.Connection) -> int:
-    """Return the number of ended attempts on nodes for which the ledger lacks entries."""
+    """Return the number of ended parts of attempts with missing ledger entries."""
     return connection.scalar(sa.select(sa.func.count()).select_from(crews).where(_UNCHARGED)) or 0
 
 
 def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
-    """Mark the ledger as complete for these attempts, unless another transaction has added facts."""
+    """Mark parts of attempts as charged in the ledger."""
     if ids:
         names = ("of_run", "of_fence", "of_crew")
         one = sa.and_(*(column == sa.bindparam(name) for column, name in zip(_WHOSE, names, strict=True)))
@@ -500,5 +498,5 @@ def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
 
 
 def charge_again(connection: sa.Connection, run_id: str) -> None:
-    """Mark the attempts of a run as uncharged, so that the charging loop charges them again."""
+    """Mark a run's attempts as uncharged, so that the charging loop charges the attempts again."""
     connection.execute(crews.update().where(crews.c.run_id == run_id).values(uncharged=True))

@@ -1,9 +1,9 @@
-"""Repository of the parts of attempts on one node. No other module uses the `crews` table.
+"""Repository of the parts of attempts on one node.
 
-The server inserts one row for each node of a new attempt, before it sends any order. A row contains the last state that
-the node reported, or UNREACHABLE if reports stop. The server changes a row together with the version of its attempt
-(`attempts.change`). Of two concurrent reports for one attempt, at least one report therefore sees the other report's
-change.
+No other module uses the `crews` table. The server inserts one row for each node of a new attempt, before it sends any
+order. A `crews` row contains the last state that the node reported, or UNREACHABLE if reports stop. A change of a
+`crews` row also increases the version of its attempt (`attempts.change`). Two concurrent reports for one attempt
+therefore cannot miss each other's changes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import crews, nodes
 
 Gang = tuple[str, int]
-"""Run and fence of a gang."""
+"""Identity of a gang: run and fence."""
 CrewId = tuple[str, int, int]
-"""Run, fence and node rank: the identity of an attempt's part on one node."""
+"""Identity of an attempt's part on one node: run, fence and node rank."""
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
-"""Reasons for abandoning an attempt without a report. The server ignores later reports."""
+"""End reasons of attempts that the server abandons without a report from the node."""
 
 
 class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an attempt on one node, to insert.
+    """Values of a new `crews` row.
 
     Attributes:
         number: rank of the node in the attempt, from 0 on.
@@ -54,7 +54,7 @@ class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an attempt on one node. `CrewOutcome` is separate because an outcome may be large.
+    """Stored part of an attempt on one node, without the possibly large `CrewOutcome`.
 
     Attributes:
         node: the node's name.
@@ -98,7 +98,7 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> CrewId:
-        """Return run, fence and node rank."""
+        """Return the identifier: run, fence and node rank."""
         return self.run_id, self.fence, self.number
 
     @property
@@ -117,16 +117,16 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
         return self.reason in WITHOUT_REPORT
 
     def is_stale(self, state: State) -> bool:
-        """Return True if a node must stop the attempt, because the server has ended it on this node.
+        """Return True if the node must stop the attempt, because the server has abandoned or refused it.
 
-        After a refusal, the server may place the run again. If the node starts the refused attempt anyway, user code
-        must not begin. An attempt that ended by itself is not stale, because the server still expects a receipt.
+        After a refusal, the server may place the run again, so user code of the refused attempt must not begin. An
+        attempt with a reported end is not stale, because the server still expects its receipt.
         """
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
 class CrewOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome on one node, as JSON of `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
+    """Outcome of an attempt on one node, as JSON of `node.protocol.Stopped` and `model.receipt.Receipt`."""
 
     stopped: str | None
     receipt: str | None
@@ -137,8 +137,8 @@ COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     *(crews.c["crew" if name == "number" else name] for name in _NAMES),
     nodes.c.name,
 ]
-"""The columns of `crews` and of the node, for `from_row`."""
-_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # `crews` is the first table of the join.
+"""Columns of `crews` and of the node, for `from_row`."""
+_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)
 _SELECT = sa.select(*COLUMNS).select_from(_JOINED)
 
 
@@ -159,7 +159,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredCrew:
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[NewCrew], *, at_ns: int) -> None:
-    """Insert the rows of a new attempt, one per node."""
+    """Insert the `crews` rows of a new attempt, one per node."""
     rows = []
     for one in new:
         row = msgspec.structs.asdict(one) | {"run_id": run_id, "fence": fence, "crew": one.number}
@@ -169,20 +169,20 @@ def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[New
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, number: int) -> StoredCrew | None:
-    """Return the part of an attempt on one node, or None."""
+    """Return the part of an attempt with a given node rank, or None."""
     row = connection.execute(_SELECT.where(_is(run_id, fence, number))).first()
     return None if row is None else from_row(row)
 
 
 def on_node(connection: sa.Connection, run_id: str, fence: int, node_id: str) -> StoredCrew | None:
-    """Return an attempt's part on a node, or None. A node has at most one part of an attempt."""
+    """Return the part of an attempt on a node with a given identifier, or None."""
     here = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.node_id == node_id)
     row = connection.execute(_SELECT.where(here)).first()
     return None if row is None else from_row(row)
 
 
 def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, tuple[StoredCrew, ...]]:
-    """Return the parts of several attempts on all nodes, by node rank."""
+    """Return all parts of several attempts, ordered by node rank."""
     found: dict[Gang, list[StoredCrew]] = {}
     for some in in_chunks(sorted({run_id for run_id, _ in gangs})):
         for row in connection.execute(_SELECT.where(crews.c.run_id.in_(some)).order_by(crews.c.crew)):
@@ -193,14 +193,14 @@ def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, t
 
 
 def open_on(connection: sa.Connection, node_id: str) -> list[StoredCrew]:
-    """Return the attempts that have not ended on a node."""
+    """Return the unfinished parts of attempts on a node."""
     query = _SELECT.where(crews.c.node_id == node_id, crews.c.ended_ns.is_(None))
     rows = connection.execute(query.order_by(crews.c.run_id, crews.c.fence))
     return [from_row(row) for row in rows]
 
 
 def unsettled(connection: sa.Connection) -> list[StoredCrew]:
-    """Return the attempts on nodes that have ended but have no receipt yet."""
+    """Return the ended parts of attempts without a receipt."""
     query = _SELECT.where(crews.c.ended_ns.is_not(None), crews.c.settled_ns.is_(None))
     return [from_row(row) for row in connection.execute(query)]
 
@@ -213,7 +213,7 @@ def is_any_unsettled(connection: sa.Connection, run_id: str, fence: int) -> bool
 
 
 def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, str]:
-    """Return the receipts of attempts from the nodes that have sent a receipt."""
+    """Return the received receipts of attempts."""
     found: dict[CrewId, str] = {}
     query = sa.select(crews.c.run_id, crews.c.fence, crews.c.crew, crews.c.receipt_json)
     for some in in_chunks(sorted({run_id for run_id, _, _ in ids})):
@@ -224,21 +224,23 @@ def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[CrewOutcome, ...]:
-    """Return the outcomes of an attempt on its nodes, by node rank."""
+    """Return an attempt's outcomes on all nodes, by node rank."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
     query = sa.select(crews.c.stopped_json, crews.c.receipt_json).where(own).order_by(crews.c.crew)
     return tuple(CrewOutcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
 
 
 def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
-    """Change a `crews` row unless it has changed since the read. Only `attempts.change` calls this.
+    """Change a `crews` row unless it has changed since the read.
+
+    Only `attempts.change` calls this function.
 
     Raises:
         StaleAttempt: the row has changed since the read; the function wrote nothing.
     """
     unchanged = sa.and_(_is(*crew.id), crews.c.state == crew.state.value)
     if connection.execute(crews.update().where(unchanged).values(**values)).rowcount != 1:
-        raise StaleAttempt(f"attempt {crew.gang} on node {crew.node} has changed; it is no longer {crew.state}")
+        raise StaleAttempt(f"attempt {crew.gang} on node {crew.node} has changed and is no longer {crew.state}")
 
 
 def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
@@ -247,13 +249,13 @@ def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
 
 
 def note_all(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Store the same values for all nodes on which an attempt has not ended."""
+    """Store the same values for all unfinished parts of an attempt."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.ended_ns.is_(None))
     connection.execute(crews.update().where(own).values(**values))
 
 
 def stay(connection: sa.Connection, node_id: str) -> list[str]:
-    """Cancel the requests that ranks leave a node, and return the affected runs."""
+    """Cancel all announced times to leave a node, and return the affected runs."""
     told = sa.and_(crews.c.node_id == node_id, crews.c.ended_ns.is_(None), crews.c.leave_ns.is_not(None))
     found = list(connection.scalars(sa.select(crews.c.run_id).where(told)))
     if found:
@@ -262,15 +264,15 @@ def stay(connection: sa.Connection, node_id: str) -> list[str]:
 
 
 def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
-    """Store a reason that a node reports after the server abandoned it. Return False if one is stored."""
+    """Store the late end reason of an abandoned attempt, and return False if a reason is already stored."""
     first = sa.and_(_is(*crew), crews.c.late_reason.is_(None))
     return connection.execute(crews.update().where(first).values(late_reason=reason)).rowcount == 1
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Store the receipt of a node, or record that the node sends none. Return False if already stored.
+    """Store a node's receipt, or settle without one; return False if nothing changes.
 
-    The server also stores a receipt that arrives after the wait for receipts has ended.
+    The server also stores a receipt that arrives after the attempt was settled without a receipt.
     """
     first = crews.c.settled_ns.is_(None) if receipt is None else crews.c.receipt_json.is_(None)
     values: dict[str, object] = {"settled_ns": sa.func.coalesce(crews.c.settled_ns, at_ns), "uncharged": True}
@@ -281,7 +283,7 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
 
 
 def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) -> CrewId | None:
-    """Recompute and store the token hashes of some `crews` rows with new keys.
+    """Replace the token hashes of some `crews` rows with hashes for new keys.
 
     Args:
         connection: connection of the transaction.
@@ -304,7 +306,7 @@ def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) 
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the `crews` rows of a run. The caller first removes rows that refer to these rows."""
+    """Remove a run's `crews` rows after the caller has removed all rows that refer to them."""
     connection.execute(crews.delete().where(crews.c.run_id == run_id))
 
 

@@ -1,8 +1,8 @@
-"""Duration history: usage, durations and preemptions of earlier attempts, for predictions.
+"""Duration history: queries for usage, durations and preemptions of earlier attempts, for predictions.
 
-The server rarely runs these queries: at its start, for a new run, and after the end of a run with the same name. Each
-query has a bounded cost. The database computes the sums. Queries find the last few runs of a name through an index of
-successful runs. `LearnedDurations` caches the longest durations for budgets.
+The server queries the duration history at its start, for new runs, and after runs of the same name. Each query of the
+history has a bounded cost. An index of successful runs finds the last runs of a name. `LearnedDurations` caches the
+longest durations for budgets.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
 HALF_LIVES = 8
-"""Maximum age of usage in the query. Older usage has a weight of less than 1 in 250."""
+"""Maximum age of usage in half-lives; older usage weighs less than 1 in 250."""
 _decode_teams = msgspec.json.Decoder(tuple[str, ...]).decode
-# Number of intervals per half-life. The query treats each interval as one point, with an error of at most 1.3 %.
+# Number of intervals per half-life, with an error of at most 1.3 % because usage counts at an interval's middle.
 _PARTS = 28
-# The text must equal the condition of the index. SQLite does not use the index if the query has a parameter.
+# The literal must equal the index condition, because SQLite would not use the index with a query parameter.
 _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
 
@@ -37,7 +37,7 @@ KEPT_MAX = 10_000
 
 
 def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
-    """Return the decayed usage of teams and users by ended attempts. The result excludes running attempts."""
+    """Return the decayed usage of teams and users, from ended attempts only."""
     part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
     took_ns = crews.c.ended_ns - attempts.c.created_ns
     part = ((now_ns - attempts.c.created_ns - took_ns // 2) // part_ns).label("part")
@@ -61,17 +61,17 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
 
 
 def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return the expected device time of a run of this owner and name in seconds; None if unknown."""
+    """Return the expected device time of a run in seconds, from earlier runs of the same owner and name."""
     return duration_estimates.expected_s(durations_s(connection, owner, name)) if name else None
 
 
 def longest_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return the longest device time of recent runs of this owner and name in seconds; None if unknown."""
+    """Return the longest device time in seconds of recent runs of an owner and name; None if unknown."""
     return duration_estimates.longest_s(durations_s(connection, owner, name)) if name else None
 
 
 def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:
-    """Return the device times of the last successful runs of this owner and name, latest first."""
+    """Return the device times of the last successful runs of an owner and name, latest first."""
     query = (
         sa.select(attempts.c.ended_ns - attempts.c.created_ns)
         .select_from(runs.join(attempts, _CURRENT))
@@ -83,7 +83,7 @@ def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]
 
 
 def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return the number of preemptions of each run. The result excludes runs without preemptions."""
+    """Return the number of preemptions of each run, without runs that had no preemption."""
     counted: dict[str, int] = {}
     query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
     for some in in_chunks(run_ids):

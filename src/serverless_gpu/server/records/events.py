@@ -12,7 +12,7 @@ from serverless_gpu.server.db.tables import events
 
 
 class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One change of a run's state.
+    """Stored event of a run, usually a change of the run's state.
 
     Attributes:
         fence: fence of the attempt to which the event belongs.
@@ -31,7 +31,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_remark(before: StoredEvent, event: StoredEvent) -> bool:
-    """Return True if an event only adds information about a running attempt and changes no state."""
+    """Return True if an event adds information about a running attempt without a state change."""
     is_same = (event.state, event.fence, event.reason) == (before.state, before.fence, None)
     return is_same and event.state is not State.QUEUED and event.state not in TERMINAL and bool(event.sentence)
 

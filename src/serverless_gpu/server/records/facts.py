@@ -1,7 +1,7 @@
-"""Repository of facts, the events on the devices of attempts. The server only adds rows.
+"""Append-only repository of facts, which are the events on an attempt's devices.
 
-A node numbers the facts of an attempt and repeats each fact until the server acknowledges it. The server ignores a
-repeated fact. If the repeated fact has different contents, the server reports a contradiction and keeps the first fact.
+A node numbers an attempt's facts and repeats each fact until the server acknowledges it. The server ignores a repeated
+fact. If a repeated fact has different contents, the server logs an error and keeps the first fact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.crews import CrewId
 
-_ENDS = 50  # Number of facts to read at each end of an attempt; fewer facts than this at each end are not heartbeats.
+_ENDS = 50  # Number of facts to read at each end of an attempt, larger than the number without heartbeats.
 _WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)
 _decode = msgspec.json.Decoder(Fact).decode
 
@@ -58,7 +58,7 @@ def of_crew(connection: sa.Connection, crew: CrewId) -> list[Fact]:
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the facts of each attempt on each node, in order; empty without facts."""
+    """Return the facts of each attempt on each node, in order; empty for attempts without facts."""
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     query = sa.select(*_WHOSE, facts.c.fact_json).order_by(*_WHOSE, facts.c.seq)
     for some in _are(ids):
@@ -68,9 +68,9 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the first and last facts of each attempt on each node, in order; empty without facts.
+    """Return the first and last facts of each attempt on each node, in order.
 
-    The omitted facts are heartbeats, one per minute. The last heartbeat contains all information of earlier heartbeats.
+    The omitted facts are heartbeats, which only repeat information that the last heartbeat also contains.
     """
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     for some in _are(ids):
@@ -84,7 +84,7 @@ def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[Cr
 
 
 def counts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, int]:
-    """Return the number of facts of each attempt on each node. The result omits attempts without facts."""
+    """Return the number of facts of each attempt on each node, without attempts that have no facts."""
     query = sa.select(*_WHOSE, sa.func.count()).group_by(*_WHOSE)
     rows = (row for some in _are(ids) for row in connection.execute(query.where(some)))
     return {(run_id, fence, number): count for run_id, fence, number, count in rows}
@@ -101,7 +101,6 @@ def _of(crew: CrewId) -> sa.ColumnElement[bool]:
 
 def _are(ids: Collection[CrewId]) -> Iterator[sa.ColumnElement[bool]]:
     for some in in_chunks(sorted(ids)):
-        # The condition also contains the run identifiers, because SQLite uses no index for triples and would read all
-        # facts.
+        # Filter by run too, because SQLite uses no index for triples and would read all facts.
         runs = facts.c.run_id.in_(sorted({run_id for run_id, _, _ in some}))
         yield sa.and_(runs, sa.tuple_(*_WHOSE).in_(some))

@@ -1,7 +1,7 @@
 """Repository of the files of attempts: results, failures, hang reports, receipts.
 
-The row of a small file contains its bytes. The row of a larger file lists the parts of its blob. After the end of an
-attempt, its stored files no longer change.
+A small file's row contains the file's bytes. A larger file's row lists the parts of the file's blob. The stored files
+of an ended attempt do not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of an attempt, with its path in the attempt's directory on the node.
+    """Stored file of an attempt, named by its path in the attempt directory on the node.
 
     Attributes:
         name: path relative to the attempt's directory.
@@ -83,7 +83,7 @@ def put(
 def of_attempt(
     connection: sa.Connection, run_id: str, fence: int, *, prefix: str = "", inline_max: int = INLINE_BYTES_MAX
 ) -> list[StoredFile]:
-    """Return the files of an attempt by name. The first files include their bytes, up to a limit.
+    """Return the files of an attempt by name, with the bytes of the first files up to a limit.
 
     Args:
         prefix: beginning of the names to return.
@@ -106,7 +106,7 @@ def of_attempt(
 
 
 def names(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> list[str]:
-    """Return the names of an attempt's files with a prefix. The names in the result lack the prefix."""
+    """Return the names of an attempt's files with a prefix. The returned names lack the prefix."""
     query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.startswith(prefix, autoescape=True))
     return [name.removeprefix(prefix) for name in connection.scalars(query)]
 
@@ -125,7 +125,7 @@ def parts_in_use(connection: sa.Connection) -> Iterator[str]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the files of a run's attempts. Garbage collection later removes unreferenced parts."""
+    """Remove the files of a run's attempts. Garbage collection later removes unreferenced blob parts."""
     connection.execute(files.delete().where(files.c.run_id == run_id))
 
 

@@ -4,9 +4,9 @@
     node_bindings   token ─▶ its node; without approval, the node waits for an administrator
     invitations     join token ─▶ the number of homes that may still join
 
-After a restart, the server reads its nodes from these tables and waits for their messages. The database does not store
-presence, because a column would be as old as its last write. `lifecycle/liveness.py` tracks presence.
-`model/access_control.py` contains the rules for bindings.
+After a restart, the server reads its nodes from these tables and waits for messages of the nodes. The database does not
+store the presence of nodes, which `lifecycle/liveness.py` tracks in memory. `model/access_control.py` contains the
+rules for token bindings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 
 CREWS = "crews"
-"""The capability that a node announces if it supports gangs on several nodes."""
+"""Capability of nodes that support gangs on several nodes."""
 _HELLOS_MAX = 4_096
 _decoder = msgspec.json.Decoder(AgentHello)
 _rules_decoder = msgspec.json.Decoder(NodeRules)
@@ -33,11 +33,11 @@ _NO_RULES = "{}"
 PENDING_MAX = 1_000
 """Maximum number of nodes that may wait for an administrator's approval."""
 UPGRADE = "upgrade"
-"""The approver of nodes that joined before the server bound tokens to nodes."""
+"""Approver of nodes that joined before the server bound tokens to nodes."""
 
 
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of a node.
+    """Stored node with its last hello and rules.
 
     Attributes:
         principal: the principal of the agent's token.
@@ -62,7 +62,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unavailable(self) -> tuple[str, ...]:
-        """Return the devices that the scheduler must not use, because the node or an operator excluded them."""
+        """Return the devices that the node or an operator has excluded from scheduling."""
         left_out = (one.uuid for one in self.rules.quarantined if one.uuid not in self.hello.unavailable)
         return (*self.hello.unavailable, *left_out)
 
@@ -73,7 +73,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuledNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node with the decisions of operators, without its hello."""
+    """Compact form of a node with rules from operators."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ def every(connection: sa.Connection) -> list[StoredNode]:
 
 
 def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
-    """Return a node by its identifier, even if an operator has forgotten the node, or None."""
+    """Return a node by its identifier, including forgotten nodes, or None."""
     return _first(connection, nodes.c.id == node_id)
 
 
@@ -97,19 +97,19 @@ def pool_of(connection: sa.Connection, node_id: str) -> str:
 
 
 def named(connection: sa.Connection, name: str) -> StoredNode | None:
-    """Return a node by its name, even if an operator has forgotten the node, or None."""
+    """Return a node by its name, including forgotten nodes, or None."""
     return _first(connection, nodes.c.name == name)
 
 
 def ruled(connection: sa.Connection) -> list[RuledNode]:
-    """Return the few nodes with decisions of operators, without their hellos."""
+    """Return the nodes with rules from operators, except forgotten nodes."""
     query = sa.select(nodes.c.id, nodes.c.name, nodes.c.rules_json).where(nodes.c.forgotten_ns.is_(None))
     rows = connection.execute(query.where(nodes.c.rules_json != _NO_RULES).order_by(nodes.c.name))
     return [RuledNode(id=row.id, name=row.name, rules=_rules_decoder.decode(row.rules_json)) for row in rows]
 
 
 def rule(connection: sa.Connection, node_id: str, rules: NodeRules) -> None:
-    """Store the decisions of operators about a node."""
+    """Store the rules of a node."""
     text = _NO_RULES if rules == NodeRules() else msgspec.json.encode(rules).decode()
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(rules_json=text))
 
@@ -125,7 +125,9 @@ def change(connection: sa.Connection, node: StoredNode) -> None:
 
 
 def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, seen_ns: int) -> None:
-    """Store the hello of a heartbeat. Columns that operators set, such as the pool, do not change.
+    """Update a node's hello after a heartbeat.
+
+    A heartbeat does not change columns that operators set, such as the pool.
 
     Args:
         node: the row as read in this transaction. If the node has rebooted since, the function writes nothing.
@@ -138,7 +140,7 @@ def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, see
 
 
 def drain(connection: sa.Connection, node_id: str, why: str) -> None:
-    """Stop placements on a node until its next heartbeat allows placements again."""
+    """Prevent placements on a node until the node's next heartbeat allows placements."""
     node = get(connection, node_id)
     if node is not None:
         hello = msgspec.structs.replace(node.hello, draining=node.hello.draining or why)
@@ -148,8 +150,8 @@ def drain(connection: sa.Connection, node_id: str, why: str) -> None:
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
     """Return True if a node still has the boot, machine, pool and rules that the caller has read.
 
-    The check writes the row without a change. On PostgreSQL, a concurrent change of the node therefore conflicts with
-    this transaction. The database layer then retries one of these transactions.
+    The check rewrites the node's row without a change. On PostgreSQL, a concurrent change of the node then causes a
+    conflict. After a write conflict, the database layer retries one of the transactions.
     """
     same = sa.and_(
         nodes.c.id == node.id,
@@ -200,7 +202,7 @@ def _from_row(fields: sa.RowMapping) -> StoredNode:
 
 @functools.lru_cache(maxsize=_HELLOS_MAX)
 def _hello(text: str) -> AgentHello:
-    """Return the decoded hello of a node. The result is cached, because the server reads nodes often."""
+    """Decode a node's hello, with a cache because the server reads nodes often."""
     return _decoder.decode(text)
 
 
@@ -210,7 +212,7 @@ def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
 
 
 class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The binding of a token to a node: the node, the request time, the approver and the approval time."""
+    """Stored binding of a token to a node, with request time, approval time and approver."""
 
     token: str
     node: NodeIdentity
@@ -220,12 +222,12 @@ class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def binding(self) -> TokenBinding:
-        """Return the binding in the data structure that `model/` uses."""
+        """Return the binding as a `TokenBinding` for the rules in `model/`."""
         return TokenBinding(node=self.node, approved=self.approved_ns is not None)
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """A join token: the only node name that it admits, or "", and the number of homes that may still join."""
+    """Join token with its remaining uses, and the only allowed node name or ""."""
 
     token: str
     node: str
@@ -239,7 +241,7 @@ def find(connection: sa.Connection, token_id: str) -> StoredBinding | None:
 
 
 def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: str, at_ns: int) -> None:
-    """Bind a token to an approved node. The new binding replaces the previous binding of the token.
+    """Bind a token to an approved node, in place of the token's previous binding.
 
     Args:
         connection: connection of the transaction.
@@ -254,12 +256,12 @@ def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: st
 
 
 def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity) -> None:
-    """Update the identity that a node reports. The approval does not change."""
+    """Update the node identity in a token's binding without a new approval."""
     _write(connection, msgspec.structs.replace(binding, node=node), binding)
 
 
 def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int) -> bool:
-    """Store a node that waits for an administrator, and return False if too many nodes already wait."""
+    """Store a node that waits for approval, and return False if too many nodes already wait."""
     waiting = sa.select(sa.func.count()).select_from(node_bindings).where(node_bindings.c.approved_ns.is_(None))
     if (connection.scalar(waiting) or 0) >= PENDING_MAX:
         return False
@@ -268,7 +270,7 @@ def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: 
 
 
 def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
-    """Return the nodes with valid tokens that wait for an administrator, by name."""
+    """Return the nodes with valid tokens that wait for approval, by name."""
     query = (
         sa.select(node_bindings)
         .join(tokens, tokens.c.id == node_bindings.c.token)
@@ -283,7 +285,7 @@ def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
 
 
 def of_home(connection: sa.Connection, node: NodeIdentity, *, by: str = "") -> list[StoredBinding]:
-    """Return the bindings of tokens to a home with a given name."""
+    """Return the token bindings of one installation under a given node name."""
     same = sa.and_(node_bindings.c.node == node.name, node_bindings.c.instance == node.instance)
     query = sa.select(node_bindings).where(same, node_bindings.c.approved_by == by if by else sa.true())
     return [_binding(row) for row in connection.execute(query)]
@@ -302,7 +304,10 @@ def invitation(connection: sa.Connection, token_id: str) -> Invitation | None:
 
 
 def use(connection: sa.Connection, token_id: str) -> bool:
-    """Use a join token once, and return False if it is used up. Only one caller gets the last use."""
+    """Consume one use of a join token, and return False if no use is left.
+
+    Only one of several concurrent callers gets the last use of a token.
+    """
     left = sa.and_(invitations.c.token == token_id, invitations.c.uses_left > 0)
     done = connection.execute(invitations.update().where(left).values(uses_left=invitations.c.uses_left - 1))
     return done.rowcount == 1

@@ -2,9 +2,9 @@
 
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
-The server writes an order in the transaction of the decision. The server repeats the order until the node confirms it,
-across restarts on either side. An order may arrive twice. The node executes an order once, identified by its gang. The
-server does not deliver orders for attempts that have ended.
+The server writes an order in the transaction that starts or stops the attempt. The server repeats each order until the
+node confirms it, even after restarts of server or node. A node may receive an order twice. Nodes recognize a repeated
+order by its gang and execute each order once. The server does not deliver orders for attempts that have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serverless_gpu.server.db.tables import crews, orders
 from serverless_gpu.server.records.crews import CrewId, Gang
 
 OPEN_MAX = 1_000
-"""Maximum number of orders in one read. The server sends more after confirmations by the node."""
+"""Maximum number of orders in one read. The server sends further orders after the node has confirmed earlier orders."""
 
 
 class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +42,12 @@ class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_start(connection: sa.Connection, node_id: str, crew: CrewId, *, at_ns: int) -> int:
-    """Insert the order to start an attempt on a node, and return the order's number."""
+    """Insert an order to start an attempt on a node, and return the order's number."""
     return _insert(connection, node_id, crew, {"kind": "start"}, at_ns)
 
 
 def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: StopReason, at_ns: int) -> int | None:
-    """Insert the order to stop an attempt on a node. Return its number, or None if the order exists."""
+    """Insert an order to stop an attempt on a node, and return its number, or None if the order exists."""
     run_id, fence, number = crew
     own = sa.and_(orders.c.run_id == run_id, orders.c.fence == fence, orders.c.crew == number)
     same = sa.and_(own, orders.c.kind == "stop", orders.c.stop == why.value)
@@ -57,18 +57,18 @@ def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: Stop
 
 
 def waiting(connection: sa.Connection, node_id: str) -> list[StoredOrder]:
-    """Return the unconfirmed orders of a node whose attempts have not ended, in order."""
+    """Return a node's unconfirmed orders for unended attempts, oldest first."""
     return _open(connection, orders.c.node_id == node_id)
 
 
 def take(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:
-    """Mark orders of a node as confirmed. Orders of other nodes and confirmed orders do not change."""
+    """Mark orders of a node as confirmed. Other nodes' orders and already confirmed orders do not change."""
     mine = sa.and_(orders.c.node_id == node_id, orders.c.seq.in_(list(seqs)), orders.c.taken_ns.is_(None))
     connection.execute(orders.update().where(mine).values(taken_ns=at_ns))
 
 
 def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[str, int]], *, at_ns: int) -> None:
-    """Mark the start orders of a node's attempts as confirmed, even if the server lost the confirmation."""
+    """Mark the start orders of attempts that a node has reported as confirmed."""
     for run_id, fence in gangs:
         same = sa.and_(orders.c.node_id == node_id, orders.c.run_id == run_id, orders.c.fence == fence)
         untaken = sa.and_(same, orders.c.kind == "start", orders.c.taken_ns.is_(None))

@@ -1,4 +1,4 @@
-"""Repository of usage policies (`model/usage_policy.py`) and their holders."""
+"""Repository of usage policies (`model/usage_policy.py`) and policy holders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _decoder = msgspec.json.Decoder(UsagePolicy)
 
 @lru_cache(maxsize=POLICIES_MAX)
 def _decode(text: str) -> UsagePolicy:
-    """Return a decoded policy. A cache serves the scheduler, which reads all policies in each tick."""
+    """Decode a usage policy, with a cache for the scheduler, which reads all policies in each tick."""
     return _decoder.decode(text)
 
 
@@ -49,18 +49,18 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a usage policy without holders, and return True if it existed. Runs keep their limits."""
+    """Remove a usage policy without holders, and return True if the policy existed."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return, by policy, the maximum concurrent devices per user. Policies without a maximum are omitted."""
+    """Return the maximum concurrent devices per user, by policy, for policies with such a maximum."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 
 
 def attached(connection: sa.Connection, principal: str, teams: Collection[str]) -> Attached:
-    """Return the usage policies that are attached to a principal or to one of these teams."""
+    """Return the names of usage policies that are attached to a principal or to the principal's teams."""
     own = sa.and_(policy_holders.c.kind.in_(("user", "service")), policy_holders.c.name == principal)
     theirs = sa.and_(policy_holders.c.kind == "team", policy_holders.c.name.in_(teams))
     query = sa.select(policy_holders).where(sa.or_(own, theirs) if teams else own).order_by(policy_holders.c.policy)
@@ -72,7 +72,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
 
 
 def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
-    """Return the holders of each policy. The result excludes policies without holders."""
+    """Return the holders of each policy that has holders."""
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)
@@ -97,7 +97,7 @@ def detach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
 
 
 def count_holders(connection: sa.Connection) -> int:
-    """Return the number of holders of all policies."""
+    """Return the total number of attachments of all policies."""
     return connection.execute(sa.select(sa.func.count()).select_from(policy_holders)).scalar_one()
 
 

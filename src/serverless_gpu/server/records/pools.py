@@ -1,8 +1,8 @@
 """Repository of pools of nodes, and of the fair-share weights of teams and users.
 
-An on-demand pool serves runs that name no pool. A reserved pool serves only runs that name the pool. However, a
-reserved pool may lend idle devices to other runs that can quickly release the devices. A team or user without a stored
-share has a weight of 1.
+An on-demand pool serves runs that name no pool. A reserved pool serves only runs that name the pool. A reserved pool
+may lend idle devices to other runs that can release the devices quickly. A team or user without a stored share has a
+weight of 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNSET = "unset"
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool. Each node names its pool.
+    """A pool. Each node's row contains the name of its pool.
 
     Attributes:
         lends: True if the pool is reserved and lends idle devices.
@@ -57,7 +57,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def planned(self) -> Pool:
-        """Return the pool in the data structure of the scheduler."""
+        """Return the pool as a data structure of the scheduler."""
         is_reserved = self.kind == RESERVED
         return Pool(
             name=self.name,
@@ -136,13 +136,16 @@ def put_share(connection: sa.Connection, share: StoredShare) -> None:
 
 
 def remove_share(connection: sa.Connection, kind: ShareKind, name: str) -> bool:
-    """Remove a share, which resets the weight to 1. Return True if the share existed."""
+    """Remove a stored share, and return True if it existed.
+
+    A team or user without a stored share has the weight 1.
+    """
     this = sa.and_(shares.c.kind == kind, shares.c.name == name)
     return connection.execute(shares.delete().where(this)).rowcount == 1
 
 
 def queue_policy(connection: sa.Connection, said: QueuePolicy) -> QueuePolicy:
-    """Return the queue policy: the server's settings with the current shares."""
+    """Return the queue policy, which combines the server's settings with the stored shares."""
     there = every_share(connection)
     return msgspec.structs.replace(
         said,

@@ -1,6 +1,6 @@
 """Repository of the price book (`model/billing/pricing.py`).
 
-The server may end a price that was in force, but never changes the amount.
+The server may end a price that was in force, but never changes the price's amount.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _OF_PRICE = Price.__struct_fields__
 
 
 class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the price book, with the time at which the server wrote the row."""
+    """Stored price, with the time at which the server stored it."""
 
     price: Price
     set_ns: int
 
 
 def every(connection: sa.Connection, *, from_ns: int = 0) -> list[StoredPrice]:
-    """Return the prices in force at a time or later, by resource, pool and time."""
+    """Return the prices that apply at a time or later, ordered by resource, pool and time."""
     lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
     query = sa.select(prices).where(lasting)
     return _read(connection, query.order_by(prices.c.resource, prices.c.pool, prices.c.from_ns))

@@ -4,8 +4,8 @@
     sgpa_<run>_<fence>_<until>_<43 characters> token of an attempt: computed, see `server_key.py`
 
 The database contains only the SHA-256 of a token. A token is valid unless it is revoked or expired, or its owner is
-disabled. Disabling a principal revokes all tokens of the principal. Enabling the principal later does not restore these
-tokens.
+disabled. Disabling a principal revokes all tokens of the principal. Enabling a disabled principal does not restore the
+principal's tokens.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ PREFIX = "sgpu_"
 TOKEN_EXPIRY_S = 90 * 86_400.0
 """Default lifetime of a principal's token, in seconds."""
 RENEWED_BELOW_S = 60 * 86_400.0
-"""Remaining seconds below which use renews a node's token. The server replaces token files at half."""
+"""Remaining lifetime in seconds below which the server renews a node's token at use."""
 USED_EVERY_NS = 60_000_000_000
-"""Minimum number of seconds between two writes of a token's last use."""
+"""Minimum nanoseconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
 _SECRET_CHARACTERS = 43
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[a-z0-9][a-z0-9._@-]{0,63}")
 RESERVED = ("server", "attempt")
-"""Names that the audit reserves: "server" for the server, "attempt" for requests about attempts."""
+"""Names that no principal may have, because the audit uses them for the server and for attempts."""
 
 
 # --- principals -------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
 
 
 def enable(connection: sa.Connection, name: str) -> None:
-    """Enable a principal again. The principal needs new tokens."""
+    """Enable a disabled principal, who then needs new tokens."""
     principal(connection, name)
     connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=None))
 
@@ -157,7 +157,7 @@ def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]])
 
 def _check_another_admin(connection: sa.Connection, name: str) -> None:
     admins = sa.and_(principals.c.role == "admin", principals.c.disabled_ns.is_(None), principals.c.name != name)
-    # The update forces two administrators who concurrently remove each other to write to the same rows.
+    # The update creates a write conflict if two administrators concurrently remove each other.
     if not connection.execute(sa.update(principals).where(admins).values(role="admin")).rowcount:
         raise InvalidValue(f"{name!r} is the only administrator", hint="make another user an administrator first")
 
@@ -184,7 +184,7 @@ def team(connection: sa.Connection, name: str) -> TeamView:
 
 
 def set_time_zone(connection: sa.Connection, name: str, time_zone: str) -> None:
-    """Set the time zone of a team's budgets. Both "" and "UTC" select UTC."""
+    """Set the time zone of a team's budgets. The names "" and "UTC" both select UTC."""
     zone = None if time_zone in ("", "UTC") else time_zone
     connection.execute(sa.update(teams).where(teams.c.name == name).values(time_zone=zone))
 
@@ -245,12 +245,14 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_secret() -> str:
-    """Return a new token with 256 random bits, and the identifier of its row."""
+    """Return the text of a new token, with a row identifier and 256 random bits."""
     return f"{PREFIX}{new_run_id()}_{encode(secrets.token_bytes(_SECRET_BYTES))}"
 
 
 def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
-    """Create a token. Each use renews an agent's token without an explicit expiry.
+    """Create a token.
+
+    The server renews an agent's token at each use, unless the token has an explicit expiry.
 
     Args:
         connection: connection of the transaction.
@@ -305,21 +307,21 @@ def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[
 
 
 def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> TokenView:
-    """Revoke a token. The revocation time of an already revoked token does not change."""
+    """Revoke a token. An already revoked token keeps the first revocation time."""
     good = sa.and_(tokens.c.id == identifier, tokens.c.revoked_ns.is_(None))
     connection.execute(sa.update(tokens).where(good).values(revoked_ns=now_ns))
     return token(connection, identifier)
 
 
 def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ...]:
-    """Revoke every valid token, and return the tokens that this call revoked."""
+    """Revoke every unrevoked token, and return the newly revoked tokens."""
     good = tuple(each for each in tokens_of(connection) if each.revoked_ns is None)
     connection.execute(sa.update(tokens).where(tokens.c.revoked_ns.is_(None)).values(revoked_ns=now_ns))
     return good
 
 
 def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: int) -> None:
-    """Store the use of tokens at most once per minute, and extend tokens that each use renews."""
+    """Store the last use of tokens at most once per minute, and extend renewable tokens."""
     stale = sa.or_(tokens.c.used_ns.is_(None), tokens.c.used_ns < now_ns - USED_EVERY_NS)
     renewed_below_ns = now_ns + int(RENEWED_BELOW_S * 1e9)
     due = sa.and_(
@@ -332,7 +334,7 @@ def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: i
 
 
 def bound_lifetimes(connection: sa.Connection, *, now_ns: int) -> int:
-    """Set an expiry for tokens of older versions without an expiry, and return the number of tokens."""
+    """Set an expiry for tokens of older server versions, and return the number of changed tokens."""
     agents = sa.select(principals.c.name).where(principals.c.role == "agent")
     joining = tokens.c.scopes_json.contains(f'"{Resource.JOINING}"')
     renews = sa.and_(tokens.c.principal.in_(agents), sa.not_(joining))
@@ -362,7 +364,7 @@ def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
 
 
 def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: Keys | None = None) -> Caller:
-    """Return the caller that a token identifies.
+    """Authenticate a token, and return the caller.
 
     Args:
         connection: connection with at least read access.
@@ -378,12 +380,13 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         return _attempt(connection, secret, now_ns, keys)
     identifier = token_id(secret)
     rows: Sequence[sa.Row[tuple[object, ...]]] = ()
-    if identifier:  # An invalid token text needs no query.
+    if identifier:  # Reject a malformed token without a database query.
         rows = connection.execute(_WHOSE, {"token": identifier}).all()
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
         raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     row = rows[0]
-    # Check the principal first, because disabling a principal revokes the tokens of the principal.
+    # Check for a disabled principal before a revoked token, because disabling a principal also revokes the principal's
+    # tokens.
     if row.disabled_ns is not None:
         hint = (
             "ask an administrator to enable the principal and create a new token: `sgpu token create --for "
@@ -419,7 +422,7 @@ _CREW = sa.select(crews.c.token_sha256, crews.c.reason).where(
     crews.c.crew == sa.bindparam("of_crew"),
 )
 _LATE = frozenset(reason.value for reason in WITHOUT_REPORT)
-_LOGIN = "store a valid token with `sgpu login`; an administrator can create one with `sgpu token create`"
+_LOGIN = "store a valid token with `sgpu login`. An administrator can create a token with `sgpu token create`"
 
 
 def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | None) -> Caller:
@@ -442,13 +445,13 @@ def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | N
 
 
 def is_known(connection: sa.Connection, secret: str) -> bool:
-    """Return True if the database contains a token, even if it is no longer valid."""
+    """Return True if the database contains a token, even a revoked or expired token."""
     known = connection.scalar(sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret)))
     return known is not None and hmac.compare_digest(known, sha256(secret))
 
 
 def is_to_be_replaced(connection: sa.Connection, secret: str, *, now_ns: int) -> bool:
-    """Return True if the server should replace a token file, because the token expires soon."""
+    """Return True if the server must replace a token in a file, because the token expires soon."""
     query = sa.select(tokens.c.expires_ns).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
     expires_ns: int | None = connection.scalar(query)
     return expires_ns is not None and expires_ns < now_ns + int(RENEWED_BELOW_S / 2 * 1e9)
@@ -462,7 +465,7 @@ def is_unrevoked(connection: sa.Connection, secret: str) -> bool:
 
 
 def token_id(secret: str) -> str:
-    """Return the identifier of a principal's token, or "" for another text."""
+    """Return the identifier in a principal's token, or "" for an invalid token."""
     whole = len(PREFIX) + _ID_CHARACTERS + 1 + _SECRET_CHARACTERS
     if not secret.startswith(PREFIX) or len(secret) != whole:
         return ""

@@ -1,6 +1,6 @@
 """Finds references to a principal, team or pool, which prevent its deletion.
 
-Usage and audit entries do not count as references, because they keep the name of a deleted object.
+Usage and audit entries may keep the name of a deleted object, so they do not prevent its deletion.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Repository of submitted runs and their states. No other module uses the table.
+"""Repository of submitted runs and their states.
 
-The queries read a run together with its current attempt and that attempt's part on each node. Only `transitions.py`
-changes the state of a run, with the compare-and-set function `change`. Retention removes only complete runs: they have
-ended, their attempts are settled, and the ledger has all charges. Garbage collection reads the blob parts and snapshots
-in use from this module.
+No other module uses the `runs` table. The queries read a run together with its current attempt on all nodes. Only
+`transitions.py` changes the state of a run, with the compare-and-set function `change`. Retention removes only complete
+runs. A complete run has ended, its attempts are settled, and the ledger contains all of its charges. This module also
+lists the blob parts and snapshots in use for garbage collection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.runs import Target
 
 _LEFT_S_MIN = 1.0
-"""Minimum time limit of an attempt in seconds. Without this minimum, a limit of 0 would mean no limit."""
+"""Minimum time limit of an attempt in seconds, because a limit of 0 would mean no limit."""
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
 _decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
@@ -56,7 +56,7 @@ _OVER = sa.and_(
 
 
 class NewRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run to insert, after its checks.
+    """Values of a new run after all checks.
 
     Attributes:
         pool: name of the pool that the run or its policy requires, or "" for any on-demand pool.
@@ -81,7 +81,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of a run, without its payload.
+    """Stored run with its current attempt, without its payload.
 
     Attributes:
         priority: priority class; the scheduler serves class 0 first.
@@ -135,7 +135,10 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec_now(self) -> RunSpec:
-        """Return the spec of the next attempt. The remaining time of the policy reduces the time limit."""
+        """Return the spec of the next attempt.
+
+        The remaining total time under the usage policy may reduce the attempt's time limit.
+        """
         left_s = self.left_s
         if left_s is None:
             return self.spec
@@ -143,13 +146,13 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Return the total seconds that user code of further attempts may run; None without a limit."""
+        """Return the remaining seconds of user code for all further attempts; None without a limit."""
         total_s = self.spec.total_run_s
         return None if total_s is None else max(_LEFT_S_MIN, total_s - self.ran_ms / 1e3)
 
     @property
     def is_last(self) -> bool:
-        """Return True if an attempt that reaches its limit also uses up the run's total time."""
+        """Return True if the next attempt's time limit also exhausts the run's total time."""
         return self.left_s is not None and self.left_s <= (self.spec.max_run_s or math.inf)
 
     @property
@@ -159,7 +162,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def life(self) -> run_lifecycle.Run:
-        """Return the lifecycle state of the run for `run_lifecycle.advance`."""
+        """Return the run's state for `run_lifecycle.advance`."""
         attempt = self.attempt if self.state in ACTIVE else None
         return run_lifecycle.Run(
             run_id=self.id,
@@ -192,14 +195,14 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run's submission that only the node reads."""
+    """Part of a run's submission that only the node reads."""
 
     context_sealed: bytes
     call: bytes | None
 
 
 class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of runs, including the access of the caller.
+    """Filter for a list of runs, including the caller's access.
 
     Attributes:
         states: states to include; empty for all.
@@ -226,7 +229,7 @@ _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
 
 
 def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
-    """Insert a queued run, and return the run as `find` would."""
+    """Insert a queued run, and return the stored run."""
     spec = new.spec
     connection.execute(
         runs.insert(),
@@ -256,7 +259,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
 
 
 def described(new: NewRun, *, at_ns: int) -> StoredRun:
-    """Return a queued run as `find` would return it after the insert."""
+    """Return the `StoredRun` of a new queued run without a database query."""
     spec = new.spec
     return StoredRun(
         id=new.id,
@@ -299,7 +302,7 @@ def _member_of(new: NewRun) -> tuple[str, ...]:
 
 
 def exists(connection: sa.Connection, run_id: str) -> bool:
-    """Return True if a run exists. This check is much faster than `find`."""
+    """Return True if a run exists. Checking with this function is much faster than calling `find`."""
     return connection.execute(_EXISTS, {"run_id": run_id}).first() is not None
 
 
@@ -310,20 +313,20 @@ def find(connection: sa.Connection, run_id: str) -> StoredRun | None:
 
 
 def payload(connection: sa.Connection, run_id: str) -> Payload | None:
-    """Return the part of a run that only the node reads, or None."""
+    """Return the payload of a run, or None."""
     query = sa.select(runs.c.context_sealed, runs.c.call).where(runs.c.id == run_id)
     row = connection.execute(query).first()
     return None if row is None else Payload(context_sealed=row[0], call=row[1])
 
 
 def sealed_unfinished(connection: sa.Connection, *, limit: int = 100) -> list[bytes]:
-    """Return the sealed contexts of the latest unfinished runs, which the server will have to open."""
+    """Return the sealed contexts of the latest unfinished runs."""
     query = sa.select(runs.c.context_sealed).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     return list(connection.scalars(query.order_by(runs.c.id.desc()).limit(limit)))
 
 
 def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_most: int) -> tuple[str, int]:
-    """Seal contexts of unfinished runs under a new key, in batches.
+    """Seal the contexts of one batch of unfinished runs with a new key.
 
     Args:
         connection: connection of the transaction.
@@ -348,9 +351,9 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 
 
 def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
-    """Return runs, newest first, and the cursor of the next page, or "" after the last page."""
+    """Return a page of runs, newest first, and the next page's cursor, or "" after the last page."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
-        return [], ""  # PostgreSQL stores no NUL, so no row can match this filter.
+        return [], ""  # PostgreSQL stores no NUL character, so no run can match a filter with a NUL character.
     query = _SELECT.order_by(runs.c.id.desc())
     if wished.seen_by is not None:
         own = runs.c.owner == wished.seen_by
@@ -361,7 +364,7 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
         if value:
             query = query.where(column == value)
     for key, value in wished.tags.items():
-        # The pattern is the text of one tag in the JSON of all tags. The return statement below removes false matches.
+        # Search the JSON of all tags for the JSON of one tag; the return statement below removes false matches.
         text = msgspec.json.encode({key: value}).decode()[1:-1]
         query = query.where(runs.c.tags_json.contains(text, autoescape=True))
     if cursor:
@@ -379,14 +382,14 @@ def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[
 
 
 def promise(connection: sa.Connection, promises: Mapping[str, Reservation | None]) -> None:
-    """Store or remove the latest start times that the server promised to waiting runs."""
+    """Store or remove the latest start times that the server has promised to waiting runs."""
     change = runs.update().where(runs.c.id == sa.bindparam("run")).values(promised_json=sa.bindparam("json"))
     rows = [{"run": run_id, "json": one and msgspec.json.encode(one).decode()} for run_id, one in promises.items()]
     connection.execute(change, rows)
 
 
 def promised(connection: sa.Connection) -> list[Reservation]:
-    """Return the promised latest start times of runs that still wait."""
+    """Return the promised latest start times of waiting runs."""
     query = sa.select(runs.c.promised_json).where(runs.c.state == State.QUEUED.value, runs.c.promised_json.is_not(None))
     return [_decode_promise(text) for text in connection.scalars(query)]
 
@@ -406,7 +409,7 @@ def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredR
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return the submission times of runs. The wait for a first attempt begins at this time."""
+    """Return the submission times of runs, at which the wait for the first attempt begins."""
     query = sa.select(runs.c.id, runs.c.created_ns)
     found = (connection.execute(query.where(runs.c.id.in_(some))) for some in in_chunks(list(run_ids)))
     return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
@@ -433,26 +436,26 @@ def active_of(connection: sa.Connection, owner: str) -> list[StoredRun]:
 
 
 def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
-    """Return the number of an owner's waiting runs. The count stops at `at_most`."""
+    """Return the number of an owner's waiting runs, but not more than `at_most`."""
     query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value, runs.c.owner == owner).limit(at_most)
     return connection.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
 
 
 def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
-    """Return the number of waiting runs by requested pool. The key "" stands for no pool."""
+    """Return the number of waiting runs by requested pool. The key "" counts runs that request no pool."""
     query = sa.select(runs.c.pool, sa.func.count()).where(runs.c.state == State.QUEUED.value).group_by(runs.c.pool)
     return {pool: count for pool, count in connection.execute(query)}
 
 
 def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
-    """Change a run unless its row has changed since the read. Only `transitions.py` calls this.
+    """Change a run unless its row has changed since the read. Only `transitions.py` calls this function.
 
     Raises:
         StaleAttempt: the row has changed since the read; the function wrote nothing.
     """
     unchanged = sa.and_(runs.c.id == run.id, runs.c.fence == run.fence, runs.c.state == run.state.value)
     if connection.execute(runs.update().where(unchanged).values(**values)).rowcount != 1:
-        raise StaleAttempt(f"run {run.id} has changed; it is no longer {run.state} in attempt {run.fence}")
+        raise StaleAttempt(f"run {run.id} has changed and is no longer {run.state} in attempt {run.fence}")
 
 
 def note_tracked(connection: sa.Connection, run_id: str, url: str) -> None:
@@ -466,19 +469,19 @@ def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
 
 
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
-    """Mark the active runs of a restored server. A marked run gets no further attempt."""
+    """Mark active runs of a restored server, so that they get no further attempt."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Mark a run as settled if it ended with this attempt. Return True if the run was unsettled before."""
+    """Mark an ended run as settled after its last attempt, and return True if the run was unsettled."""
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
 
 
 def _from_rows(connection: sa.Connection, rows: Iterable[Sequence[typing.Any]]) -> list[StoredRun]:
-    """Return runs with their complete attempts on all nodes."""
+    """Decode rows of runs, and complete their attempts with all nodes."""
     found = [_from_row(row) for row in rows]
     gangs = {run.id: run.attempt for run in found if run.attempt is not None and run.attempt.num_nodes > 1}
     if not gangs:
@@ -512,14 +515,14 @@ def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list
 
 
 def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
-    """Return the end times of existing runs; None for a run that is not complete."""
+    """Return the end times of existing runs, or None for each incomplete run."""
     query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
     rows = (row for some in in_chunks(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
     return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
 
 
 def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
-    """Return the runs that retention has removed, according to the audit."""
+    """Return the runs that retention has removed, as recorded in the audit."""
     query = sa.select(audit.c.subject).where(audit.c.action == Action.RUN_EXPIRE.value)
     return {
         run_id for some in in_chunks(run_ids) for run_id in connection.scalars(query.where(audit.c.subject.in_(some)))
@@ -527,7 +530,7 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> bool:
-    """Remove a complete, unreferenced run, and return True if the run existed."""
+    """Remove a complete run without references, and return True if the run existed."""
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 

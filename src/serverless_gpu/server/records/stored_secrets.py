@@ -10,18 +10,21 @@ member. If owner and team have a secret of the same name, the owner's secret tak
 
 Failure cases:
 
-- A user rotates a secret after the placement. The attempt still uses the old version, which the server deletes after
-  the attempt has ended.
+- A user rotates a secret after the placement. The placed attempt still uses the old version. The server deletes the old
+  version after the attempt has ended.
 
-- A user deletes a secret after the placement. The server immediately deletes all values. An unconfirmed order then
-  arrives without the value. The node refuses an order without the value, and the next placement ends the run. An
-  attempt that already has the value continues.
+- A user deletes a secret after the placement. The server immediately deletes all values of the secret. The node refuses
+  an order without the secret's value, and the next placement ends the run. An attempt that has already received the
+  value continues.
 
-- The key is lost. The server does not start. With `--key-lost`, the server deletes the values that it cannot decrypt.
+- The key file is lost. The server does not start without the key file. With `--key-lost`, the server deletes all secret
+  values that it cannot decrypt.
 
-- A value is damaged. The server treats a damaged value as missing, and does not place runs that need the value.
+- A stored secret value is damaged. The server treats a damaged value as missing, and does not place runs that need the
+  value.
 
-No log, audit entry or answer contains a value. A copy of the database without the key file reveals no values.
+Logs, audit entries and answers to clients contain no secret values. A copy of the database without the key file reveals
+no secret values.
 """
 
 from __future__ import annotations
@@ -43,14 +46,14 @@ from serverless_gpu.wire.access import SecretValue, SecretView
 
 
 class ChangedBy(NamedTuple):
-    """The author and the time of a change, in nanoseconds since 1970."""
+    """Author and time of a change of a secret, in nanoseconds since 1970."""
 
     name: str
     now_ns: int
 
 
 class SecretOwner(NamedTuple):
-    """The owner of a secret. The kind is "user" (any principal) or "team"."""
+    """Owner of a secret, with kind "user" (any principal) or "team"."""
 
     kind: str
     owner: str
@@ -59,7 +62,7 @@ class SecretOwner(NamedTuple):
 def put(
     connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str, value: bytes, by: ChangedBy
 ) -> tuple[SecretView, bool]:
-    """Store the next version of a secret. Return the version, and True if the value is new.
+    """Store the next version of a secret, and return the version, and True if the value is new.
 
     Args:
         connection: connection of the transaction.
@@ -92,11 +95,14 @@ def put(
 
 
 def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: ChangedBy) -> SecretView:
-    """Delete every value of a secret. The version counter stays, so a version never means two values."""
+    """Delete every value of a secret.
+
+    Keep the version counter, so that each version number identifies one value.
+    """
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
         whose_else = f"{whose.owner} has no secret" if whose.kind == "user" else f"team {whose.owner} has no secret"
-        hint = "you can delete your own secrets and those of your teams (--team NAME); `sgpu secret list` lists them"
+        hint = "you can delete your own secrets and those of your teams (--team NAME). List them: sgpu secret list"
         raise NotFound(f"{whose_else} {name[:64]!r}", hint=hint)
     connection.execute(secrets.update().where(_is(whose, name)).values(sealed=None))
     gone = sa.and_(_is(whose, name), secrets.c.version == last.version)
@@ -119,7 +125,7 @@ def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everyb
 
 
 def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
-    """Return the versions of secrets that a new attempt uses."""
+    """Return the secret versions for a new attempt."""
     mine = [SecretOwner("user", owner)]
     if (
         team
@@ -135,7 +141,7 @@ def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names
             whose = f"{owner} has none" + (f", and team {team} has none" if len(mine) > 1 else "")
             raise SecretMissing(
                 f"there is no secret {name[:64]!r}: {whose}",
-                hint=f"create it with `sgpu secret set {name[:64]}`; runs with team= can also use secrets of that team",
+                hint=f"create it with `sgpu secret set {name[:64]}`. Runs with team= can also use secrets of that team",
             )
         _require_open(sealer, SecretOwner(last.kind, last.owner), name, last)
         found.append(Pinned(name=name, version=last.version, team=last.owner if last.kind == "team" else ""))
@@ -145,7 +151,7 @@ def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names
 def values(
     connection: sa.Connection, sealer: Sealer, run: StoredRun, pinned: Sequence[Pinned], variables: Mapping[str, str]
 ) -> tuple[SecretValue, ...]:
-    """Return the secrets that the node of an attempt receives."""
+    """Return the secret values that an attempt's node receives."""
     found: list[SecretValue] = []
     for one in pinned:
         whose = SecretOwner("team", one.team) if one.team else SecretOwner("user", run.owner)
@@ -160,14 +166,14 @@ def values(
 
 
 def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[SecretOwner, str, int]]:
-    """Return the secrets and versions whose values another key encrypted."""
+    """Return the secret versions that the current key cannot decrypt."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name, secrets.c.version, secrets.c.sealed)
     rows = connection.execute(query.where(secrets.c.sealed.is_not(None)).order_by(secrets.c.name, secrets.c.version))
     return [(SecretOwner(row.kind, row.owner), row.name, row.version) for row in rows if not sealer.is_mine(row.sealed)]
 
 
 def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
-    """Delete every value that another key encrypted. The owner must set the secret again.
+    """Delete every secret value of another key. The owners must set their deleted secrets again.
 
     Returns:
         Distinct names of the affected secrets.
@@ -180,7 +186,7 @@ def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> li
 
 
 def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
-    """Encrypt every value of the old key with the new key, and return the number of values."""
+    """Encrypt all secret values with the new key, and return the number of values."""
     count = 0
     for whose, name, version in sealed_by_another(connection, new):
         one = sa.and_(_is(whose, name), secrets.c.version == version)
@@ -194,7 +200,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
 
 
 def tidy(connection: sa.Connection, whose: SecretOwner, name: str) -> None:
-    """Remove old versions that no attempt uses."""
+    """Remove old versions of a secret that no attempt uses."""
     last = _last(connection, whose, name)
     kept = {last.version} if last is not None else set()
     for kind, owner, pinned, version in _in_use(connection):
@@ -204,7 +210,7 @@ def tidy(connection: sa.Connection, whose: SecretOwner, name: str) -> None:
 
 
 def replaced(connection: sa.Connection) -> list[tuple[SecretOwner, str]]:
-    """Return the secrets that still have an older version."""
+    """Return the secrets with stored older versions."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name).group_by(
         secrets.c.kind, secrets.c.owner, secrets.c.name
     )
@@ -213,7 +219,7 @@ def replaced(connection: sa.Connection) -> list[tuple[SecretOwner, str]]:
 
 
 def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
-    """Return the secrets that unfinished attempts use: owner kind, owner name, secret name, version."""
+    """Return secrets in use by unfinished attempts, as owner kind, owner name, secret name and version."""
     query = (
         sa.select(runs.c.owner, attempts_table.c.run_id, attempts_table.c.fence)
         .select_from(attempts_table.join(runs, runs.c.id == attempts_table.c.run_id))
@@ -238,7 +244,7 @@ def _is(whose: SecretOwner, name: str) -> sa.ColumnElement[bool]:
 
 
 def _require_open(sealer: Sealer, whose: SecretOwner, name: str, row: sa.Row[Any]) -> None:
-    """Raise SecretMissing if the server cannot decrypt a value."""
+    """Raise SecretMissing if the server cannot decrypt a secret's value."""
     try:
         sealer.unseal(row.sealed, about=_about(whose, name, row.version))
     except ServerProblem as error:
@@ -250,7 +256,7 @@ def _require_open(sealer: Sealer, whose: SecretOwner, name: str, row: sa.Row[Any
 
 
 def _about(whose: SecretOwner, name: str, version: int) -> str:
-    """Return the identity to encrypt with a value, so that the value does not decrypt in another row."""
+    """Return the identity that binds an encrypted value to its database row."""
     return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
 
 

@@ -1,16 +1,17 @@
-"""Usage: sums of the ledger for reports, and ledger rows for billing tables.
+"""Sums ledger entries for usage reports, and returns ledger rows for billing tables.
 
-The SQL adds up a million charges in a second, by any grouping of a report:
+A report over a million charges takes one second, with any grouping. Each grouping reads one of these tables:
 
     used_plain_days, by plain account and day   for reports without tags, environments and runs
     used_days, by account and day               for tags or environments, if few accounts exist
     charges                                     for runs; or tags, if nearly each run has its own account
       └── plus charges after the sums ── join accounts ─▶ by user, team, tag, month … ─▶ the most expensive
 
-If a report reads charges, two sums of few columns find the most expensive groups. All other sums cover only these
-groups. The SQL reads tags from `account_tags`. Both databases join this table by index and do not parse the JSON of a
-million accounts. A run counts in the group of its first charge, so each run belongs to exactly one group. A separate
-table contains observed utilisation with the same groups.
+For a report that reads `charges`, a query with only two sums first finds the most expensive groups. A second query then
+computes all sums of the most expensive groups. The queries read tags from the table `account_tags`. SQLite and
+PostgreSQL join `account_tags` by index instead of parsing the JSON of a million accounts. A run counts in the group of
+its first charge, so each run belongs to exactly one group. Observed GPU utilisation comes from a separate table,
+`utilisations`, and uses the same groups.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms
 
 
 ACCOUNTS_FEW = 20_000
-"""Maximum number of accounts for daily sums. Above this number, sums are nearly as large as charges."""
+"""Maximum number of accounts for which reports use daily sums by account.
+
+With more accounts, the table of daily sums is nearly as large as the table of charges.
+"""
 _PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 FOLDED = "charges"
-"""The row of `folded` that contains the last ledger entry in the sums by account and day."""
+"""Name of the row in `folded` with the number of the last ledger entry in the daily sums."""
 _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the ledger and its account."""
+    """A ledger entry with its account."""
 
     posted: PostedEntry
     account: Account
@@ -70,7 +74,7 @@ def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[
 def page(
     connection: sa.Connection, window: DayRange, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[UsageRow]:
-    """Return ledger entries of several days after number `after`, in posting order."""
+    """Return the ledger entries in a range of days with a number above `after`, in posting order."""
     query = (
         sa.select(charges)
         .join(accounts, accounts.c.id == charges.c.account_id)
@@ -84,7 +88,7 @@ def page(
 
 
 def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
-    """Return used GPU types, each with a pool of the devices."""
+    """Return all pairs of GPU type and pool in the accounts."""
     query = sa.select(accounts.c.gpu_type, accounts.c.pool).distinct().order_by(accounts.c.gpu_type, accounts.c.pool)
     return [(gpu_type, pool) for gpu_type, pool in connection.execute(query.limit(limit))]
 
@@ -107,7 +111,7 @@ class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
 def demand(
     connection: sa.Connection, asked: DemandFilter, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[tuple[int, DemandRow]]:
-    """Return the daily usage in ledger entries after `after`, each with its entry number."""
+    """Return daily usage rows from ledger entries above number `after`, each with its entry number."""
     later = charges.alias("later")
     same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "crew", "day")))
     same_crew = sa.and_(*(utilisations.c[name] == charges.c[name] for name in ("run_id", "fence", "crew")))
@@ -140,7 +144,7 @@ def _demand(row: sa.RowMapping) -> DemandRow:
 
 
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request for a usage report.
+    """Parameters of a usage report.
 
     Attributes:
         by: fields by which the report groups usage.
@@ -159,7 +163,7 @@ class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a usage report."""
+    """The groups and totals of a usage report."""
 
     groups: list[ReportRow]
     totals: list[ReportRow]
@@ -167,7 +171,7 @@ class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
-    """Return usage and charges by group."""
+    """Return the usage and the charges of each group."""
     report = _Report(connection, wanted)
     rows = report.charged(wanted.by, limit=wanted.limit + 1)
     groups, is_cut = rows[: wanted.limit], len(rows) > wanted.limit
@@ -184,7 +188,10 @@ def folded_seq(connection: sa.Connection) -> int:
 
 
 class _Report:
-    """Builds the SQL of one report. Group keys are labeled `k0`, `k1` …. Sums have the prefix `s_`."""
+    """Builds the SQL queries of one usage report.
+
+    Group key columns have the labels `k0`, `k1` …. Labels of sum columns have the prefix `s_`.
+    """
 
     def __init__(self, connection: sa.Connection, wanted: ReportRequest) -> None:
         self._connection = connection
@@ -194,7 +201,7 @@ class _Report:
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[ReportRow]:
-        """Return the most expensive groups of charges. Without a limit, return all groups."""
+        """Return the most expensive groups of charges, or all groups if `limit` is None."""
         source, conditions, sums = self._source(by)
         if source is charges and limit is not None and (field := self._finest(by)):
             conditions = self._narrowed(charges, field, self._dearest(by, field, limit))
@@ -205,7 +212,7 @@ class _Report:
         return [self._group(by, row, SUMS) for row in self._rows(query)]
 
     def seen(self, by: tuple[str, ...], groups: list[ReportRow], *, only: bool = False) -> list[ReportRow]:
-        """Add observed utilisation to groups. `only` restricts the query to these groups."""
+        """Add the observed GPU utilisation to report groups. With `only`, the query reads no other groups."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
         if "run" not in by and (self._is_plain(by) or self._is_few):
@@ -233,7 +240,7 @@ class _Report:
             )
             for group in groups
         ]
-        # Devices whose utilisation and charges are on different days have a separate line.
+        # If utilisation and charges fall on different days, the report has a separate row for the utilisation.
         rest = (
             []
             if only
@@ -242,30 +249,30 @@ class _Report:
         return shown + rest
 
     def _source(self, by: tuple[str, ...]) -> tuple[sa.FromClause, list[Column], list[sa.Label[Any]]]:
-        """Return the source table of the sums, the conditions on its rows, and the sums."""
+        """Return the source table of a report, the conditions on its rows, and the sum columns."""
         if "run" in by or not (self._is_plain(by) or self._is_few):
             return charges, self._conditions(charges), sums_of_rows()
         daily = self._daily(used_plain_days if self._is_plain(by) else used_days)
         return daily, [], [sa.func.sum(daily.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
 
     def _is_plain(self, by: tuple[str, ...]) -> bool:
-        """Return True if the report needs no field that plain accounts lack."""
+        """Return True if plain accounts, which have no tags and environments, suffice for the report."""
         return not any(field == "environment" or field.startswith(TAG) for field in (*by, *self._wanted.where))
 
     @staticmethod
     def _finest(by: tuple[str, ...]) -> str:
-        """Return the field with the most values: the run, else a tag, or "" if the report uses neither."""
+        """Return the grouping field with the most values: "run", else the first tag, else ""."""
         return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
 
     def _daily(self, table: sa.Table) -> sa.FromClause:
-        """Return sums by account and day: the stored sums plus later ledger entries."""
+        """Return sums by account and day, including ledger entries that are newer than the stored sums."""
         if "run" in self._wanted.where:
             return self._of_entries(self._conditions(charges)).subquery("daily")
         after = folded_seq(self._connection)
         there = sa.select(table.c.day, table.c.account_id, *(table.c[name].label(f"s_{name}") for name in SUMS)).where(
             *self._conditions(table)
         )
-        # `day + 0` avoids the index on days, because the sums already contain nearly all entries of the window.
+        # `day + 0` bypasses the index on `day`, because the stored sums already cover nearly all entries of the window.
         last = self._of_entries([charges.c.seq > after, *self._conditions(charges, day=charges.c.day + 0)])
         return sa.union_all(there, last).subquery("daily")
 
@@ -274,8 +281,9 @@ class _Report:
         return query.group_by(charges.c.day, charges.c.account_id)
 
     def _dearest(self, by: tuple[str, ...], field: str, limit: int) -> list[Any]:
-        """Return the field values of the most expensive groups, from two sums of charges with few columns."""
-        # Doubles are exact up to 2^53. PostgreSQL would sum a million groups of integers as numeric, one second slower.
+        """Return the field's values in the most expensive groups, from a query with only two sums."""
+        # Sum doubles, which are exact up to 2^53. PostgreSQL sums integers as `numeric`, which takes one second longer
+        # for a million groups.
         cost, used = (sa.func.sum(sa.cast(charges.c[name], sa.Double)).label(name) for name in ("micros", "gpu_ms"))
         query = self._grouped(by, charges, [cost, used]).where(*self._conditions(charges))
         rows = self._connection.execute(self._dearest_first(query, by, cost, used).limit(limit))
@@ -304,7 +312,7 @@ class _Report:
             keys.append(accounts.c.currency)
         labelled = [key.label(f"k{place}") for place, key in enumerate(keys)]
         query = sa.select(*labelled, *sums).select_from(joined)
-        # Group by label: PostgreSQL does not recognize two equal expressions with parameters.
+        # Group by label: PostgreSQL does not recognize equal expressions with parameters as the same group key.
         return query.group_by(*(sa.text(f"k{place}") for place in range(len(keys)))) if keys else query
 
     def _conditions(self, table: sa.Table, *, day: Column | None = None) -> list[Column]:
@@ -335,19 +343,19 @@ class _Report:
         raise AssertionError(field)
 
     def _narrowed(self, table: sa.Table, field: str, values: Sequence[Any]) -> list[Column]:
-        """Return the conditions that select rows in which a field has one of these values."""
+        """Return SQL conditions that select the rows with one of the given field values."""
         if field.startswith(TAG) and "" not in values:
             tagged = self._is_among(field, accounts, values)
             ids = list(self._connection.scalars(sa.select(accounts.c.id).where(tagged).limit(self._wanted.limit * 2)))
             if len(ids) < self._wanted.limit * 2:
-                # A list of days and accounts uses the index on day and account. A range of days would read all rows of
-                # the range.
+                # With lists of days and accounts, the query uses the index on both columns. With a range of days, the
+                # query would read all rows of these days.
                 days = table.c.day.in_(range(*self._wanted.window))
                 return [days, table.c.account_id.in_(ids), *self._conditions(table)]
         return [*self._conditions(table), self._is_among(field, table, values)]
 
     def _is_among(self, field: str, source: sa.FromClause, values: Sequence[Any]) -> Column:
-        """Return the condition that a field has one of these values. The value "" denotes a missing tag."""
+        """Return the SQL condition for one of the given values of a field. "" denotes a missing tag."""
         if not field.startswith(TAG):
             return self._key(field, source).in_(values)
         account_id = accounts.c.id if source is accounts else source.c.account_id
@@ -362,11 +370,11 @@ class _Report:
         return len(self._currencies) > 1
 
     def _rows(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
-        # A query without group keys always returns one row, which contains only NULLs if no rows match.
+        # Drop rows with only NULLs, which a query without group keys returns if no charges match.
         return [row for row in self._connection.execute(query) if any(value is not None for value in row)]
 
     def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> ReportRow:
-        # PostgreSQL returns a sum as a Decimal. A sum of NULLs is None; for money, None denotes "unpriced".
+        # PostgreSQL returns sums as `Decimal` values. A sum of NULLs is None. An amount of None means "unpriced".
         sums = {name: int(value or 0) for name, value in zip(names, row[-len(names) :], strict=True)}
         micros = row[-len(names) + names.index("micros")] if "micros" in names else None
         sums.pop("micros", None)
@@ -378,7 +386,7 @@ class _Report:
 
 
 def sums_of_rows() -> list[sa.Label[Any]]:
-    """Return the sums of charges as plain numbers, so that a query can add the sums again."""
+    """Return columns that sum the charges, with numeric results that an outer query can sum again."""
     earlier = charges.alias("earlier")
     same_run = sa.and_(earlier.c.run_id == charges.c.run_id, earlier.c.seq < charges.c.seq)
     is_first = sa.and_(charges.c.number == 1, ~sa.exists(sa.select(sa.literal(1)).where(same_run)))

@@ -1,5 +1,5 @@
-"""The API of runs for clients: submission, estimates, streams, views, stop requests, queue, retention.
+"""Client API for runs: submission, estimates, streams, views, stop requests, queue, retention.
 
-Clients call the routes in `run_service.py`, `estimates.py` and `queue_views.py`. `submission.py` makes a run durable.
-Start reading with `submission.py`.
+Clients call the routes in `run_service.py`, `estimates.py` and `queue_views.py`. `submission.py` stores each new run
+durably. Begin reading this package at `submission.py`.
 """

@@ -1,11 +1,11 @@
-"""Estimates the start time and the cost of a run, with the route. The server stores nothing.
+"""Estimates the start time and the cost of a run, without storing an estimate.
 
     spec, target ─▶ valid? ─▶ usage policy ─▶ a run without a row ─▶ its demand ─▶ `Planner.estimate`
                                                                       └▶ prices of the possible devices ─▶ cost
 
-The estimate fails for the same reasons as the submission. A run can wait even while devices are free. Example reasons
-are a drained server, a suspended owner, an exhausted policy limit and an exhausted budget. The answer contains all
-reasons that would delay the run.
+An estimate fails with the same errors as a submission of the run. A run waits even on free devices if the server is
+drained or the owner is suspended. An exhausted policy limit or budget also delays a run. The estimate contains the
+reason for such a delay.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EstimateService:
         self._policy_admission = policy_admission
 
     def make(self, who: Caller, request: EstimateRequest) -> EstimateView:
-        """Return the start time and the cost of a run, as if the client submitted it now."""
+        """Return the expected start time and cost of a run, as if the client submitted the run now."""
         submission.check_spec(request.spec, who)
         submission.check_target(request.target)
         match request.spec.payload:
@@ -113,7 +113,7 @@ class EstimateService:
         )
 
     def _held_back(self, connection: sa.Connection, run: StoredRun) -> str:
-        """Return why a run would not start now even if devices were free, or ""."""
+        """Return the reason why a run could not start now even on free devices, or ""."""
         server_drain = drain.find(connection)
         if server_drain is not None:
             return server_drain.sentence
@@ -124,7 +124,7 @@ class EstimateService:
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:
-    """Return the run as the server would store it."""
+    """Return the row that the server would store for a submitted run."""
     new = NewRun(
         id=new_run_id(),
         owner=who.name,
@@ -143,9 +143,9 @@ routes = Routes("estimates")
 SPEC_BYTES_MAX = 1 << 20
 
 
-# The permission to submit a run includes estimates. Callers with other roles can read the same data through other
-# routes.
+# A caller who may submit runs may also request estimates. Callers in other roles can read prices and the queue through
+# other routes.
 @routes.post("/estimates", needs=writing("runs"), limit=SPEC_BYTES_MAX)
 def make_estimate(call: Call, estimates: EstimateService, body: EstimateRequest) -> EstimateView:
-    """Estimate the start time and the cost of a run. The server stores nothing."""
+    """Estimate the start time and the cost of a run, without storing the run."""
     return estimates.make(call.who, body)

@@ -1,8 +1,8 @@
-"""Returns views of the queue and of its shares, with the routes.
+"""Returns views of the queue and of the fair shares, and serves their routes.
 
-Every user sees the order of the queue, with owner, team and demand of each run. Only callers that may see a run also
-receive the identifier, name and wait sentence of that run. The wait sentence can name another run that is ahead or that
-uses the devices. Users can then contact the owner of that run.
+Every user sees the queue order and the owner, team and demand of each waiting run. Only callers who may see a run
+receive its identifier, name and wait sentence. A wait sentence can name a run that is ahead in the queue or that
+occupies the devices. The waiting user can then contact the owner of the named run.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class QueueViews:
         self._sentences = sentences
 
     def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-        """Return the waiting runs in queue order; only the caller's own runs with `mine`."""
+        """Return the waiting runs in queue order. With `mine`, return only the caller's own runs."""
         order = () if mine else self._sentences.order(limit)
         owner = who.name if mine else None
 
         def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
-            # Runs that the scheduler has not read yet follow at the end.
+            # Append the runs that the scheduler has not read yet.
             ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
             found = {run.id: run for run in runs.find_many(connection, ids)}
             return ids, found, sum(runs.queued_by_pool(connection).values())
 
         ids, found, waiting = self._database.read(work)
         now_ns = self._clock.wall_ns()
-        # A promised start in the past is no longer a prediction. Wait sentences also omit past start times.
+        # Omit promised start times in the past, because they no longer predict the start.
         reserved = {
             each.run_id: each for each in self._sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
         }
@@ -76,13 +76,12 @@ class QueueViews:
             )
             for run in there
         ]
-        # Only the view of each entry shows that no node may execute a run now. Runs without a possible node delay no
-        # other run, so these runs come last.
+        # Move runs that no node can execute now to the end, because they delay no other run.
         entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
         return QueueView(entries=tuple(entries), waiting=waiting)
 
     def view_shares(self, who: Caller, reach: str) -> ShareList:
-        """Return all shares with usage, or only the shares of the caller and the caller's teams."""
+        """Return the fair shares that the caller may see, with their usage."""
         found = share_views(self._database.read(every_share), self._sentences.usage())
         mine = {("team", team) for team in who.teams} | {("user", who.name)}
         seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
@@ -90,9 +89,9 @@ class QueueViews:
 
 
 def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> list[ShareView]:
-    """Return shares with usage, the largest entitlement first.
+    """Return fair shares with their usage, the largest entitlement first.
 
-    `usage` is by team, and by "~name" for users without a team.
+    The keys of `usage` are team names, and "~name" for users without a team.
     """
     weights = {(share.kind, share.name): share.weight for share in there}
     used: dict[tuple[ShareKind, str], TeamUse] = {
@@ -120,7 +119,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
 
 
 def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None) -> QueueEntry:
-    """Return the queue entry of a waiting run. `told` is None if the caller may not see the run."""
+    """Return the queue entry of a waiting run. Pass None as `told` if the caller may not see the run."""
     resources = run.spec.resources
     entry = QueueEntry(
         run="",
@@ -149,7 +148,7 @@ routes = Routes("queue")
 
 
 class QueueQuery(Query, frozen=True, kw_only=True):
-    """Parameters of the queue view: the maximum number of entries. `mine` selects the caller's own runs."""
+    """Parameters of the queue view. `mine` selects the caller's own runs."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     mine: bool = False
@@ -157,23 +156,26 @@ class QueueQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/queue", needs=reading("runs"))
 def view_queue(call: Call, queue_views: QueueViews, query: QueueQuery) -> QueueView:
-    """Return the waiting runs, in the order in which the scheduler considers them."""
+    """Return the waiting runs in scheduling order."""
     return queue_views.view(call.who, call.reach, limit=query.limit, mine=query.mine)
 
 
 @routes.get("/shares", needs=reading("shares"))
 def list_shares(call: Call, queue_views: QueueViews) -> ShareList:
-    """List the shares of the queue with their usage."""
+    """List the fair shares of teams and users with their usage."""
     return queue_views.view_shares(call.who, call.reach)
 
 
 @routes.put("/shares/{kind}/{name}", needs=writing("shares"))
 def put_share(call: Call, pools: PoolService, kind: str, name: str, body: ShareRequest) -> ShareView:
-    """Set the share of a team or user. Shares matter only while several teams or users need devices."""
+    """Set the fair-share weight of a team or user.
+
+    Weights matter only while several teams or users compete for devices.
+    """
     return pools.put_share(call.who, kind, name, body.weight)
 
 
 @routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
 def remove_share(call: Call, pools: PoolService, kind: str, name: str) -> ShareView:
-    """Remove a share, which resets the weight to 1."""
+    """Reset the fair-share weight of a team or user to 1."""
     return pools.remove_share(call.who, kind, name)

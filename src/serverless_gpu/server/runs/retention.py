@@ -1,4 +1,4 @@
-"""Removes runs that ended long ago, with their rows, output and results, in a loop.
+"""Periodically deletes runs that ended long ago, with their rows, output and results.
 
     one hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
@@ -6,24 +6,24 @@
         output of runs that were removed   ─▶ removed, but kept if the database lost the run (`server_stores.py`)
         replaced secrets without an attempt  ─▶ removed
 
-The loop removes only complete runs, after all of their attempts are settled and charged. The loop first makes
-provisional ledger entries final (`charging.py`), and the entries remain in the ledger. Garbage collection
-(`environments.py`) removes the parts of the results. Each tick removes only a few runs, so that the database has time
-for other work. The loop retains output of runs that ended within the last hour, because users still read recent output.
-Output of running runs does not count for `logs_gib`. Otherwise a run with much output would cause the removal of other
-runs' output.
+The loop deletes a run only after the server has settled and charged all its attempts. Before the deletion, the loop
+makes provisional ledger entries final (`charging.py`). Ledger entries are never deleted. Garbage collection
+(`environments.py`) later deletes the blobs of the results. Each tick deletes a limited number of runs, so that other
+transactions are not delayed. The loop keeps the output of runs that ended within the last hour, because users still
+read recent output. The limit `logs_gib` does not count the output of running runs. A running run with much output
+therefore never causes the deletion of other runs' output.
 
 Failure cases:
 
-- The server is killed between the transaction and the removal of the output. The next tick removes the output without a
-  run.
+- The server is killed between the transaction and the deletion of the output. The next tick of the loop deletes the
+  orphaned output.
 
-- The database is unavailable. The loop logs the error and retries.
+- The database is unavailable. The loop logs the error and retries in the next tick.
 
-- An operator sets the clock back. The ages of runs are then negative, and the loop removes nothing.
+- An operator sets the clock back. The ages of runs are then negative, so the loop deletes no runs.
 
-- The clock is ahead, for example after a battery failure. The loop removes nothing within an hour after a start, or
-  after a logged clock step of more than a day.
+- The clock is ahead, for example after a battery failure. The loop pauses for an hour after each server start and after
+  each clock step of more than a day.
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 3600.0
-"""Seconds after a start, or after a forward step of the clock, until the loop trusts the wall clock."""
+"""Seconds for which the loop pauses after a start or a large forward step of the wall clock."""
 STEP_S = 86_400.0
 EVERY_S = 600.0
 AT_ONCE = 200
-"""Maximum number of runs in one tick. After a full tick, the next tick follows immediately."""
+"""Maximum number of runs that one tick deletes.
+
+After a tick that reaches the maximum, the next tick follows immediately.
+"""
 _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Removes runs and output that ended long ago."""
+    """Deletes old runs and their output."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, logs: Logs, secrets: SecretService
@@ -69,10 +72,10 @@ class Retention:
         self._ahead_ns = self._ahead()
 
     def tick(self, now_ns: int) -> int | None:
-        """Remove some of the due runs and output, and return the time of the next tick."""
+        """Delete some expired runs and outputs, and return the time of the next tick."""
         before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
         if self._ahead_ns - before_ns > STEP_S * 1e9:
-            _log.warning("the clock was set forward by more than a day; retention pauses for an hour")
+            _log.warning("retention pauses for an hour, because the clock jumped forward by more than a day")
             self._due_ns = now_ns + round(FIRST_S * 1e9)
         if now_ns < self._due_ns:
             return self._due_ns
@@ -88,7 +91,7 @@ class Retention:
         return self._clock.wall_ns() - self._clock.boottime_ns()
 
     def _remove_old(self) -> int:
-        """Remove runs that are older than the retention period, and return the number of removed runs."""
+        """Delete runs that ended before the retention period, and return the number of deleted runs."""
         before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
         old = self._database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
         removed = 0
@@ -99,12 +102,12 @@ class Retention:
                 self._logs.remove(run_id)
                 removed += 1
         if removed:
-            _log.info("removed %d runs that ended long ago", removed)
+            _log.info("deleted %d runs after the end of their retention period", removed)
         return removed
 
     def _trim_output(self) -> None:
-        """Remove output without a run. Also remove the oldest output over the size limit."""
-        # Read the files before the database, because a run exists before its output.
+        """Delete orphaned output without a run. Then delete the oldest output until the size limit is met."""
+        # Read the directory before the database, because the server creates a run's row before its output.
         sizes = self._logs.run_sizes()
         ended = self._database.read(lambda connection: runs.endings(connection, list(sizes)))
         gone = sizes.keys() - ended.keys()
@@ -131,11 +134,11 @@ class Retention:
 
         self._database.write(note)
         self._logs.remove(entry.run_id)
-        _log.info("removed the output of run %s: %s", entry.run_id, format_bytes(entry.size_bytes))
+        _log.info("deleted the output of run %s: %s", entry.run_id, format_bytes(entry.size_bytes))
 
 
 def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> bool:
-    """Remove the rows of a run, and return False if the run still has provisional charges."""
+    """Delete the rows of a run. Return False if the run still has provisional charges."""
     run = runs.find(connection, run_id)
     if run is None:
         return True

@@ -1,11 +1,11 @@
-"""Services and routes of runs: submit, list, watch and stop runs, and read output, results and costs.
+"""Provides the services and routes for runs, output, results and costs.
 
-`RunQueries` reads and streams runs. `StopService` requests that runs stop. `submission.py` accepts runs.
+`RunQueries` reads and streams runs. `StopService` sends stop requests to runs. `submission.py` accepts runs.
 
-The server stores a stop request with its author and sends an order to the nodes of the run. A stop request and the end
-of a run may coincide. The request that the database stores first takes effect. A run whose results are durable before
-the stop has succeeded. The answer to the stop request then reports that the run has ended. A repeated stop request
-returns the current state of the run.
+The server stores the author of a stop request and sends a stop order to the nodes of the run. A stop request and the
+end of a run may coincide. The database transaction that commits first then decides. If the results are durable before
+the stop request, the run has succeeded. The server then answers the stop request with the ended run. The server answers
+a repeated stop request with the current state of the run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from serverless_gpu.wire.runs import (
 )
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""Stop reasons for callers. Other stop reasons follow from limits, so callers cannot use them."""
+"""Stop reasons that a caller may use. Only the server uses the other stop reasons, which result from limits."""
 
 
 class RunQueries:
@@ -91,12 +91,12 @@ class RunQueries:
         self._reports = reports
 
     def read(self, run_id: str, who: Caller, reach: str) -> RunView:
-        """Return the view of a run that the caller may see."""
+        """Return the view of a run, or raise `NotFound` if the caller may not see the run."""
         run = self._database.read(lambda connection: run_views.visible(connection, run_id, who=who, reach=reach))
         return self.view(run, who)
 
     def view(self, run: StoredRun, who: Caller) -> RunView:
-        """Return the view of a stored run, including its wait reason."""
+        """Return the API view of a stored run with its wait reason."""
         told = self._sentences.told(run.id) if run.state is State.QUEUED else NOTHING
         told = msgspec.structs.replace(told, trouble=self._unwritable())
         return run_views.run_view(run, told=told, reader=who.name)
@@ -107,7 +107,7 @@ class RunQueries:
         position: Position,
         in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]],
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield the stream messages of a run after a position, and yield None as a keep-alive."""
+        """Yield the stream messages of a run after the given position, and None as a keep-alive."""
         yield AcceptedMessage(run=view)
         watch = RunStream(
             view.id, position, look=lambda after: self._look(view.id, after), files=self._logs, clock=self._clock
@@ -131,7 +131,7 @@ class StopService:
         self._announcer = announcer
 
     def request(self, who: Caller, reach: str, *, run_id: str, why: StopReason) -> RunView:
-        """Request that a run stops."""
+        """Send a stop request to a run."""
         if why not in ASKED_BY_PEOPLE:
             raise InvalidValue(
                 f"clients cannot use the stop reason {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}"
@@ -157,7 +157,7 @@ def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str
         return
     run_views.visible(connection, run_id, who=who, reach=to_see)
     raise NotAllowed(
-        f"{who.name} may see run {run_id}, but not stop it", hint="ask its owner or an operator to stop it"
+        f"{who.name} may see run {run_id}, but not stop it", hint="ask the run's owner or an operator to stop the run"
     )
 
 
@@ -171,7 +171,10 @@ Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
-    """Parameters of the run list. `state` and `tag` (``key=value``) accept commas. `costs` adds costs."""
+    """Parameters of the run list.
+
+    `state` and `tag` (``key=value``) accept comma-separated lists. `costs` adds costs.
+    """
 
     state: Label = ""
     owner: Label = ""
@@ -184,7 +187,7 @@ class RunsQuery(Query, frozen=True, kw_only=True):
 
 
 class WatchQuery(Query, frozen=True, kw_only=True):
-    """Position of a stream's reader. `ranks` is "all" or numbers with commas; by default the live ranks."""
+    """Position of a reader in a run's stream. `ranks` is "all", a comma-separated list, or ""."""
 
     after: Count = 0
     offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
@@ -192,7 +195,7 @@ class WatchQuery(Query, frozen=True, kw_only=True):
 
 
 class LogQuery(Query, frozen=True, kw_only=True):
-    """The byte range of a log. `fence` 0 selects the current attempt."""
+    """The requested byte range of a log. A `fence` of 0 selects the current attempt."""
 
     fence: Fence = 0
     offset: Count = 0
@@ -200,13 +203,13 @@ class LogQuery(Query, frozen=True, kw_only=True):
 
 
 class FenceQuery(Query, frozen=True, kw_only=True):
-    """Parameter that selects an attempt by its fence; 0 selects the current attempt."""
+    """Selects an attempt by its fence, or the current attempt by 0."""
 
     fence: Fence = 0
 
 
 class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
-    """Parameters of a receipt: the attempt (0 for the current attempt), and optionally a NODE_RANK."""
+    """Selects the receipt of an attempt, or of one node (NODE_RANK) of the attempt."""
 
     crew: Annotated[int, msgspec.Meta(ge=0, lt=NODES_MAX)] | None = None
 
@@ -215,7 +218,7 @@ class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
 async def create_run(
     call: Call, submissions: SubmissionService, queries: RunQueries, body: RunRequest
 ) -> RunView | Stream[StreamMessage]:
-    """Submit a run. With `Accept: text/event-stream`, the answer is the stream of the run."""
+    """Submit a run. With `Accept: text/event-stream`, return the event stream of the run."""
     view = await call.in_thread(lambda: submissions.submit(call.who, body))
     if EVENTS not in call.headers.get("accept", ""):
         return view
@@ -255,7 +258,7 @@ def read_run(call: Call, queries: RunQueries, run: str) -> RunView:
 
 @routes.get("/runs/{run}/events", needs=reading("runs"))
 async def watch_run(call: Call, queries: RunQueries, run: str, query: WatchQuery) -> Stream[StreamMessage]:
-    """Stream a run from the reader's position."""
+    """Stream the events and output of a run from the reader's position."""
     position = Position(after=query.after, offsets=parse_offsets(query.offsets), ranks=parse_ranks(query.ranks))
     view = await call.in_thread(lambda: queries.read(run, call.who, call.reach))
     return _stream(call, queries, view, position)
@@ -263,7 +266,7 @@ async def watch_run(call: Call, queries: RunQueries, run: str, query: WatchQuery
 
 @routes.post("/runs/{run}/stop", needs=writing("runs"))
 def stop_run(call: Call, stops: StopService, run: str, body: StopRequest) -> RunView:
-    """Request that a run stops."""
+    """Send a stop request to a run."""
     return stops.request(call.who, call.reach, run_id=run, why=body.reason)
 
 
@@ -293,11 +296,10 @@ def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, 
 def read_log(
     call: Call, logs: Logs, database: Transactions, run: str, rank: int, stream: str, query: LogQuery
 ) -> Bytes:
-    """Return output of a rank. The headers contain `SGPU-Next-Offset` and, at the end, `SGPU-Complete`."""
+    """Return a part of a rank's output. The header `SGPU-Complete` is 1 at the end of the output."""
     stored = database.read(lambda db: _visible(call, db, run))
     fence = query.fence or stored.fence
-    # Read the state before the size. The reader then misses no concurrent output. In the worst case, the reader
-    # receives some output twice.
+    # Read the run's state before the size of the output. The order ensures that the reader misses no concurrent output.
     complete = stored.state in TERMINAL or fence < stored.fence
     data, size = b"", 0
     if fence:
@@ -310,13 +312,13 @@ def read_log(
 
 @routes.get("/runs/{run}/results", needs=reading("runs"))
 def list_results(call: Call, database: Transactions, run: str) -> FileList:
-    """List the results of a run, by rank."""
+    """List the result files of a run by rank."""
     return _files(call, database, run, 0, prefix="results/")
 
 
 @routes.get("/runs/{run}/files", needs=reading("runs"))
 def list_files(call: Call, database: Transactions, run: str, query: FenceQuery) -> FileList:
-    """List the files of an attempt."""
+    """List the output files of an attempt."""
     return _files(call, database, run, query.fence)
 
 
@@ -324,7 +326,7 @@ def list_files(call: Call, database: Transactions, run: str, query: FenceQuery) 
 def read_file(
     call: Call, blobs: Blobs, database: Transactions, run: str, name: str, query: FenceQuery
 ) -> Bytes | Response:
-    """Return a file of an attempt, or the requested range of it."""
+    """Return a file of an attempt, or the requested byte range of the file."""
 
     def work(db: sa.Connection) -> files.StoredFile:
         stored = _visible(call, db, run)
@@ -340,7 +342,7 @@ def read_file(
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
 def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQuery) -> Response:
-    """Return the receipt of an attempt: of one node, or combined for all nodes."""
+    """Return the receipt of one node, or the combined receipt of all nodes of an attempt."""
 
     def work(db: sa.Connection) -> str | None:
         stored = _visible(call, db, run)
@@ -353,7 +355,7 @@ def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQue
     if receipt is None:
         raise NotFound(
             f"run {run} has no receipt yet",
-            hint="the node sends the receipt after it has checked and released the devices",
+            hint="wait until the node has checked and released the devices",
         )
     return Response(receipt, media_type="application/json")
 
@@ -387,5 +389,5 @@ def _states(text: str) -> tuple[State, ...]:
 def _tags(text: str) -> dict[str, str]:
     pairs = [item.partition("=") for item in text.split(",") if item]
     if not all(equals for _, equals, _ in pairs):
-        raise InvalidValue(f"{text[:80]!r} is not a list of tags", hint="write tag=key=value,key=value")
+        raise InvalidValue(f"{text[:80]!r} is not a list of tags", hint="write the filter as tag=key=value,key=value")
     return {key: value for key, _, value in pairs}

@@ -1,29 +1,30 @@
-"""Streams one run to one reader: stored events and output become messages, at the reader's pace.
+"""Streams the stored events and output of one run to one reader, at the reader's pace.
 
     hub ── run changed ─▶ look: one read of the database, then of the log files ─▶ messages ─▶ reader
      ▲                                                                                │
      └───────────── version read before the look ◀──── no more messages ◀─────────────┘
 
-The server queues nothing for a reader, because the database and the files contain everything that a slow reader has not
-read. A reader sends its position: `after` (the last event) and `offsets` (the next byte of each stream). A reader that
-reconnects therefore misses nothing and receives nothing twice.
+The server keeps no message queue for a slow reader, because the database and the log files contain all unread data. A
+reader sends its position as `after` (the last event) and `offsets` (the next byte of each stream). A reader that
+reconnects therefore receives each event and each byte exactly once.
 
-Messages have the order of the run: events of an attempt, its output, its end. The ending follows the last byte of
-output. The receipt follows the ending and closes the stream. For a run on several nodes, the stream contains two ending
-messages. The first ending follows as soon as the cause is known and no retry is possible. This early ending contains
-the reports and files that have arrived so far. The second ending follows after all nodes have ended.
+For each attempt, the stream contains the events first, then the output, then the ending. The ending message follows the
+last byte of output. The message with the receipt follows the ending message and closes the stream. For a run on several
+nodes, the stream contains two ending messages. The server sends the first ending message once the cause is known and no
+retry is possible. The early ending message contains the reports and files that the server has received so far. The
+server sends the second ending message after all nodes have ended.
 
-The server limits the output rate: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s with a burst.
-The stream replaces excess output by a gap message with the last lines. The log files contain the complete output. If a
-run has more output streams than `LIVE_STREAMS_MAX`, the reader receives only the streams of the first ranks.
+A token bucket per rank limits the output rate to 1 MB/s with a burst. The stream replaces excess output by a gap
+message and the last lines. The log files contain the complete output. If a run has more output streams than
+`LIVE_STREAMS_MAX`, the reader receives only the streams of the first ranks.
 
 Failure cases:
 
-- The reader disconnects. The caller of `RunStream` closes the stream, and this module keeps no state.
+- The reader disconnects. The caller of `RunStream` closes the stream.
 
-- The server stops and closes the hub. The stream closes without an ending, and the reader reconnects.
+- The server stops and closes the hub. The stream closes without an ending message, and the reader reconnects.
 
-- Retention removes the run. The server closes the stream.
+- Retention deletes the run. The server then closes the stream.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 8_000_000
-"""Maximum output in bytes of each rank that a late or returning reader receives immediately."""
+"""Maximum output in bytes per rank that a late or returning reader receives immediately."""
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
-"""Seconds between keep-alive messages of an idle stream. Longer silence indicates a broken connection."""
-_LINE_COST_BYTES = 64  # Cost of a line in addition to its bytes, as in node/output/logs.py.
+"""Seconds between keep-alive messages of an idle stream."""
+_LINE_COST_BYTES = 64  # Rate-limit cost of a line in addition to its bytes, as in node/output/logs.py.
 _LAST_LINES_BYTES = 4 << 10
-# Maximum output in one read of the files, so that one reader does not block a thread for long.
+# Maximum output in bytes per call, so that one reader does not block a thread for long.
 _LOOK_BYTES_MAX = 1 << 20
-_CLOSED_S = 1.0  # Seconds until an empty token bucket allows output again.
+_CLOSED_S = 1.0  # Seconds between checks of an exhausted token bucket.
 
 Place = tuple[int, int, Stream]
 """Fence, rank and name of an output stream."""
 
 
 class Files(Protocol):
-    """The part of `server.logs.Logs` that this module uses."""
+    """Protocol with the methods of `Logs` that this module uses."""
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
         """Return bytes of an output stream from an offset."""
@@ -85,31 +86,31 @@ class Files(Protocol):
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run and its new events, read in one transaction."""
+    """The state and the new events of a run, from one transaction."""
 
     run: RunView  # The current view of the run.
     events: tuple[StateMessage, ...] = ()  # New events for the reader, in order, without the ending message.
-    ended: EndedMessage | None = None  # The ending message, once the run's state is final.
+    ended: EndedMessage | None = None  # The ending message after the run's state has become final.
     # The early ending message, if the server knows the ending before all nodes have ended.
     early: EndedMessage | None = None
-    may_be_early: bool = False  # True if the ending may become known without another event, after some time.
+    may_be_early: bool = False  # True if the server may learn the ending without another event.
     settled: SettledMessage | None = None  # The last message of the stream, with the receipt.
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a reader in a stream."""
 
-    after: int = 0  # Number (`seq`) of the reader's last event.
-    # The next byte to read of each output stream.
+    after: int = 0  # Number (`seq`) of the last event that the reader has received.
+    # Offset of the next byte to read in each output stream.
     offsets: dict[Place, int] = msgspec.field(default_factory=dict)
     # The ranks whose output the reader has requested; None for the run's live ranks.
     ranks: tuple[int, ...] | Literal["all"] | None = None
 
 
 class RunStream:
-    """The stream of a run to one reader.
+    """Streams a run to one reader.
 
-    `look` reads new events and output. The stream calls `look` in a thread.
+    The stream calls `look` in a thread to read new events.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RunStream:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield messages until the run is settled or the hub closes. Yield None as a keep-alive."""
+        """Yield messages, and None as a keep-alive, until the run is settled or the hub closes."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -145,12 +146,12 @@ class RunStream:
             silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
-        """Return the next messages in order, up to a limit. The call reads the database and files, and blocks."""
+        """Return a limited number of next messages. The call blocks while it reads the database and files."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
         self._soon = look.may_be_early
-        # An ending is final and may contain the files of thousands of ranks. The stream therefore reads the ending only
-        # once, even before much output.
+        # An ending message is final and may contain the files of thousands of ranks. The stream therefore reads the
+        # ending message only once, even if much output is still unread.
         self._kept = look if look.ended is not None and self._output.more_to_read else None
         return found
 
@@ -159,11 +160,11 @@ class RunStream:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            # The attempt of this event has ended.
+            # The event ends its attempt, so the attempt's output must precede the event.
             if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
-                    return found  # All output of the attempt precedes the event.
+                    return found
             found.append(event)
             self._after = max(self._after, event.seq)
             self._sentence = event.sentence
@@ -173,9 +174,9 @@ class RunStream:
             return found
         found += self._endings(look)
         if look.early is not None and not self._early and not self._output.more_to_read:
-            self._early = True  # The output of other nodes and the final ending still follow.
+            self._early = True  # The output of other nodes and the final ending message still follow.
             found.append(look.early)
-        # A changed wait reason with an unchanged sentence sends no message.
+        # The stream sends no message about a changed wait reason if the sentence is unchanged.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
         if is_new and not over:
             self._sentence, self._tracked = look.run.sentence, look.run.tracked
@@ -185,11 +186,11 @@ class RunStream:
     def _endings(self, look: RunSnapshot) -> Iterator[StreamMessage]:
         if look.ended is not None and not self._ended:
             self._ended = True
-            # The reader already has the ending and reconnected only for the receipt.
+            # A reader that reconnects for the receipt already has the ending message.
             if look.ended.seq > self._after:
                 self._after = look.ended.seq
                 yield look.ended
-            # After a restore from a backup, the server continues with lower event numbers.
+            # After a restore from a backup, the server continues with lower event numbers than the reader's.
             elif look.ended.seq < self._after:
                 yield msgspec.structs.replace(look.ended, seq=0)
         if self._ended and look.settled is not None and not self.over:
@@ -198,7 +199,7 @@ class RunStream:
 
 
 class _Output:
-    """The output of a run's ranks that the reader has already received."""
+    """Reads the output of a run's ranks that the reader has not received yet."""
 
     def __init__(self, run_id: str, position: Position, files: Files, clock: Clock) -> None:
         self._run_id = run_id
@@ -206,20 +207,20 @@ class _Output:
         self._clock = clock
         self._wanted = position.ranks
         self._offsets = dict(position.offsets)
-        # A reader of a later attempt has already received all output of the earlier attempts.
+        # A reader with an offset in a later attempt has already received all output of earlier attempts.
         self._first = max((fence for fence, _rank, _stream in position.offsets), default=1)
         self._buckets: dict[int, TokenBucket] = {}
         self._cut: set[Place] = set()
         self.more_to_read = False
-        """True if the last look left output that the stream may send at once."""
+        """True if the last call of `more` left output that the stream may send immediately."""
         self.flooded = False
-        """True if the last look left output because a token bucket is empty."""
+        """True if the last call of `more` left output because a token bucket is empty."""
 
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
-        """Return new output of an attempt, up to a limit.
+        """Return a limited amount of new output of an attempt.
 
-        `shown` contains the ranks with live output, or None for all ranks. If `over` is true, a gap message replaces
-        output over the limit.
+        `shown` contains the ranks whose output the stream shows, or None for all ranks. If `over` is True, a gap
+        message replaces the output above the rate limit.
         """
         self.more_to_read = self.flooded = False
         found: list[StreamMessage] = []
@@ -237,13 +238,13 @@ class _Output:
         if wanted is not None:
             ranks = list(dict.fromkeys(wanted))[: LIVE_STREAMS_MAX // len(STREAMS)]
             return [(fence, rank, stream) for rank in ranks for stream in STREAMS]
-        # The sizes include telemetry samples, which a live stream does not contain.
+        # Skip telemetry samples, which a live stream does not contain.
         sizes = self._files.sizes(self._run_id, fence)
         there = sorted((rank, stream) for rank, name in sizes for stream in STREAMS if name == stream)
         return [(fence, rank, stream) for rank, stream in there[:LIVE_STREAMS_MAX]]
 
     def _of(self, place: Place, left: int, over: bool) -> tuple[list[StreamMessage], int]:
-        """Return new output of one stream, up to `left` bytes, and its size."""
+        """Return up to `left` bytes of new output of one stream, and the number of bytes."""
         fence, rank, stream = place
         at = self._offsets.get(place, 0)
         size = self._files.size(self._run_id, fence, rank=rank, stream=stream)
@@ -276,7 +277,7 @@ class _Output:
         return found, taken
 
     def _skipped(self, place: Place, at: int, size: int) -> list[StreamMessage]:
-        """Return the gap message for output over the limit, and the last lines."""
+        """Return the gap message for excess output, and a message with the last lines."""
         fence, rank, stream = place
         start = max(at, size - _LAST_LINES_BYTES)
         tail = self._read(place, start, size - start)
@@ -338,12 +339,12 @@ def parse_offsets(text: str) -> dict[Place, int]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | Literal["all"] | None:
-    """Return the ranks in a text: ``"all"``, ``"0,3"``, or "" for the run's live ranks."""
+    """Parse a list of ranks such as ``"0,3"``; "" selects the run's live ranks."""
     if text in ("", "all"):
         return "all" if text else None
     items = text.split(",")
     if len(items) > LIVE_STREAMS_MAX or not all(_is_number(item) and int(item) < RANKS_MAX for item in items):
-        raise InvalidValue(f"{text[:80]!r} is not a list of ranks", hint="write ranks=all or ranks=0,3")
+        raise InvalidValue(f"{text[:80]!r} is not a list of ranks", hint="write the ranks as ranks=all or ranks=0,3")
     return tuple(int(item) for item in items)
 
 

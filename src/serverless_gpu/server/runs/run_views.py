@@ -1,6 +1,6 @@
-"""Converts rows of runs into the messages of `wire/runs.py`.
+"""Converts database rows of runs to the messages of `wire/runs.py`.
 
-`visible` raises the same `NotFound` for missing runs and for runs that the caller may not see.
+`visible` raises the same `NotFound` for missing runs and for hidden runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serverless_gpu.wire.runs import (
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
-    """Return a run if the caller may see it, else raise `NotFound`."""
+    """Return a run, or raise `NotFound` if the caller may not see the run."""
     run = runs.find(connection, run_id)
     if run is None or not in_reach(run, who=who, reach=reach):
         raise NotFound(f"there is no run {run_id[:40]!r} that you may see", hint="list your runs with `sgpu runs`")
@@ -55,14 +55,13 @@ def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
 
 
 def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
-    """Return the view of a run.
+    """Return the API view of a run.
 
-    Only the owner receives the snapshot's address, which gives access to the code.
+    The view contains the snapshot's address only for the owner, because the address gives access to the code.
     """
     attempt, spec, said = run.attempt, run.spec, sentence(run, waits_for=told.sentence)
     if isinstance(spec.payload, Function) and spec.payload.call is not None:
-        # The view omits the digests of the call, because anyone can submit a run with these digests and receive the
-        # bytes (`submission.py`).
+        # Omit the digests of the pickled call, because any user can read the call with these digests (`submission.py`).
         spec = msgspec.structs.replace(spec, payload=Function())
     return RunView(
         id=run.id,
@@ -92,7 +91,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
 
 
 def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
-    """Return the parts of an attempt on several nodes; empty for an attempt on one node."""
+    """Return the views of an attempt's nodes, or an empty tuple for an attempt on one node."""
     if attempt.num_nodes == 1:
         return ()
     return tuple(
@@ -113,7 +112,7 @@ def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
 
 
 def sentence(run: StoredRun, *, waits_for: str = "") -> str:
-    """Return the sentence of a run for users: its wait reason, its node's message, or its end reason."""
+    """Return the status sentence of a run: its wait reason, its node's message, or its end reason."""
     attempt = run.attempt
     if run.reason is not None:
         return reason_sentence(run.reason, run.detail)
@@ -140,7 +139,7 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:
-    """Return the view of an attempt."""
+    """Return the API view of an attempt."""
     return AttemptView(
         fence=attempt.fence,
         state=attempt.state,
@@ -156,12 +155,12 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
 
 
 def file_views(found: Iterable[StoredFile]) -> tuple[FileView, ...]:
-    """Return the views of files with their contents."""
+    """Return the views of output files with their contents."""
     return tuple(FileView(name=file.name, size=file.size, inline=file.inline) for file in found)
 
 
 def state_message(event: StoredEvent) -> StateMessage:
-    """Return the stream message of an event."""
+    """Convert a stored event to a stream message."""
     return StateMessage(
         seq=event.seq,
         fence=event.fence,
@@ -174,7 +173,7 @@ def state_message(event: StoredEvent) -> StateMessage:
 
 
 def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the final message of a run, with its last event, its nodes' reports, and its files."""
+    """Return the ending message of a run, with its last event, its nodes' reports, and its files."""
     return EndedMessage(
         seq=run.events,
         fence=run.fence,
@@ -187,7 +186,7 @@ def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFi
 
 
 def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the early ending of a run. The message has no number, because the last event follows later."""
+    """Return the early ending message of a run, which precedes the last event."""
     return EndedMessage(
         seq=0,
         fence=run.fence,
@@ -200,14 +199,14 @@ def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]
 
 
 def settled_message(outcome: CrewOutcome) -> SettledMessage:
-    """Return the last message of a run's stream."""
+    """Return the last stream message of a run, which contains the receipt."""
     return SettledMessage(receipt=_json(outcome.receipt))
 
 
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> RunSnapshot:
-    """Return the state of a run, and the events that the reader of a stream has not received."""
+    """Return the state of a run and the events that a stream's reader has not received."""
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")

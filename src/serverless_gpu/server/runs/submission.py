@@ -1,13 +1,13 @@
-"""Accepts runs: checks a run, encrypts its secrets, stores it once, and acknowledges the durable run.
+"""Checks each submitted run, encrypts its context, stores it once, and acknowledges it.
 
     request ─▶ valid? ─▶ are its blobs stored? ─▶ below the limit? ─▶ run + event + audit, one transaction ─▶ wakeup
 
-The client generates the run identifier and stores it on disk before the request. If a client repeats a request after a
-lost answer, the server returns the existing run. A different request with the same identifier causes a conflict and
-changes nothing.
+The client generates the run identifier and stores the identifier on disk before the request. If a client repeats a
+request after a lost answer, the server returns the existing run. If a different request has the same identifier, the
+server raises a conflict and changes nothing.
 
-The server does not unpickle the call. The context contains the caller's environment variables, so the server encrypts
-the context before it writes to the database. `QueueLimits` bounds the waiting runs of a principal.
+The server does not unpickle the call. The context contains the caller's environment variables, so the database stores
+only the encrypted context. `QueueLimits` limits the number of waiting runs per principal.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class SubmissionService:
         self._policy_admission = policy_admission
 
     def submit(self, who: Caller, request: RunRequest) -> RunView:
-        """Accept a run, which is durable when this function returns.
+        """Store a run durably and return its view.
 
-        The answer has `deduplicated` set if the server already has the same request.
+        The view has `deduplicated` set if the server has already stored the same request.
         """
         check(request, who)
         digest = self._keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
@@ -115,15 +115,13 @@ class SubmissionService:
         low = self._low()
         payload = request.spec.payload
         has_bytes = bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
-        # A repeated request needs no further checks, so the server searches for an existing run first.
+        # Look up an existing run first, because a repeated request needs no further checks.
         if low or not has_room or has_bytes:
             before = self._database.read(lambda connection: runs.find(connection, request.id))
             if before is not None:
                 return self._same(before, who, digest)
             if low:
-                raise ServerStorageFull(
-                    f"the server accepts no new runs: {low}", hint="existing runs continue; submit again later"
-                )
+                raise ServerStorageFull(f"the server accepts no new runs: {low}", hint="submit the run again later")
             self._check_bytes(request)
             if not has_room:
                 self._find_room(who)
@@ -159,10 +157,10 @@ class SubmissionService:
         return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-        """Store a run. Between two tries, read missing packages that the run's policy compares."""
+        """Store a run, after reading the package lists that the run's policy compares."""
         packages: dict[str, Packages | None] = {}
         brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
-        while True:  # Each iteration reads packages that the previous iteration lacked.
+        while True:  # Each iteration reads the package lists that were missing in the previous iteration.
             try:
                 return self._database.write(lambda connection: self._create(connection, new, who, at_ns, brought))
             except PackagesNotLoaded as unread:
@@ -201,17 +199,18 @@ class SubmissionService:
         waiting = self._database.read(lambda connection: runs.waiting_of(connection, who.name, at_most=most))
         if waiting >= most:
             raise TooLarge(
-                f"{who.name} already has {waiting} waiting runs, the maximum",
-                hint="wait until some runs have started, or cancel some",
+                f"{who.name} already has the maximum of {waiting} waiting runs",
+                hint="wait until some runs have started, or cancel waiting runs",
             )
         self._waiting_room.counted(who.name, most - waiting - 1)
 
 
 class QueueLimits:
-    """Caches free queue slots by owner. The server counts waiting runs only if no slot is free.
+    """Caches the number of free queue slots of each owner.
 
-    Each new run decrements the free slots of its owner. Between two counts, runs usually leave the queue and rarely
-    return. The cached number is therefore wrong by at most the number of runs that return to the queue.
+    Each new run takes one free slot of its owner. If the cache has no free slot, the server counts the waiting runs in
+    the database. The cached number is wrong by at most the number of runs that have returned to the queue since the
+    count.
     """
 
     def __init__(self) -> None:
@@ -219,7 +218,7 @@ class QueueLimits:
         self._room: dict[str, int] = {}
 
     def enter(self, owner: str) -> bool:
-        """Use a free queue slot. Return False if the caller must count rows first."""
+        """Take a free queue slot. Return False if the caller must count the waiting runs first."""
         with self._lock:
             room = self._room.get(owner, 0)
             if room > 0:
@@ -227,7 +226,7 @@ class QueueLimits:
             return room > 0
 
     def counted(self, owner: str, free: int) -> None:
-        """Store the number of free slots of an owner after a count."""
+        """Cache the number of an owner's free slots after a count."""
         with self._lock:
             if len(self._room) >= _OWNERS_MAX:
                 self._room.clear()
@@ -235,11 +234,11 @@ class QueueLimits:
 
 
 def check(request: RunRequest, who: Caller) -> None:
-    """Refuse a request that is invalid regardless of the server's state."""
+    """Refuse a request that is invalid in every state of the server."""
     if created_wall_ns(request.id) is None:
         raise InvalidValue(
             f"{request.id[:40]!r} is not a valid run identifier",
-            hint="a run identifier has 26 characters, generated by the client",
+            hint="use a client-generated run identifier of 26 characters",
         )
     check_spec(request.spec, who)
     _check_payload(request)
@@ -247,7 +246,7 @@ def check(request: RunRequest, who: Caller) -> None:
 
 
 def check_spec(spec: RunSpec, who: Caller) -> None:
-    """Refuse an invalid spec."""
+    """Refuse a run with an invalid spec."""
     if spec.spec_version != SPEC_VERSION:
         raise InvalidValue(
             f"the run uses spec version {spec.spec_version}, but this server supports version {SPEC_VERSION}",
@@ -259,7 +258,7 @@ def check_spec(spec: RunSpec, who: Caller) -> None:
     if spec.team is not None and spec.team not in who.teams:
         raise InvalidValue(
             f"{who.name} is not a member of team {spec.team[:NAME_CHARACTERS_MAX]!r}",
-            hint=f"your teams: {', '.join(who.teams) or 'none'}; `sgpu team join` adds you to a team",
+            hint=f"use one of your teams ({', '.join(who.teams) or 'none'}), or join a team with `sgpu team join`",
         )
     secrets.check(spec.secrets, spec.secret_variables)
     if len(spec.tags) > TAGS_MAX:
@@ -327,7 +326,7 @@ def _check_origin(request: RunRequest) -> None:
     if len(context) > CONTEXT_BYTES_MAX:
         raise TooLarge(
             f"the caller's context has {len(context)} bytes, over the limit of {CONTEXT_BYTES_MAX}",
-            hint="remove very large environment variables",
+            hint="remove very large environment variables before the call",
         )
     if not context.lstrip().startswith(b"{"):
         raise InvalidValue("the caller's context is not a JSON object")

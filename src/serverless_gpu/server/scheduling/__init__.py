@@ -1,5 +1,5 @@
-"""The scheduler and the reconciler, with queue snapshot, planner state and feasibility checks.
+"""Contains the scheduler, reconciler, queue snapshot, planner state and feasibility checks.
 
-Each tick of `scheduler.py` writes attempts and orders in one transaction. `reconciler.py` completes work that a crash
-interrupted. `model/scheduling` contains the scheduling algorithm.
+`scheduler.py` places runs and stores their attempts and orders. `reconciler.py` compares running attempts with the
+reports of the nodes. `model/scheduling` contains the scheduling algorithm.
 """

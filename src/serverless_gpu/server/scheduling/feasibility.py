@@ -6,17 +6,17 @@
                                                                        └▶ none could           ─▶ NoSuitableNode
     no known node, or a node of the engine has not sent hello yet      ─▶ queued; decided later
 
-`FeasibilityCache` caches feasible demands for some seconds. The server therefore checks only one of a thousand equal
-requests. The cache also stores which runs were queued before nodes were known.
+`FeasibilityCache` caches feasible demands for some seconds. With a thousand equal requests, the server therefore checks
+only the first request. The cache also stores the runs that the server queued before it knew any nodes.
 
-The server always queues a run with the `wait` option. `UnsatisfiableRuns` ends queued runs that no node can execute for
-`unsatisfiable_after`, also after a node left:
+The server always queues a run with the `wait` option. `UnsatisfiableRuns` ends a queued run if no node could execute
+the run during `unsatisfiable_after`:
 
     a node leaves, a pool shrinks ─▶ "no node has H100 …" ── no change in time ─▶ FAILED/unsatisfiable
                                      └─ a node joins ─▶ it waits like any other run; the timer is reset
 
-The timer exists only in memory, so the timer starts again after a restart. Downtime of the server therefore does not
-end a run. A silent or drained node can return, so the server counts the node until an operator forgets it.
+The timer of an unsatisfiable run exists only in memory and starts again after a server restart. Server downtime
+therefore does not end a run. The server also counts silent and drained nodes, because they can return.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KEPT_S = 10.0
 _ALIKE_MAX = 1_000
 _UNDECIDED_MAX = 10_000
 KNOWN_S = 86_400.0
-"""Seconds after its last message during which a silent node still counts as known."""
+"""Seconds after its last message during which a silent node counts as known."""
 EVERY_S = 30.0
 AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
 class Feasibility:
-    """Checks that a node could execute a run."""
+    """Checks that at least one node could execute a run."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Feasibility:
     def refuse(self, connection: sa.Connection, run: StoredRun) -> bool:
         """Refuse a run that no known node could ever execute.
 
-        Return True if the known nodes suffice for a decision. Otherwise the caller passes the run to
-        `FeasibilityCache.defer`.
+        Return True if the server knows enough nodes for a decision. If the result is False, the caller passes the run
+        to `FeasibilityCache.defer`.
         """
         if run.spec.wait:
             return True
@@ -95,7 +95,7 @@ class Feasibility:
         return is_decided
 
     def decide(self, connection: sa.Connection, asked: QueuedRun) -> tuple[bool, Shortage | None]:
-        """Return True if the known nodes suffice for a decision, and the shortage if no node fits the run."""
+        """Return True if the server knows enough nodes for a decision, and the shortage, if any."""
         alike, now_ns = like(asked), self._clock.boottime_ns()
         if self._feasible.knows(alike, now_ns):
             return True, None
@@ -119,7 +119,7 @@ class Feasibility:
 
 
 class FeasibilityCache:
-    """Caches feasible demands and stores deferred runs. Thread-safe."""
+    """Caches feasible demands and keeps a list of deferred runs. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -132,14 +132,14 @@ class FeasibilityCache:
             return now_ns < self._until_ns.get(alike, 0)
 
     def note(self, alike: QueuedRun, now_ns: int) -> None:
-        """Record in the cache that some node could satisfy a demand."""
+        """Record a demand that some node could satisfy."""
         with self._lock:
             if len(self._until_ns) >= _ALIKE_MAX:
                 self._until_ns.clear()
             self._until_ns[alike] = now_ns + round(KEPT_S * 1e9)
 
     def defer(self, run_id: str) -> None:
-        """Store a run that the server queued before it knew all nodes."""
+        """Add a run that the server queued before it knew all nodes."""
         with self._lock:
             if len(self._undecided) < _UNDECIDED_MAX:
                 self._undecided[run_id] = None
@@ -150,13 +150,13 @@ class FeasibilityCache:
             return list(self._undecided)
 
     def settle(self, run_id: str) -> None:
-        """Remove a run from the deferred runs, because the server has decided it or the run no longer waits."""
+        """Remove a run from the deferred runs."""
         with self._lock:
             self._undecided.pop(run_id, None)
 
 
 class UnsatisfiableRuns:
-    """Ends runs that wait for devices that no node has. Not thread-safe."""
+    """Ends waiting runs whose devices no node can provide. Not thread-safe."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some runs that waited too long for a suitable node. Return the number of runs over the limit."""
+        """End some runs that waited too long for a suitable node. Return the number of all such runs."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
@@ -198,7 +198,7 @@ class UnsatisfiableRuns:
         return len(over)
 
     def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
-        """End deferred runs if no node could ever serve them, now that the nodes are known."""
+        """Decide deferred runs again, and end the runs that no known node could ever execute."""
         for run_id in self._feasible.undecided():
             run = waiting.get(run_id)
             if run is None:
@@ -211,7 +211,7 @@ class UnsatisfiableRuns:
                 self._end(run_id, self._sentences.impossible(run) or found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
-        """Return the time when an unsatisfiable run ends, nanoseconds since 1970; None for never."""
+        """Return the time at which the server ends an unsatisfiable run (nanoseconds since 1970), or None."""
         after_s, clock = self._settings.unsatisfiable_after_s, self._clock
         if not after_s:
             return None
@@ -221,7 +221,7 @@ class UnsatisfiableRuns:
         return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
-        """Return the reason for each run that no node can ever execute, computed once for equal demands."""
+        """Return the reason for each run that no node can ever execute."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for run in waiting:

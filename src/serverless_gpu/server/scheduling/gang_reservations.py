@@ -1,4 +1,4 @@
-"""Reserves placed gangs with an engine. The server sends orders only after the reservation.
+"""Reserves placed gangs with an engine before the server sends the start orders.
 
     just placed ─▶ `ask`  ─┐
     each tick   ─▶ `look` ─┴▶ engine.submit
@@ -7,10 +7,11 @@
          Impossible   the run returns to the queue
     stop request before the reservation ─▶ the attempt ends at once
 
-A gang that also uses nodes outside the engine waits as a whole. Ranks that start early would find no peers.
+If a gang also uses nodes outside the engine, the server holds back the orders of all its nodes. Ranks that start before
+their peers would fail to connect.
 
-After a crash, the server reads the open orders and the engine's reservations and continues. Engines store their
-reservations. An order without a reservation was therefore never sent, unless a node has confirmed the order.
+After a crash, the next server process reads the open orders and the engine's stored reservations. If a gang has neither
+a reservation nor a confirmed order, no server process has sent its orders.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from serverless_gpu.server.records import crews, orders, runs
 from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.nodes import StoredNode
 
-_UNKNOWN = "\0"  # An earlier server process may have stored an outdated wait reason.
+_UNKNOWN = "\0"  # Placeholder for a wait reason that an earlier server process may have stored.
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """A gang that the engine must reserve."""
+    """A gang whose nodes the engine must reserve."""
 
     run_id: str
     fence: int
-    request: Request  # The engine request for the nodes of the gang that belong to the engine.
-    node_ids: tuple[str, ...]  # All nodes of the gang.
+    request: Request  # The reservation request for the gang's engine nodes.
+    node_ids: tuple[str, ...]  # Identifiers of all nodes of the gang.
 
 
 class EngineReservations:
-    """Reserves gangs with an engine. Only the method `give_back` is thread-safe.
+    """Reserves gangs with an engine. Only `give_back` is thread-safe.
 
-    Nodes that the engine does not know joined the server without the engine.
+    Machines can also join the server without the engine.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class EngineReservations:
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if the scheduler must query the engine again soon."""
+        """Return True if gangs still wait for a reservation by the engine."""
         return bool(self._asked)
 
     def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
-        """Reserve a newly placed gang."""
+        """Request the reservation of a newly placed gang."""
         shares = [
             (share.node_id, Share(node=stored[share.node_id].name, gpu_type=share.gpu_type, count=share.count))
             for share in placement.shares
@@ -79,9 +80,9 @@ class EngineReservations:
             self._ask(asked)
 
     def look(self, active: Sequence[ActiveRun]) -> None:
-        """Request every missing reservation of a starting gang, even if an earlier server placed the gang.
+        """Request the missing reservations of starting gangs, also for an earlier server process.
 
-        A running gang is already reserved, and a gang that has ended needs no reservation.
+        A running gang already has a reservation.
         """
         if self._engine is None:
             return
@@ -108,14 +109,14 @@ class EngineReservations:
             self._ask(asked)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Requeue a run whose order is unsent, and return True if the run was requeued."""
+        """Requeue a run whose start order is unsent. Return True if the run was requeued."""
         is_over = self._requeue.give_back(run_id, fence, why)
         if is_over and self._engine is not None:
             self._engine.release(f"{run_id}:{fence}")
         return is_over
 
     def _look_first(self, found: Sequence[ActiveRun]) -> None:
-        """Adopt placed gangs of an earlier process without a reservation, because their orders are unsent."""
+        """Register the unsent orders of gangs that an earlier process placed but did not reserve."""
         if self._has_looked:
             return
         ids = [run.id for run in found]
@@ -125,7 +126,7 @@ class EngineReservations:
             return [
                 (run.id, run.fence)
                 for run in runs.find_many(connection, ids)
-                # The run may have started after the backup from which an operator restored the server.
+                # Skip restored runs, because a run may have started after the server's backup.
                 if run.restored_ns is None and (run.id, run.fence) not in taken
             ]
 
@@ -135,7 +136,7 @@ class EngineReservations:
         self._has_looked = True
 
     def _wanted(self, run_id: str, fence: int, shares: Sequence[tuple[str, Share]]) -> _Asked | None:
-        """Return the request to the engine, or None if the gang uses no node of the engine."""
+        """Return the engine request for a gang, or None if the gang uses no engine nodes."""
         engine = self._engine
         own = tuple(share for _, share in shares if engine is not None and engine.has(share.node))
         if engine is None or not own:
@@ -156,13 +157,13 @@ class EngineReservations:
         elif isinstance(answer, Impossible):
             del self._asked[gang]
             if not self.give_back(asked.run_id, asked.fence, answer.sentence):
-                # An earlier process may have sent the order. The node then reports the outcome.
+                # An earlier process may have sent the order, so the node will report the outcome.
                 self._say(asked, answer.sentence)
         else:
             self._say(asked, answer.sentence)
 
     def _say(self, asked: _Asked, sentence: str) -> None:
-        """Store the wait reason of a gang, if the reason has changed."""
+        """Store the wait reason of a gang if the reason has changed."""
         gang = asked.request.gang.id
         if self._said.get(gang, "") == sentence:
             return

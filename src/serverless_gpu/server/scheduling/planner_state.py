@@ -1,24 +1,23 @@
-"""Synchronizes the scheduler's planner with the database: each tick applies the differences.
+"""Synchronizes the scheduler's planner with the database by applying the differences in each tick.
 
     database, presence ─▶ current state ─┐
                                          ├─ difference ─▶ Planner.apply ─▶ Planner.decide ─▶ placements, preemptions
     state that the planner knows ────────┘
 
-The sync counts decisions of the planner (placements, preemptions) as part of the planner's known state. Storing a
-decision can fail: a user cancels the run, the node restarts, or the database is unavailable. The next tick then reads
-the actual state and applies the difference. The sync therefore never has to undo a decision.
+After a decision of the planner, the sync treats its placements and preemptions as executed. The server may fail to
+store a decision, for example because the user has canceled the run. After such a failure, the next tick reads the
+actual state and applies the difference to the planner. The sync therefore needs no code that undoes decisions.
 
-The planner's clock is the wall clock time at the start plus the boottime since the start. The planner's clock never
-moves backwards, and its times are readable dates. If an operator moves the wall clock by more than `OFF_S`, the sync
-creates a new planner from the database. The database stores the promised latest start of each run, and the sync passes
-these times to a new planner.
+The planner's clock adds the boottime since the server's start to the wall clock time of the start. The planner's clock
+therefore never moves backwards. If an operator moves the wall clock by more than `OFF_S`, the sync creates a new
+planner from the database. The sync restores the promised latest start of each run from the database.
 
 Failure cases:
 
-- A tick fails. After `forget`, the next tick begins with an empty planner, as after a start.
+- A tick fails. The scheduler calls `forget`, so the next tick creates a new planner from the database.
 
-- The server is killed after it promised a latest start and before it stored the promise. The next server process may
-  start the run later than promised.
+- The server is killed before it stores a promised latest start. The next server process may then start the run later
+  than promised.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ V = TypeVar("V")
 
 
 class PlannerSync:
-    """Synchronizes a planner with the database. Not thread-safe. Other threads use `WaitReasons`."""
+    """Synchronizes a planner with the database. Not thread-safe, so other threads must use `WaitReasons`."""
 
     def __init__(
         self,
@@ -88,34 +87,34 @@ class PlannerSync:
         self.forget()
 
     def forget(self) -> None:
-        """Begin with an empty planner at the next tick."""
+        """Drop the planner, so that the next tick creates a new planner."""
         self._planner: Planner | None = None
         self._policy: QueuePolicy | None = None
         self._nodes: dict[str, Node] = {}
         self._pools: dict[str, Pool] = {}
         self._waiting: dict[str, QueuedRun] = {}
         self._running: dict[str, RunningRun] = {}
-        # Placed runs that the planner counts as running and that the database does not contain yet.
+        # Placed runs that the database does not show as running yet.
         self._unseen: set[str] = set()
-        self._underway: dict[str, Placement] = {}  # Placements that the scheduler has not written yet.
-        self._promised: dict[str, Reservation] = {}  # Promised latest starts that the database contains.
+        self._underway: dict[str, Placement] = {}  # Placements that the scheduler has not written to the database yet.
+        self._promised: dict[str, Reservation] = {}  # Promised latest starts in the database.
         self._sentences.close()
 
     def now(self) -> int:
-        """Return the time of the planner's clock, nanoseconds since 1970."""
+        """Return the time of the planner's clock in nanoseconds since 1970."""
         return self._clock.boottime_ns() + self._base_ns
 
     def underway(self) -> list[Placement]:
-        """Return decided placements that the database does not contain yet, in queue order."""
+        """Return the placements that the scheduler has not written to the database yet, in queue order."""
         return list(self._underway.values())
 
     def tried(self, placements: Iterable[Placement]) -> None:
-        """Mark placements as tried. The next read shows which of the placements the database contains."""
+        """Remove placements from the list of unwritten placements."""
         for placement in placements:
             del self._underway[placement.run_id]
 
     def read(self) -> Reading:
-        """Read the current state from the database."""
+        """Read the current state of the queue from the database."""
         self._set_clock()
         now_ns, afresh = self.now(), self._planner is None
         underway = {run_id: sum(share.count for share in one.shares) for run_id, one in self._underway.items()}
@@ -124,7 +123,7 @@ class PlannerSync:
         )
 
     def tell(self, reading: Reading) -> None:
-        """Apply the changes to the planner. The planner counts unstored placements as running."""
+        """Apply the changes in the database to the planner, which counts unstored placements as running."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         offered = self._offers.of(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
@@ -154,7 +153,7 @@ class PlannerSync:
                 self._hub.touch(run_key(change.wanted.run_id))
 
     def decide(self) -> Decision:
-        """Return new placements and preemptions. The planner counts these decisions as executed."""
+        """Return new placements and preemptions, which the planner counts as executed."""
         planner = self._planner
         assert planner is not None
         now_ns = self.now()
@@ -172,7 +171,7 @@ class PlannerSync:
         return decision
 
     def promise(self) -> None:
-        """Store promised latest starts, so that the promises survive a restart."""
+        """Store the promised latest starts of runs in the database."""
         planner = self._planner
         assert planner is not None
         promises = planner.promises()
@@ -183,14 +182,14 @@ class PlannerSync:
         self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
-        """Return the changes of runs. Departing runs precede new runs, because departing runs free devices."""
+        """Return the changes of runs, beginning with departed runs, because these runs free devices."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
         running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
         self._unseen.difference_update(reading.running)
         for run_id in (*self._waiting, *self._running):
             is_here = run_id in waiting or run_id in running
             had_devices = run_id in self._running and run_id not in running and run_id not in self._unseen
-            if not is_here or had_devices:  # A waiting run that had devices before has already used device time.
+            if not is_here or had_devices:  # A requeued run has already used device time.
                 yield Gone(run_id)
         for run_id, now_running in running.items():
             if self._running.get(run_id) != now_running:
@@ -222,5 +221,5 @@ def _about(change: Gone | DevicesTaken | Arrived) -> str:
 
 
 def _news(before: Mapping[str, V], now: Mapping[str, V]) -> list[V]:
-    """Return the values that are new or different in the second mapping."""
+    """Return the values in `now` that are missing or different in `before`."""
     return [value for key, value in now.items() if before.get(key) != value]

@@ -1,20 +1,21 @@
-"""Reads the queue: waiting and running runs as input of the planner, and limits on starts.
+"""Reads the waiting and running runs for the planner, and finds runs that limits hold back.
 
     queue, running runs ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
                                                      └─── no ──▶ rows, past ─▶ `queued_run` (StoredRun → QueuedRun)
 
-For a queue of 10,000 runs, a tick needs one query of identifiers. The snapshot reads the rows of a run only if the run
-is new or waits again. The snapshot reads past durations of a run name if the name is new or one of its runs has ended.
-Each tick reads durations for at most `LEARN_AT_ONCE` names. The snapshot ignores small changes of a duration.
+Even for a queue of 10,000 runs, a tick needs only one query for run identifiers. The snapshot reads the rows of a run
+only if the run is new or has been requeued. The snapshot reads past durations of runs with the same name if the name is
+new or a run has ended. Each tick reads past durations for at most `LEARN_AT_ONCE` run names. The snapshot ignores small
+changes of an expected duration.
 
-`held_back` finds runs that may not start in this tick even if devices are free, because of policy caps or budgets:
+`held_back` finds the runs that policy caps or budgets prevent from starting in the current tick:
 
     snapshot: queue, running runs ─▶ caps, budgets ─▶ model/scheduling/concurrency_limits.py ─▶ sentences by run
 
     estimate, for one run that is not submitted yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: the user's devices now, including this run
 
-A held-back run waits outside the queue order. Its wait sentence contains the reason, and each tick checks the run
+A held-back run waits outside the queue order, with the reason in its wait sentence. Each tick checks held-back runs
 again.
 """
 
@@ -53,28 +54,28 @@ from serverless_gpu.server.records.runs import StoredRun
 
 LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
-"""Start time in the planner of runs that wait until another state changes."""
+"""Planner start time of runs that cannot start before some other state changes."""
 _NAMES_MAX = 50_000
 _NOTHING: Mapping[str, int] = MappingProxyType({})
-_SAME = 0.25  # Relative change of a learned duration below which the snapshot ignores the change.
+_SAME = 0.25  # Relative change of an expected duration that the snapshot ignores.
 _Name = tuple[str, str]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue and its limits in one database transaction."""
+    """The state of the queue and the nodes, from one database transaction."""
 
     capacity: CapacitySnapshot
-    waiting: Mapping[str, QueuedRun]  # Waiting runs by identifier, in order of class and age.
-    running: Mapping[str, RunningRun]  # Runs with devices, by identifier.
-    policy: QueuePolicy  # True if an operator drains the server.
+    waiting: Mapping[str, QueuedRun]  # Waiting runs by identifier, sorted by class and age.
+    running: Mapping[str, RunningRun]  # Runs that hold devices, by identifier.
+    policy: QueuePolicy
     used: Used | None = None
-    """Past usage (`used`) and promised latest starts (`promised`), if the caller requested these values."""
+    """Past usage of teams and users, or None if the caller did not request the usage."""
     promised: tuple[Reservation, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A run in the cache: its attempt, its waiting state, and its demand."""
+    """A cached run with its attempt, its waiting state, and its demand."""
 
     fence: int
     waits: bool
@@ -85,7 +86,7 @@ class _Entry:
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
-    # The attempt, and the time when the snapshot first saw a request to leave the node.
+    # Fence of the leaving attempt, and the time when the snapshot first saw its stop request.
     leaving: tuple[int, int] | None = None
 
 
@@ -112,12 +113,12 @@ class QueueSnapshot:
         afresh: bool,
         underway: Mapping[str, int] = MappingProxyType({}),
     ) -> Reading:
-        """Read the queue and its limits.
+        """Read the queue, the nodes, and the limits on starts.
 
-        With `afresh`, the method also reads past runs. `underway` contains the devices of runs that the scheduler is
-        about to place. The database still shows these runs as waiting.
+        With `afresh`, the method also reads past usage and promised starts. `underway` contains the number of devices
+        of each run that the scheduler has decided to place. The database still shows such a run as waiting.
         """
-        as_of = self._budget_admission.as_of()  # Read this value before any row, see `LookInputs`.
+        as_of = self._budget_admission.as_of()  # Read the budget inputs before any row, as `LookInputs` explains.
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = pools.queue_policy(connection, self._settings.queue)
@@ -135,14 +136,14 @@ class QueueSnapshot:
         )
 
     def move(self, by_ns: int) -> None:
-        """Apply a clock step, so that pauses after failed starts keep their length."""
+        """Shift the pauses after failed starts by a clock step, so that their length does not change."""
         for entry in self._known.values():
             if 0 < entry.wanted.not_before_ns < FOREVER_NS:
                 until_ns = entry.wanted.not_before_ns + by_ns
                 entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
 
     def _set_isolation(self, now: uid_sharing.Isolation) -> None:
-        """Store which principal may use each pool that serves only one principal."""
+        """Update the cached runs after a change of the isolation of pools."""
         if now == self._isolation:
             return
         self._isolation = now
@@ -193,7 +194,7 @@ class QueueSnapshot:
         self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
 
     def _learn(self, connection: sa.Connection) -> None:
-        """Read past durations of some names that are new or whose runs have ended since the last read."""
+        """Read the past durations of run names that are new or whose runs have ended."""
         changed: set[_Name] = set()
         for name in list(self._to_learn)[:LEARN_AT_ONCE]:
             del self._to_learn[name]
@@ -217,17 +218,17 @@ class QueueSnapshot:
         underway: Mapping[str, int],
         as_of: LookInputs,
     ) -> dict[str, QueuedRun]:
-        """Return the waiting runs. Runs that may not start now wait outside the queue order."""
+        """Return the waiting runs, with a reason for each run that may not start now."""
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
-        # Another transaction has just removed a run without a cache entry.
+        # Another transaction has deleted the runs without a cache entry.
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}
         if server_drain is not None:
             return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
-        beside = out | closed | underway.keys()  # Runs in `beside` use no capacity of a policy cap or a budget.
+        beside = out | closed | underway.keys()  # Runs in `beside` do not count against policy caps and budgets.
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
         self._spending.look(connection, as_of)
         rooms = self._budget_admission.rooms(connection, there)
@@ -242,7 +243,7 @@ class QueueSnapshot:
         }
 
     def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[WaitingRun, int]]:
-        """Return runs that use devices or are about to use them, with the number of devices."""
+        """Return the runs that hold devices or are about to start, each with its number of devices."""
         for run in there.active:
             entry = self._known.get(run.id)
             gpus = sum(crew.gpus for crew in there.having(run))
@@ -273,7 +274,7 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _kept_back(entry: _Entry, why: str) -> QueuedRun:
-    """Return a run outside the queue order. If the reason is unchanged, return the cached value."""
+    """Return a run that waits outside the queue order for the given reason."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
@@ -290,25 +291,25 @@ def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, 
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """Information about a run in addition to its row."""
+    """Facts about a run's earlier attempts and about earlier runs."""
 
-    failed: frozenset[str] = frozenset()  # Nodes on which an attempt of the run was lost or did not begin.
+    failed: frozenset[str] = frozenset()  # Nodes on which an attempt of the run was lost or failed to start.
     apart: frozenset[tuple[str, str]] = frozenset()  # Pairs of nodes that could not connect to each other.
-    preemptions: int = 0  # Number of preemptions of the run.
+    preemptions: int = 0  # Number of times that the scheduler has preempted the run.
     expected_s: float | None = None  # Expected device time of the run, from earlier runs of the same name.
     second_principal: bool = False
-    """True if the owner may not use pools without isolation, because another principal uses them."""
+    """True if pools without isolation are reserved for another principal."""
 
 
 NO_PAST = Past()
 
 
 def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
-    """Return a stored run as input of the planner."""
+    """Convert a stored run to the planner's `QueuedRun`."""
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
-    # Runs that contain the caller's files use the caller's interpreter.
+    # A run from a snapshot or with a pickled function needs the caller's Python version.
     needs_python = run.snapshot or (isinstance(spec.payload, Function) and not run.target.machine)
     return QueuedRun(
         run_id=run.id,
@@ -342,10 +343,10 @@ def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRu
 
 
 def _several(run: StoredRun) -> tuple[bool, str]:
-    """Return True if a run may use several nodes, else False and the change that would allow this.
+    """Return True if a run may use several nodes, or False and a change that permits several nodes.
 
-    The planner uses several nodes only if no single suitable node can hold the run. A run with `same_node` needs all
-    devices on one node. A kernel is one process. Local files exist on one machine only.
+    The planner uses several nodes only if no single suitable node can hold the run. A run with `same_node`, a kernel,
+    or local files always runs on one node.
     """
     spec, resources = run.spec, run.spec.resources
     if resources.gpus is None or isinstance(spec.payload, Kernel):
@@ -358,7 +359,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
 
 
 def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
-    """Return the demand of a run after its user code began, when its time limit has begun."""
+    """Return the demand of a running run, whose time limit has begun."""
     if asked.limit_s is None:
         return asked
     less_s = START_S - max(0.0, after_s)
@@ -366,12 +367,12 @@ def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
 
 
 def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
-    """Return the end and the reason of a run's pause after an attempt that failed to start."""
+    """Return the end and the reason of a run's pause after a failed start."""
     last = run.attempt
     if last is None or last.ended_ns is None:
         return 0, ""
     pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
-    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # The bound limits the pause even after a clock change.
+    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # `min` bounds the remaining pause after a clock change.
     if left_ns <= 0:
         return 0, ""
     at = format_clock(now_ns + left_ns)
@@ -381,7 +382,7 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
 
 
 def candidate_of(run: StoredRun) -> WaitingRun:
-    """Return a run as input of policy caps and budgets."""
+    """Convert a stored run to the `WaitingRun` of policy caps and budgets."""
     resources = run.spec.resources
     return WaitingRun(
         run_id=run.id,
@@ -402,9 +403,9 @@ def held_back(
     running: Iterable[tuple[WaitingRun, int]],
     rooms: BudgetRooms | None = None,
 ) -> dict[str, str]:
-    """Return the waiting runs that may not start in this tick, each with a sentence.
+    """Return the reasons of waiting runs that caps or budgets hold back, by run identifier.
 
-    `waiting` must have the order of the queue.
+    The caller passes `waiting` in queue order.
     """
     caps = policies.caps(connection)
     if not caps and rooms is None:
@@ -417,13 +418,13 @@ def held_back(
 
 
 def why_not(connection: sa.Connection, run: StoredRun, rooms: BudgetRooms | None, freed: frozenset[CrewId]) -> str:
-    """Return why a run could not start now even at the front of the queue, or ""."""
+    """Return the reason why caps or budgets would hold back a run at the front of the queue, or ""."""
     running = [(candidate_of(other), count) for other, count in _having(connection, run.owner, freed)]
     return held_back(connection, [candidate_of(run)], running, rooms).get(run.id, "")
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
-    """Return True if a run would exceed a policy cap, including runs that were placed in this tick."""
+    """Return True if `count` more devices for a run would exceed one of its policy caps."""
     caps = policies.caps(connection)
     capped = [policy for policy in candidate_of(run).policies if policy in caps]
     if not capped:
@@ -436,7 +437,7 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
 
 
 def _having(connection: sa.Connection, owner: str, freed: frozenset[CrewId]) -> Iterable[tuple[StoredRun, int]]:
-    """Return an owner's runs with devices, each with the number of devices."""
+    """Return the owner's runs that hold devices, each with its number of devices."""
     for run in runs.active_of(connection, owner):
         there = () if run.attempt is None else run.attempt.open_crews
         gpus = sum(crew.gpus for crew in there if crew.id not in freed)

@@ -7,8 +7,8 @@
     nodes that cannot connect to each other      the gang is called off and placed again (`rendezvous.py`)
     an engine's events                           nodes become available or lost
 
-Each decision is one transaction that checks that the run has not changed since the read. After a concurrent report, the
-reconciler does nothing, and the next tick checks again.
+Each decision is one transaction, which first checks that the run has not changed since the read. If the run has
+changed, the reconciler leaves the decision to the next tick.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Reconciler:
         )
 
     def tick(self, now_ns: int) -> int | None:
-        """Run every due check, and return the time of the next tick."""
+        """Run all due checks, and return the time of the next tick."""
         self._hear_engine()
-        # Read the reservations before the database. The server stores a run before it reserves, so a reservation
+        # Read the reservations before the database. The server stores a run before it reserves nodes, so a reservation
         # without a run is obsolete.
         reserved = self._engine.recover() if self._engine is not None else ()
         known = self._deliveries.known()
@@ -107,13 +107,13 @@ class Reconciler:
         return now_ns + round(EVERY_S * 1e9)
 
     def _is_held_back(self, run: ActiveRun) -> bool:
-        """Return True if the server holds back the orders of a gang until an engine has reserved the gang."""
+        """Return True if the server holds back a gang's orders until an engine has reserved the gang."""
         deliveries = self._deliveries
         nodes_of_it = [crew.node for crew in run.crews]
         return deliveries.never_left(run.id, run.fence) and deliveries.is_held_back(run.id, run.fence, nodes_of_it)
 
     def _hear_engine(self) -> None:
-        """Record which nodes the engine reports as lost or found. Nodes use the engine's node names."""
+        """Record which nodes the engine reports as lost or found."""
         if self._engine is None:
             return
         heard = self._engine.events()
@@ -129,7 +129,7 @@ class Reconciler:
         self._hub.touch(SCHEDULER)
 
     def _release(self, reserved: Sequence[str], gangs: set[tuple[str, int]]) -> None:
-        """Release the engine's reservations of gangs that have ended."""
+        """Release the engine reservations of ended gangs."""
         if self._engine is None:
             return
         going_on = {f"{run_id}:{fence}" for run_id, fence in gangs}

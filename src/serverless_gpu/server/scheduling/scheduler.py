@@ -1,4 +1,4 @@
-"""The scheduler: reads the state, decides, stores placements in transactions, and notifies nodes.
+"""Places waiting runs: reads the queue, decides, stores placements, and notifies nodes.
 
     a run waits, a node joined, devices are free ── wakeup ─▶ tick
         read      nodes, running runs, the queue           one transaction                 `queue_snapshot.py`
@@ -8,15 +8,16 @@
         notify    order streams of nodes, streams of runs, runs to preempt
 
 If the server is killed during a tick, the database contains either a waiting run or an unconfirmed order. The next
-server process continues from this state, because the scheduler starts nothing from memory. The scheduler rebuilds the
-planner from the database at the start, after a failed tick, and after a clock change.
+server process continues from the database, because the scheduler sends only stored orders. The scheduler rebuilds the
+planner from the database after a start, a failed tick or a clock change.
 
-`Preemptor` requests that runs stop so that other runs can start. The preempted runs continue later:
+`Preemptor` stops runs to free devices for other runs. Preempted runs continue later:
 
     decision ─▶ does the other run still wait? ─▶ StopReason.PREEMPT by the server, naming the other run ─▶ node
             ranks write a checkpoint ─▶ attempt ends: PREEMPTED ─▶ the run waits again with its old age
 
-The preemptor skips a preemption if the waiting run no longer waits. The next decision uses the new state.
+The preemptor skips a preemption if the run that needs the devices no longer waits. The planner's next decision uses the
+new state of both runs.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 PREEMPTED_TOGETHER = 8
 AT_ONCE = 64
-"""Maximum number of placements in one tick. After a full tick, the next tick follows immediately."""
+"""Maximum number of placements in one tick. If more placements remain, the next tick follows immediately."""
 TOGETHER = 8
-"""Maximum number of placements in one transaction. Other writers wait at most for these placements."""
+"""Maximum number of placements in one transaction, so that other writers do not wait long."""
 SECRETS = "secrets"
-"""A capability in `AgentHello.takes`. Runs with secrets start only on nodes with this capability."""
+"""Capability in `AgentHello.takes` that a node needs for runs with secrets."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Scheduler:
         self._reserving = reserving
 
     def tick(self, now_ns: int) -> int | None:
-        """Place runs, and wake the streams of runs whose wait reason has changed."""
+        """Place waiting runs, and wake the streams of runs whose wait reason has changed."""
         reading = self._planning.read()
         self._reserving.look(reading.capacity.active)
         is_done = False
@@ -120,7 +121,7 @@ class Scheduler:
             wake_ns = self._plan(reading, now_ns)
             is_done = True
         finally:
-            if not is_done:  # The scheduler may not have stored all decisions.
+            if not is_done:  # After a failure, rebuild the planner, because some decisions may be unstored.
                 self._planning.forget()
         more = self._impossible.look(reading.waiting, now_ns) > feasibility.AT_ONCE
         for run_id in self._sentences.news():
@@ -131,7 +132,7 @@ class Scheduler:
         return min(now_ns + round(after_s * 1e9), wake_ns)
 
     def _plan(self, reading: Reading, now_ns: int) -> int:
-        """Decide, store placements up to the limit of a tick, and return the boottime of the next decision."""
+        """Decide, store at most `AT_ONCE` placements, and return the boottime of the next decision."""
         planning = self._planning
         stored = by_id(reading.capacity.nodes)
         planning.tell(reading)
@@ -152,7 +153,7 @@ class Scheduler:
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        """Store placements, then act on each. An impossible placement does not block other placements."""
+        """Store placements and notify nodes. An impossible placement does not block other placements."""
         at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:
@@ -164,7 +165,7 @@ class Scheduler:
             self._spending.entered()
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
-            # The server must also wake the stream of a run that ended without an order.
+            # Also wake the stream of a run that ended without a start order.
             self._hub.touch(run_key(placement.run_id))
             if isinstance(came, TransitionResult):
                 self._announcer.announce(came)
@@ -189,31 +190,34 @@ class Scheduler:
     def _intend(
         self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
     ) -> int | TransitionResult | None:
-        """Return the attempt's fence, or the transition if it ended immediately, or None without an attempt."""
+        """Create an attempt.
+
+        Return the fence of the attempt, the transition of an attempt that ended at once, or None.
+        """
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
-            return None  # A user canceled the run in the meantime.
+            return None  # A user has canceled the run since the decision.
         if run.owner in owner_suspension.suspended_owners(connection, run.owner):
-            return None  # An administrator suspended the owner in the meantime.
+            return None  # An administrator has suspended the owner since the decision.
         if drain.find(connection) is not None:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
-            # The node restarted, or an operator forgot the node. The next hello of the node wakes the scheduler.
+            # The node has restarted or left since the decision. Its next hello message wakes the scheduler.
             return None
         if not uid_sharing.admits(connection, run.owner, on[0].pool):
-            return None  # An administrator changed the isolation in the meantime.
+            return None  # An administrator has changed the pool's isolation since the decision.
         if len(on) > 1 and (len({node.pool for node in on}) > 1 or not all(node.takes_crews for node in on)):
-            return None  # A node moved to another pool or changed its version after the decision.
+            return None  # A node has changed its pool or its version since the decision.
         new = NewAttempt(
             gpu_type=placement.shares[0].gpu_type,
             world_size=sum(share.count for share in placement.shares),
             num_nodes=len(on),
         )
         if queue_snapshot.is_full(connection, run, new.world_size, self._leases.freed()):
-            return None  # Runs that the scheduler placed before this run use up the owner's policy cap.
+            return None  # Earlier placements in the same tick have used up the owner's policy cap.
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
-            return None  # Runs that the scheduler placed before this run use up a budget.
+            return None  # Earlier placements in the same tick have used up a budget.
         new = priced
         reason, problem = None, ""
         try:
@@ -235,7 +239,7 @@ class Scheduler:
         return fence
 
     def _crews(self, run: StoredRun, placement: Placement, on: Sequence[StoredNode]) -> list[NewCrew]:
-        """Return the parts of a run's next attempt on its nodes, by node rank."""
+        """Return the rows for the nodes of a run's next attempt, by node rank."""
         named = {node.name: node for node in on}
         laid = laid_out([(node.name, share.count) for node, share in zip(on, placement.shares, strict=True)])
         return [
@@ -255,9 +259,9 @@ class Scheduler:
     def _at_its_price(
         self, connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, at_ns: int
     ) -> NewAttempt | None:
-        """Return an attempt with the current prices and account. Later changes do not affect the attempt.
+        """Fix the current prices and the account of an attempt.
 
-        Return None if the remaining amount of a budget that counts the attempt is too small.
+        Return None if the attempt would exceed the remaining amount of a budget.
         """
         currency = self._settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
@@ -271,17 +275,17 @@ class Scheduler:
         return msgspec.structs.replace(new, **said)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Requeue a run whose order is unsent, and return True if the run was requeued."""
+        """Requeue a run if the server has not sent its start order. Return True if the run was requeued."""
         return self._reserving.give_back(run_id, fence, why)
 
 
 def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNode]:
-    """Return the nodes of a placement, by node rank."""
+    """Return the nodes of a placement in the order of their node ranks."""
     return [stored[share.node_id] for share in placement.shares]
 
 
 def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> TransitionResult:
-    """End an attempt in the transaction that created it, so that the server never sends its order."""
+    """End an attempt in the transaction that created it, so that the server never sends its start order."""
     run = runs.find(connection, run_id)
     assert run is not None
     told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
@@ -300,7 +304,7 @@ class Preemptor:
         self._announcer = announcer
 
     def preempt(self, preemptions: Sequence[Preemption]) -> int:
-        """Request that runs stop for waiting runs, and return the number of stop requests."""
+        """Send stop requests to runs whose devices other runs need. Return the number of stop requests."""
         asked = 0
         for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
             some = preemptions[first : first + PREEMPTED_TOGETHER]

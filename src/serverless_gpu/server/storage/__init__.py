@@ -1,4 +1,5 @@
-"""Stores bytes in a directory or a bucket: output of ranks, parts of payloads, captured environments.
+"""Stores rank output, payload parts and captured environments in a directory or a bucket.
 
-Reports, submissions and streams use this package. Start reading with `server_stores.py`, which opens all stores.
+The services for reports, submissions and streams use this package. Begin reading this package at `server_stores.py`,
+which opens all stores.
 """

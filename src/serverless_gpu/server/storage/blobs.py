@@ -1,26 +1,27 @@
-"""Stores parts of large payloads and outputs by digest. Callers read parts through blob references.
+"""Stores parts of large payloads and outputs by digest.
 
     client, node ── missing(digests) ─▶ digests of missing parts ── put(digest, bytes) ─▶ store, under packs/<digest>
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
 
-Blobs use the same kind of store as environments, in a separate location: a directory of the server, or a bucket. A part
-exists completely or not at all. The part is durable when `put` returns. The server compares every part with its digest
-before it stores the part and after it reads the part.
+Blobs use the same kind of store as environments, at a separate location. A blob part exists completely or not at all. A
+blob part is durable when `put` returns. The server compares every part with its digest before each write and after each
+read.
 
-`collect` removes unreferenced parts in two steps, separated by a grace period. First, `collect` condemns a part. After
-the grace period, `collect` deletes the part if it is still condemned. A query for the part, or another `put`, removes
-the part from the list of condemned parts. The caller then has at least one grace period to create a reference to the
-part. The list of condemned parts is in memory, so a restarted server condemns parts again.
+`collect` deletes unreferenced parts in two steps, separated by a grace period. First, `collect` condemns a part. After
+the grace period, `collect` deletes a part that is still condemned. A query for a part, or another `put`, removes the
+part from the list of condemned parts. After the query or the `put`, the caller has at least one grace period to create
+a reference to the part. The server keeps the list of condemned parts in memory, so a restarted server condemns parts
+again.
 
 Failure cases:
 
-* The bytes do not match their digest: callers receive HashMismatch, and the server stores nothing.
+* The bytes do not match their digest: callers receive HashMismatch.
 
 * The disk is full: callers receive ServerStorageFull.
 
 * The store does not answer: callers receive StoreUnavailable after the retries of the store.
 
-* A part is missing, or altered in the store: callers receive NotFound and must send the part again.
+* A part is missing or altered in the store: callers receive NotFound and must send the part again.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 
 GRACE_S = 24 * 3600
-"""Seconds that a part may exist without a reference."""
+"""Seconds for which an unreferenced part may exist."""
 SIZE_MAX = 64 << 30
-"""Maximum bytes of a blob. Results have a separate, lower limit."""
+"""Maximum size of a blob in bytes. Results have a lower limit."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DELETE_AT_ONCE = 100
 
@@ -59,7 +60,7 @@ routes = Routes("blobs")
 
 
 class BlobCollection(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a collection: numbers of kept, condemned and deleted parts, and the deleted bytes."""
+    """Result of a garbage collection: numbers of kept, condemned and deleted parts, and the deleted bytes."""
 
     kept: int
     condemned: int
@@ -68,18 +69,18 @@ class BlobCollection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blobs:
-    """Parts in a store. Thread-safe."""
+    """Stores blob parts in a store. Thread-safe."""
 
     def __init__(self, store: Store, *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._store = store
         self._clock = clock
         self._kept_free_bytes = kept_free_bytes
         self._changed = threading.Condition()
-        self._condemned: dict[str, int] = {}  # key of a condemned part → boottime
+        self._condemned: dict[str, int] = {}  # Boottime of the condemnation, by key of the part.
         self._deleting: frozenset[str] = frozenset()
 
     def missing(self, digests: Collection[str]) -> tuple[str, ...]:
-        """Return the digests of missing parts, in order. Existing parts stay for at least one grace period."""
+        """Return the digests of missing parts, and protect existing parts for at least one grace period."""
         keys = {_key(digest): digest for digest in digests}
         with self._changed:
             look = [key for key in keys if key not in self._deleting]
@@ -88,16 +89,16 @@ class Blobs:
         return tuple(digest for key, digest in keys.items() if key not in there)
 
     def check_room(self, size: int) -> None:
-        """Raise an error if the store cannot hold the given number of bytes."""
+        """Raise an error if the blob store cannot hold `size` more bytes."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def put(self, digest: str, data: bytes | memoryview) -> None:
-        """Store a part durably, even if it exists already."""
+        """Store a blob part durably, even if the store already contains the part."""
         key = _key(digest)
         if blake3(data).hexdigest() != digest:
             raise HashMismatch(
                 f"{len(data)} bytes arrived for part {digest[:12]}, but they do not match this digest",
-                hint="send the part again; if this happens often, check the network between client and server for "
+                hint="send the part again. If the error recurs, check the network between client and server for "
                 "a device that alters data",
             )
         self.check_room(len(data))
@@ -111,7 +112,7 @@ class Blobs:
         faults.reach("after_part_before_answer")
 
     def try_store(self) -> str:
-        """Put, read and delete a test part, and return the problem, or ""."""
+        """Test the store with a write, a read and a deletion. Return the problem, or ""."""
         data = b"serverless-gpu looks whether it can store anything: " + secrets.token_bytes(16)
         key = _key(blake3(data).hexdigest())
         try:
@@ -120,7 +121,7 @@ class Blobs:
             self._store.delete((key,))
         except (EnvironmentProblem, StorageError, KeyError) as error:
             raise Unwell("takes nothing" if isinstance(error, StorageError) else "does not answer") from error
-        return "" if is_same else "the store returned other data than the server had stored"
+        return "" if is_same else "the store returned wrong data for a test object"
 
     def get(self, digest: str) -> bytes:
         """Return a part."""
@@ -135,7 +136,7 @@ class Blobs:
         return data
 
     def read(self, reference: BlobReference, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes of a blob or of a range, at most one part at a time."""
+        """Yield the bytes of a blob or of a byte range, at most one part at a time."""
         check_reference(reference)
         if start < 0 or (length is not None and length < 0):
             raise InvalidValue(f"{length} bytes from byte {start} are not a valid range")
@@ -146,11 +147,11 @@ class Blobs:
                 return
             part = self.get(reference.parts[number])
             if len(part) != min(BLOB_PART_BYTES, reference.size - first):
-                raise NotFound(f"part {number} of the blob has {len(part)} bytes, which does not match the blob's size")
+                raise NotFound(f"part {number} of the blob has {len(part)} bytes and does not match the blob's size")
             yield part[max(0, start - first) : end - first]
 
     def collect(self, in_use: Callable[[], Collection[str]], *, grace_s: float = GRACE_S) -> BlobCollection:
-        """Delete parts without references that are old enough. Only one collection may run at a time.
+        """Condemn and delete unreferenced parts. Only one collection may run at a time.
 
         Args:
             in_use: returns the digests to which runs and files refer. Called once, after `collect` has listed the
@@ -179,7 +180,7 @@ class Blobs:
             self._condemned.pop(key, None)
 
     def _delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete the parts that are still condemned. A concurrent `put` of a condemned part waits."""
+        """Delete parts that are still condemned. A concurrent `put` of a condemned part waits."""
         with self._changed:
             self._deleting = frozenset(key for key in keys if self._condemned.pop(key, None) is not None)
             doomed = tuple(self._deleting)
@@ -194,7 +195,7 @@ class Blobs:
 
 
 def check_reference(reference: BlobReference) -> None:
-    """Refuse an invalid reference."""
+    """Refuse an invalid blob reference."""
     if not 0 <= reference.size <= SIZE_MAX:
         raise InvalidValue(f"a blob of {reference.size} bytes is over the limit of {SIZE_MAX}")
     if len(reference.parts) != -(-reference.size // BLOB_PART_BYTES):
@@ -212,7 +213,7 @@ def _key(digest: str) -> str:
 
 
 def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
-    """Return a blocking function that yields a given number of bytes of a file from an offset."""
+    """Return a function that yields a byte range of a file and may block."""
     inline = file.inline
     if inline is not None:
         return lambda start, length: iter([inline[start : start + length]])
@@ -222,7 +223,7 @@ def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator
 
 @routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
 async def missing_parts(call: Call, blobs: Blobs, spool: UploadSpool, body: DigestList) -> DigestList:
-    """Return the digests of the parts that the client must send."""
+    """Return the digests of the parts that the client must upload."""
     if len(body.digests) > NAMES_MAX:
         raise TooLarge(
             f"a request with {len(body.digests)} digests is too large", hint=f"request at most {NAMES_MAX} digests"
@@ -242,7 +243,7 @@ async def put_part(call: Call, blobs: Blobs, spool: UploadSpool, digest: str, bo
 async def payload_part(
     call: Call, database: Transactions, blobs: Blobs, spool: UploadSpool, run: str, fence: int, digest: str
 ) -> Bytes:
-    """Return a part of the attempt's payload."""
+    """Return a blob part of the attempt's payload."""
     payload = await call.in_thread(lambda: database.read(lambda connection: runs.payload_of(connection, run)))
     if payload is None or digest not in payload.parts:
         raise NotFound(f"{digest[:80]!r} is not a part of the payload of run {run} (attempt {fence})")

@@ -3,41 +3,40 @@
     client's helper ── present, put ─▶ checked against its name and the rules ─▶ store (a directory, or a bucket)
     node's agent    ◀── get, in pieces ── copies on this disk (`object_cache.py`) ◀── a bucket, read once for all ──┘
 
-The server accepts only objects that a restore can use. A pack must match its digest. A unit or snapshot must match its
-address and obey all rules. A unit's packs must be stored before the unit and contain the data that its rows list
-(`ContentChecks`).
+The server accepts only packs, units and snapshots that a restore can use. A pack must match its digest. A unit or
+snapshot must match its address and pass all validation rules. A client must upload the packs before the unit that
+refers to them. The packs must contain the files that the unit's rows list (`ContentChecks`).
 
-A unit's address does not cover the packs that it points into. The server therefore verifies a unit before it stores the
-unit. The server keeps an existing unit only if that unit is also verified, and otherwise replaces the unit. If several
-snapshots have one address, the server stores the first snapshot, because the differences do not matter. Only operators
-and the server itself write the notes of garbage collection (`gc/…`).
+A unit's address does not cover its references to packs. The server therefore verifies the content of a unit before
+storing the unit. The server replaces an existing unit that was never verified. If several snapshots have the same
+address, the server stores only the first, because the differences do not matter. Only operators and the server itself
+write garbage-collection records (`gc/…`).
 
-The server verifies each unit once, a few at a time, never on the event loop:
+The server verifies each unit once, in a separate thread:
 
     a unit arrives ─ verified already? done
                    ├ small ─ one of SMALL_AT_ONCE turns ─┐
                    └ large ─ one of LARGE_AT_ONCE turns ─┴─▶ read its packs, compare every file with its row
 
-The verification of a large unit needs seconds of one core. Large units therefore wait for each other, and small units
-do not wait for large units. A client whose request times out repeats the request. The repeated request uses the result
-of the first verification.
+The verification of a large unit takes seconds of CPU time. Small and large units therefore have separate verification
+slots. If a client repeats a request after a timeout, the server reuses the result of the first verification.
 
-A store of an earlier version may contain units that were never verified. Unverified units remain usable. A node
-verifies every byte during a restore, and requests `repair` after an error.
+A store from an earlier version may contain unverified units, which remain usable. During a restore, a node verifies
+every byte and requests `repair` after an error.
 
 Failure cases:
 
-* Data was altered during the transfer: the client receives HashMismatch and sends the object again.
+* The network alters data during the transfer: the client receives HashMismatch and sends the object again.
 
-* An object breaks the rules: the client receives EnvironmentRejected.
+* An object violates a validation rule: the client receives EnvironmentRejected.
 
 * The disk is full: the client receives ServerStorageFull.
 
 * The store does not answer: the client receives StoreUnavailable after the retries of the store.
 
-* Packs contain data that differs from a unit's rows: the check raises `ContentMismatch`.
+* The data in a pack differs from a unit's rows: the verification raises `ContentMismatch`.
 
-* The verification of a unit cannot start within WAIT_S: the client receives StoreUnavailable and tries again.
+* The verification of a unit cannot start within WAIT_S seconds: the client receives StoreUnavailable.
 """
 
 from __future__ import annotations
@@ -79,19 +78,22 @@ SMALL_AT_ONCE = 4
 LARGE_AT_ONCE = 2
 LARGE_BYTES = 64 * 1024 * 1024
 LARGE_ROWS = 20_000
-"""Number of content bytes or rows above which a unit is large and its check is expensive."""
+"""Number of content bytes or rows above which a unit counts as large."""
 WAIT_S = 10.0
 _KNOWN_MAX = 50_000
 
 
 PIECE_BYTES = COPIED_BYTES
-"""Bytes per read from a store, so that no complete object is in memory."""
+"""Bytes per read from a store, which limits the memory per request."""
 CHECKS_AT_ONCE = 2
-"""Maximum number of concurrently decoded documents. A large document uses some hundred MB of memory."""
+"""Maximum number of concurrently decoded units and snapshots.
+
+Decoding a large snapshot takes several hundred MB of memory.
+"""
 SEEN_S = 600
-"""Seconds for which the server assumes that a snapshot still exists."""
+"""Seconds for which the server relies on an existence check of a snapshot."""
 REPAIRED_S = 600
-"""Seconds during which the server does not check a unit again that `repair` found intact."""
+"""Seconds for which the server relies on a repair that found a unit intact."""
 REPAIR_WAIT_S = 10.0
 _SEEN_MAX = 10_000
 _PACKAGES_MAX = 64
@@ -99,7 +101,7 @@ _NOTHING = f"snapshots/{'0' * 64}"
 
 
 class EnvironmentStore:
-    """The store of environments. Thread-safe.
+    """Stores and verifies captured environments. Thread-safe.
 
     Args:
         store: the underlying store.
@@ -123,14 +125,14 @@ class EnvironmentStore:
         )
         self._kept_free_bytes = kept_free_bytes
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
-        self._seen: dict[str, int] = {}  # snapshot → boottime of the last existence check
+        self._seen: dict[str, int] = {}  # Boottime of the last existence check, by snapshot address.
         self._packages: dict[str, Packages] = {}
         self._content = ContentChecks(self._read_pack)
         self._repairs = threading.Semaphore(1)
-        self._whole: dict[str, int] = {}  # unit → boottime of the repair that found it intact
+        self._whole: dict[str, int] = {}  # Boottime of the last repair without findings, by unit address.
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object or a range of it in pieces. The call itself reads the first piece.
+        """Yield the pieces of an object or of a byte range, after reading the first piece.
 
         Raises:
             NotFound: the object does not exist.
@@ -141,14 +143,14 @@ class EnvironmentStore:
             try:
                 return self._nearby.read(key, start, length)
             except KeyError:
-                # A new document may have replaced the document that refers to the missing pack.
+                # A client may have replaced the unit or snapshot that refers to the missing pack.
                 self._nearby.forget_documents()
                 raise NotFound(f"{key[:80]} is not on the server") from None
         first = self._piece(key, start, length)
         return self._pieces(first, key, start, length)
 
     def put(self, key: str, data: bytes | memoryview, *, may_manage: bool = False) -> None:
-        """Store an object durably.
+        """Verify an uploaded object and store it durably.
 
         Args:
             key: key of the object.
@@ -172,7 +174,7 @@ class EnvironmentStore:
         except AlteredObject as error:
             raise HashMismatch(
                 f"{key[:80]} arrived altered: {error}",
-                hint="send the object again; if this happens often, check the network between client and server "
+                hint="send the object again. If the error recurs, check the network between client and server "
                 "for a "
                 "device that alters data",
             ) from None
@@ -186,11 +188,11 @@ class EnvironmentStore:
             if self._nearby is not None:
                 self._nearby.forget((key,))
         if self._nearby is not None and key.startswith("packs/"):
-            # The server reads the pack next to verify its unit. Later, nodes read the pack.
+            # Cache the pack, because the server and the nodes will read it soon.
             self._nearby.keep(key, wanted)
 
     def try_store(self) -> str:
-        """Send a test request to the store, and return "" if the store answers."""
+        """Send a test request to the store. Raise `Unwell` if the request fails."""
         try:
             self._store.present((_NOTHING,))
         except (EnvironmentProblem, StorageError) as error:
@@ -198,24 +200,24 @@ class EnvironmentStore:
         return ""
 
     def check_room(self, size: int) -> None:
-        """Raise an error if the store cannot hold the given number of bytes."""
+        """Raise an error if the environment store cannot hold `size` more bytes."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the given objects that exist."""
+        """Return the given keys whose objects exist."""
         return self._store.present(keys)
 
     def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
-        """Return the given objects that are condemned, and True if a collection may currently delete objects."""
+        """Return the condemned objects among the given keys, and True while a collection may delete objects."""
         documents = StoreBlobs(self._store, clock=self._clock)
         return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return all objects below `prefix/`."""
+        """Return all stored objects below `prefix/`."""
         return self._store.list(prefix)
 
     def delete(self, keys: Collection[str]) -> None:
-        """Delete objects. Missing objects are not an error."""
+        """Delete objects, and ignore missing objects."""
         self._seen.clear()
         try:
             self._store.delete(keys)
@@ -224,10 +226,10 @@ class EnvironmentStore:
                 self._nearby.forget([key for key in keys if not key.startswith("gc/")])
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...]:
-        """Verify snapshots and units with their content, and remove objects that no restore can use.
+        """Verify snapshots and units with their content, and delete objects that no restore can use.
 
-        The server trusts no claim of the caller, so every caller who may restore can request a repair. The server does
-        not read a unit again that was intact within the last `REPAIRED_S`.
+        The server verifies every claim of the caller, so any caller who may restore can request a repair. The server
+        skips units that a repair has found intact within the last `REPAIRED_S` seconds.
         """
         now_ns = self._clock.boottime_ns()
         wanted = [
@@ -237,7 +239,7 @@ class EnvironmentStore:
         ]
         documents = StoreBlobs(self._store, clock=self._clock)
         if not self._repairs.acquire(timeout=REPAIR_WAIT_S):
-            raise StoreUnavailable("the server is verifying other units of its store", hint="try again in a moment")
+            raise StoreUnavailable("the server is verifying other units of its store", hint="send the request again")
         try:
             bad = [key for key in wanted if key.startswith("snapshots/") and not _is_snapshot(documents, key)]
             units = [key.partition("/")[2] for key in wanted if key.startswith("units/")]
@@ -251,12 +253,12 @@ class EnvironmentStore:
         return tuple(bad)
 
     def free_bytes(self) -> int | None:
-        """Return the number of bytes that still fit into the store, or None if unknown."""
+        """Return the free space of the store in bytes, or None if unknown."""
         free = self._store.free_bytes()
         return None if free is None else max(0, free - self._kept_free_bytes)
 
     def need(self, snapshot: str) -> None:
-        """Refuse a missing snapshot, so that the caller receives the error before the run waits for devices."""
+        """Refuse a run whose snapshot is missing, before the run waits for devices."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._seen.get(snapshot, -(SEEN_S * 10**9)) < SEEN_S * 10**9:
             return
@@ -264,14 +266,14 @@ class EnvironmentStore:
         if not self._store.present([key]):
             raise EnvironmentMissing(
                 f"snapshot {snapshot[:12]} is not on the server",
-                hint="the server has deleted the snapshot; repeat the call, which captures the environment again",
+                hint="call the function again, which captures the environment again",
             )
         if len(self._seen) >= _SEEN_MAX:
             self._seen.clear()
         self._seen[snapshot] = now_ns
 
     def packages(self, snapshot: str) -> Packages:
-        """Return the packages of an environment. The store caches the last few results.
+        """Return the packages of an environment, from a cache of recent results if possible.
 
         Raises:
             EnvironmentMissing: the snapshot does not exist.
@@ -281,7 +283,7 @@ class EnvironmentStore:
         known = self._packages.get(snapshot)
         if known is None:
             self.need(snapshot)
-            with self._checks:  # Decoding a large snapshot uses some hundred MB of memory.
+            with self._checks:  # Decoding a large snapshot takes several hundred MB of memory.
                 known = packages_of(StoreBlobs(self._store, clock=self._clock).read_snapshot(snapshot))
             if len(self._packages) >= _PACKAGES_MAX:
                 self._packages.clear()
@@ -289,7 +291,7 @@ class EnvironmentStore:
         return known
 
     def collect(self, in_use: Collection[str]) -> CollectionResult:
-        """Condemn objects that no snapshot needs, and delete objects that were condemned long enough ago."""
+        """Condemn objects that no snapshot needs, and delete objects whose grace period has ended."""
         done = collect(StoreBlobs(self._store, clock=self._clock), in_use=in_use)
         self._seen.clear()
         if self._nearby is not None:
@@ -297,7 +299,7 @@ class EnvironmentStore:
         return done
 
     def tend(self) -> None:
-        """Remove copies of a bucket's objects when this server's disk is nearly full."""
+        """Delete cached copies of bucket objects if the server's disk is nearly full."""
         if self._nearby is not None:
             self._nearby.tend()
 
@@ -317,7 +319,10 @@ class EnvironmentStore:
                 yield piece
 
     def _checked(self, key: str, data: bytes | memoryview) -> bytes | memoryview | None:
-        """Verify an object. Return the bytes to store, or None if the store already has the object."""
+        """Verify an object.
+
+        Verify an object. Return the bytes to store, or None if the store already has the object.
+        """
         if key.startswith("units/"):
             self._check_unit(key, data)
             return None if self._has_another(key, data) else data
@@ -325,7 +330,7 @@ class EnvironmentStore:
         return self._first(key, data) if key.startswith("snapshots/") else data
 
     def _check_unit(self, key: str, data: bytes | memoryview) -> None:
-        """Verify a new unit, including its content."""
+        """Verify a new unit and the content of its packs."""
         unit = self._unit(key, data)
         self._need_packs(unit)
         try:
@@ -334,10 +339,10 @@ class EnvironmentStore:
             self._refuse_content(key, data, unit, str(error))
 
     def _refuse_content(self, key: str, data: bytes | memoryview, unit: Unit, why: str) -> NoReturn:
-        """Refuse a unit whose packs contain other data, after removing packs that were altered in the store."""
+        """Delete altered packs from the store, and refuse a unit whose packs contain wrong data."""
         altered = [f"packs/{digest}" for digest in dict.fromkeys(unit.packs) if not self._is_pack(digest)]
         with contextlib.suppress(KeyError):
-            if self._store.get(key) == data:  # An earlier version of the server has accepted this unit.
+            if self._store.get(key) == data:  # An earlier server version has accepted the unit.
                 self.delete((key,))
         if not altered:
             raise EnvironmentRejected(
@@ -347,9 +352,7 @@ class EnvironmentStore:
         self.delete(altered)
         raise EnvironmentMissing(
             f"unit {unit.address[:12]} cannot be stored: {len(altered)} of its packs were altered in the store",
-            hint="the server has deleted these packs: capture the environment again. If this happens again, check "
-            "the "
-            "disk of the store",
+            hint="capture the environment again. If the error recurs, check the disk of the store",
         )
 
     def _is_pack(self, digest: str) -> bool:
@@ -366,14 +369,14 @@ class EnvironmentStore:
     def _read_pack(self, digest: str, length: int) -> bytes:
         key = f"packs/{digest}"
         try:
-            if self._nearby is not None:  # Read the pack through the cache, because a node will also need the pack.
+            if self._nearby is not None:  # Read the pack through the cache, because nodes will need the same pack.
                 return b"".join(self._nearby.read(key, 0, length))
             return self._store.get(key, 0, length)
         except KeyError:
-            raise ContentMismatch(f"pack {digest[:12]} does not exist any more") from None
+            raise ContentMismatch(f"pack {digest[:12]} no longer exists in the store") from None
 
     def _first(self, key: str, data: bytes | memoryview) -> bytes | memoryview:
-        """Return the snapshot to store. The store writes an existing snapshot again to reset its age."""
+        """Return the bytes of the snapshot to store. Storing an existing snapshot again resets its age."""
         with self._checks:
             address = key.partition("/")[2]
             try:
@@ -385,7 +388,7 @@ class EnvironmentStore:
             return there
 
     def _check_members(self, snapshot: Snapshot) -> None:
-        """Compare the sizes in a version 1 snapshot with its units, because its address does not cover them."""
+        """Compare the sizes in a version 1 snapshot, which its address does not cover, with its units."""
         if snapshot.version > 1:
             return
         documents = StoreBlobs(self._store, clock=self._clock)
@@ -399,7 +402,7 @@ class EnvironmentStore:
                 )
 
     def _judge(self, key: str, data: bytes | memoryview) -> None:
-        """Verify that an object matches its name."""
+        """Verify that an object's bytes match its key."""
         kind, _, name = key.partition("/")
         if kind == "packs":
             pack_of(data, name)
@@ -417,7 +420,7 @@ class EnvironmentStore:
             )
 
     def _has_another(self, key: str, data: bytes | memoryview) -> bool:
-        """Return True if a different, verified version of the unit exists that is not about to be deleted."""
+        """Return True if the store keeps another verified version of the unit."""
         try:
             there = self._store.get(key)
             if there == data:
@@ -432,17 +435,17 @@ class EnvironmentStore:
 
 
 class ContentChecks:
-    """Checks of units against the packs of one store. Thread-safe."""
+    """Verifies units against the packs in one store. Thread-safe."""
 
     def __init__(self, read: ReadPack) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, None] = OrderedDict()  # digests of verified documents
+        self._known: OrderedDict[str, None] = OrderedDict()  # Digests of verified units and snapshots.
         self._small = threading.Semaphore(SMALL_AT_ONCE)
         self._large = threading.Semaphore(LARGE_AT_ONCE)
 
     def check(self, data: bytes | memoryview, decode: Callable[[], Unit]) -> None:
-        """Verify the content of a unit, unless this server has done so before.
+        """Verify the content of a unit that the server has not verified yet.
 
         Args:
             data: the unit's document.
@@ -465,7 +468,7 @@ class ContentChecks:
                         self._known.popitem(last=False)
 
     def compare(self, unit: Unit, read: ReadPack) -> None:
-        """Verify a unit by reading its packs again, even if the unit is known to be verified."""
+        """Verify a unit by reading its packs again, even after an earlier verification."""
         with self._turn(self._large):
             check_content(unit, read)
 
@@ -480,10 +483,8 @@ class ContentChecks:
     def _turn(self, turns: threading.Semaphore) -> Iterator[None]:
         if not turns.acquire(timeout=WAIT_S):
             raise StoreUnavailable(
-                f"the server is verifying other units; this unit has waited for {WAIT_S:.0f} s",
-                hint="the client sends the unit again; the verification of a large environment takes the server a "
-                "few "
-                "seconds",
+                f"the server is busy with other units; the unit has waited for {WAIT_S:.0f} s",
+                hint="wait until the client has sent the unit again, because the verification takes a few seconds",
             )
         try:
             yield

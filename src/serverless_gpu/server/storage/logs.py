@@ -1,22 +1,23 @@
-"""Stores output of ranks and samples of telemetry: one append-only file per rank and stream.
+"""Stores rank output and telemetry samples in one append-only file per rank and stream.
 
     report ── piece(offset, bytes) ─▶ append ─▶ logs/<run>/<fence>/<rank>.<stream>
                  next offset ◀────────┘                  │
     stream, page of a log, download ◀── read, sizes ─────┘
 
-Each output piece contains its offset. A repeated piece changes nothing. An overlapping piece adds only its new bytes.
-The server ignores a piece beyond the end of the file. The response contains the next expected offset. Appended bytes
-survive the end of this process. After `sync`, appended bytes also survive a power failure. The server calls `sync`
-before it acknowledges the end of an attempt. Before the acknowledgment, the node keeps a copy.
+Each output piece has an offset in its file. A repeated piece changes nothing. An overlapping piece adds only its new
+bytes. The server ignores a piece beyond the end of the file. The response to a report contains the next expected
+offset. Appended bytes survive a crash of the server process. After `sync`, the bytes also survive a power failure. The
+server calls `sync` before it acknowledges the end of an attempt. The node keeps a copy of the output until this
+acknowledgment.
 
-A file name consists only of checked parts: the identifier of a run, two integers, and one of three stream names. For
-telemetry, `rank` is the number of the node.
+A file name consists only of validated parts: a run identifier, two integers, and a stream name. In a file of telemetry
+samples, `rank` is the node's number.
 
 Failure cases:
 
-* The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the remaining
-  bytes later. The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If
-  bytes are still missing at the end of the run, the server adds a line about the missing bytes to the log.
+* Only the database's disk reserve is left: the server accepts fewer bytes, and the node sends the rest later. The
+  node's report still succeeds, because the report is also the run's heartbeat. If bytes are still missing at the end of
+  the run, the server notes the gap in the last line of the log.
 
 * Two requests write to one file: the file lock serializes them.
 
@@ -43,19 +44,20 @@ from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr", "telemetry")
 BYTES_MAX = (1 << 30) + (64 << 20)
-"""Maximum bytes of one stream. Nodes stop earlier (`node/output/logs.py`), but other senders may not."""
+"""Maximum size of one output stream in bytes. Nodes enforce a lower limit (`node/output/logs.py`)."""
 TOGETHER_MIN = 64
-"""Number of files from which one sync of the whole disk replaces a separate sync of each file."""
+"""Minimum number of files for which `sync` syncs the whole file system instead of each file."""
 
 _RUN_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
 _NAME = re.compile(rf"(0|[1-9][0-9]{{0,6}})\.({'|'.join(STREAMS)})")
-# The sticky bit has no meaning for data files. The server uses the bit to mark a file whose last line the server wrote.
+# The operating system ignores the sticky bit of data files. The server sets the sticky bit on a log file after closing
+# the log.
 _CLOSED = 0o1600
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Logs:
-    """The output of all runs. Thread-safe."""
+    """Stores the output of all runs. Thread-safe."""
 
     def __init__(self, root: Path, *, bytes_max: int = BYTES_MAX, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._root = root
@@ -63,10 +65,13 @@ class Logs:
         self._kept_free_bytes = kept_free_bytes
         self._lock = threading.Lock()
         self._unsynced: dict[Path, set[str]] = {}
-        """Files written since `sync`, by directory of an attempt. A directory without entry may have unsynced files."""
+        """Files written since the last sync, by attempt directory.
+
+        A directory without an entry may have unsynced files.
+        """
 
     def append(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int, data: bytes) -> int:
-        """Append bytes at their offset.
+        """Append bytes to a log at the given offset.
 
         Returns:
             The next expected offset. An offset below the end of `data` means missing earlier bytes or a full disk. A
@@ -95,7 +100,7 @@ class Logs:
             os.close(fd)
 
     def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
-        """Close a log with a line about missing bytes, if bytes are missing. The log ignores later appends.
+        """Close an incomplete log with a line about the missing bytes. The log ignores later appends.
 
         Returns:
             The number of missing bytes; 0 if an earlier call has reported them.
@@ -107,7 +112,7 @@ class Logs:
             if missing <= 0 or _is_closed(fd):
                 return 0
             line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
-            # The line about missing bytes may use the reserved disk space, which may also be full.
+            # The line about missing bytes may use the reserved disk space, but that space may also be full.
             with contextlib.suppress(OSError):
                 os.write(fd, line)
             os.fchmod(fd, _CLOSED)
@@ -116,7 +121,7 @@ class Logs:
             os.close(fd)
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
-        """Return bytes from an offset; no bytes beyond the end of the file."""
+        """Return the bytes of a log from the given offset."""
         path = self._directory(run_id, fence) / _name(rank, stream)
         if offset < 0:
             raise InvalidValue(f"a log has no offset {offset}")
@@ -130,14 +135,14 @@ class Logs:
             os.close(fd)
 
     def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
-        """Return the size of one stream in bytes."""
+        """Return the size of one output stream in bytes."""
         try:
             return (self._directory(run_id, fence) / _name(rank, stream)).lstat().st_size
         except FileNotFoundError:
             return 0
 
     def sizes(self, run_id: str, fence: int) -> dict[tuple[int, str], int]:
-        """Return sizes in bytes, by rank and stream, without streams that have no file."""
+        """Return the sizes of an attempt's log files in bytes, by rank and stream."""
         found = {}
         for entry in _entries(self._directory(run_id, fence)):
             if match := _NAME.fullmatch(entry.name):
@@ -154,23 +159,23 @@ class Logs:
         with self._lock:
             names = self._unsynced.pop(directory, None)
         try:
-            if names is None:  # Another process wrote these files before the start of this process.
+            if names is None:  # An earlier server process wrote the existing files.
                 names = {entry.name for entry in _entries(directory)}
             if names:
                 if len(names) < TOGETHER_MIN or not _sync_disk(directory):
                     for name in names:
-                        # A reader may record a file before the file exists.
+                        # A concurrent call may record a file before creating it.
                         with contextlib.suppress(FileNotFoundError):
                             _sync(directory / name)
                 for path in (directory, directory.parent, self._root, self._root.parent):
                     _sync(path)
         except BaseException:
-            with self._lock:  # The next call syncs all files of the attempt.
+            with self._lock:  # After a failure, the next call syncs all files of the attempt.
                 self._unsynced.pop(directory, None)
             raise
 
     def run_sizes(self) -> dict[str, int]:
-        """Return sizes in bytes, by run. The method visits every file."""
+        """Return the output size of each run in bytes. The call reads the size of every file."""
         return {
             entry.name: sum(
                 file.stat(follow_symlinks=False).st_size
@@ -182,7 +187,7 @@ class Logs:
         }
 
     def remove(self, run_id: str) -> None:
-        """Delete all output of a run. If the run has no output, the method does nothing."""
+        """Delete all output of a run, if any."""
         directory = self._directory(run_id, 1).parent
         with self._lock:
             for attempt in [path for path in self._unsynced if path.parent == directory]:
@@ -192,11 +197,11 @@ class Logs:
 
     def _directory(self, run_id: str, fence: int) -> Path:
         if not _RUN_ID.fullmatch(run_id) or not 0 < fence < 1 << 31:
-            raise InvalidValue(f"{run_id[:40]!r} is not a run with an attempt {fence}")
+            raise InvalidValue(f"{run_id[:40]!r} (attempt {fence}) is not a valid run")
         return self._root / run_id / str(fence)
 
     def _open(self, directory: Path, name: str, *, make: bool) -> int:
-        """Open a file for appending, or return -1 if the file is missing and `make` is false."""
+        """Open a log file for appending. Return -1 if the file is missing and `make` is False."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
         self._note(directory, name)
         try:
@@ -209,7 +214,7 @@ class Logs:
         return os.open(directory / name, flags, 0o600)
 
     def _note(self, directory: Path, name: str) -> None:
-        """Record a file to sync. The first call also records existing files, which an earlier process wrote."""
+        """Record a file for the next sync. The first call also records the files of an earlier process."""
         with self._lock:
             if directory in self._unsynced:
                 self._unsynced[directory].add(name)
@@ -219,7 +224,7 @@ class Logs:
             self._unsynced.setdefault(directory, before).add(name)
 
     def _write(self, fd: int, data: memoryview) -> int:
-        """Write as many bytes as fit, and return the number of written bytes."""
+        """Write as many bytes as the disk can hold. Return the number of written bytes."""
         free = free_bytes(fd)
         data = data if free is None else data[: max(0, free - self._kept_free_bytes)]
         written = 0
@@ -259,7 +264,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_disk(directory: Path) -> bool:
-    """Sync the file system of a directory. Return False if this operating system has no such call."""
+    """Sync the file system of a directory. Return False if the operating system has no such call."""
     if not hasattr(_libc, "syncfs"):
         return False
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

@@ -4,24 +4,24 @@
          ├ another request reads it from the bucket  ─▶ the same bytes
          └ else: from the bucket, compared with its name, cached ─▶ from the file
 
-A pack's name is the digest of its bytes, so a copy of a pack never becomes outdated. The address of a unit or snapshot
-does not cover all of its data. Another `put` may change that data. For example, a unit may then refer to different
-packs. Copies of units and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart. A missing pack
-invalidates all copies of units and snapshots. The server compares every copy with its digest when it opens the copy. A
-defective disk therefore causes only another read of the bucket.
+A pack's name is the digest of its bytes, so a cached pack never becomes outdated. The address of a unit or snapshot
+does not cover all of its data. For example, a later `put` may make a unit refer to different packs. Cached units and
+snapshots are therefore valid only for `DOCUMENT_S` seconds, and not after a restart. A missing pack invalidates all
+cached units and snapshots. The server compares every cached copy with its digest before each use. After a disk error,
+the server downloads the object again.
 
-When the cache or the disk is full, the server removes the least recently used copies. If an object does not fit, the
-server serves the object from memory to all waiting requests and does not cache it.
+When the cache or the disk is full, the server removes the least recently used copies. If an object does not fit into
+the cache, the server serves the object from memory to all waiting requests.
 
 Failure cases:
 
 * The bucket does not have the object: callers receive KeyError.
 
-* The bucket does not answer: all waiting callers receive StoreUnavailable.
+* The bucket does not answer: all callers that wait for the object receive StoreUnavailable.
 
-* The bucket returns wrong data twice: callers receive EnvironmentCorrupt, which names the object.
+* The bucket returns wrong data twice: callers receive EnvironmentCorrupt with the object's name.
 
-* The disk is full or not writable: the server serves the object from memory and logs the problem once.
+* The disk is full or not writable: the server serves the object from memory.
 
 * The server is killed: the next start removes temporary files.
 """
@@ -50,21 +50,21 @@ from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, free_bytes
 
 DIRECTORY = "nearby"
 PIECE_BYTES = 8 << 20
-"""Bytes per read from a file, so that no complete object is in memory."""
+"""Bytes per read from a file, which limits the memory per request."""
 PACKS_AT_ONCE = 8
 """Maximum number of concurrent pack downloads. Each download needs 16 to 32 MiB of memory."""
 DOCUMENTS_AT_ONCE = 16
-"""Maximum number of concurrent downloads of units and snapshots, which mostly wait for the network."""
+"""Maximum number of concurrent downloads of units and snapshots."""
 TURN_S = 15.0
-"""Seconds that a download waits for a free slot, which limits the delay from a hanging bucket."""
+"""Seconds for which a download waits for a free slot."""
 FIRST_BYTES = 64 << 20
-"""Bytes in the first request to the bucket. Every pack is shorter and thus needs only one request."""
+"""Number of bytes that the first request to the bucket asks for. Every pack is shorter and needs only one request."""
 DOCUMENT_S = 600
-"""Seconds for which a copy of a unit or a snapshot is valid."""
+"""Seconds for which a cached unit or snapshot is valid."""
 WAIT_S = 40.0
-"""Seconds that a request waits for a shared download, fewer than the client's timeout."""
+"""Seconds for which a request waits for a shared download. The client's timeout is longer."""
 FLOOR_BYTES_MAX = 10**9
-_FLOOR_SHARE = 20  # On a small disk, one twentieth of the disk stays free.
+_FLOOR_SHARE = 20  # On a small disk, the cache keeps one twentieth of the disk free.
 _COPIED = ("packs", "units", "snapshots")
 
 Judge = Callable[[str, bytes], None]
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectCache:
-    """Copies of a bucket's objects. Thread-safe.
+    """Caches a bucket's objects on the disk. Thread-safe.
 
     Args:
         store: the bucket.
@@ -105,12 +105,12 @@ class ObjectCache:
         self._packs = threading.Semaphore(PACKS_AT_ONCE)
         self._others = threading.Semaphore(DOCUMENTS_AT_ONCE)
         self._flights: dict[str, Future[_Copy]] = {}
-        self._sizes: OrderedDict[str, int] | None = None  # key → bytes; the last used key is at the end
+        self._sizes: OrderedDict[str, int] | None = None  # Size in bytes by key, in order of last use.
         self._documents: dict[str, _Document] = {}
         self._told: set[str] = set()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield a verified object, or a range of it, in pieces.
+        """Yield the pieces of a verified object or of a byte range.
 
         Raises:
             KeyError: the object does not exist.
@@ -124,22 +124,22 @@ class ObjectCache:
         return itertools.chain((next(pieces),), pieces)
 
     def keep(self, key: str, data: bytes | memoryview) -> None:
-        """Cache an object right after a `put` into the bucket, to save the download of the object."""
+        """Cache an object after its upload to the bucket, which saves a download."""
         self._kept(key, data)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Remove copies of objects that were deleted or replaced in the bucket."""
+        """Delete the copies of objects that were deleted or replaced in the bucket."""
         with self._lock:
             for key in keys:
                 self._drop(key)
 
     def forget_documents(self) -> None:
-        """Invalidate the copies of units and snapshots."""
+        """Invalidate all cached units and snapshots."""
         with self._lock:
             self._documents.clear()
 
     def tend(self) -> None:
-        """Remove copies when the disk is nearly full."""
+        """Delete cached copies if the disk is nearly full."""
         with self._lock:
             self._make_room(0)
 
@@ -158,14 +158,14 @@ class ObjectCache:
         except Late:
             raise StoreUnavailable(
                 f"the download of {key[:80]} from {self._store.url} has taken more than {WAIT_S:.0f} s",
-                hint="check the bucket with `sgpu doctor`, or with /health of the server",
+                hint="check the bucket with `sgpu doctor`",
             ) from None
 
     def _lead(self, key: str, flight: Future[_Copy]) -> None:
         try:
-            # An earlier download may have ended between the lookup and this download.
+            # Another request may have cached the object since the first lookup.
             copy = self._hit(key) or self._fetched(key)
-        except BaseException as error:  # noqa: BLE001 - all waiting requests get the same error
+        except BaseException as error:  # noqa: BLE001 - all waiting requests receive the same error
             flight.set_exception(error)
         else:
             flight.set_result(copy)
@@ -181,7 +181,7 @@ class ObjectCache:
             except AlteredObject:
                 data = self._once_more(key)
             except EnvironmentRejected:
-                return _Bytes(data)  # The object breaks a rule or is of another version. The caller reports the error.
+                return _Bytes(data)  # The caller reports objects that violate a rule or have another version.
             return self._kept(key, data)
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ class ObjectCache:
         if not turns.acquire(timeout=TURN_S):
             raise StoreUnavailable(
                 f"the store {self._store.url} is slow: {key[:20]} has waited for {TURN_S:.0f} s behind other downloads",
-                hint="the client tries again; check the bucket",
+                hint="check the bucket for the cause of the delay",
             )
         try:
             yield
@@ -198,7 +198,7 @@ class ObjectCache:
             turns.release()
 
     def _once_more(self, key: str) -> bytes:
-        """Read altered data a second time, to determine if the transfer or the store altered the data."""
+        """Download an altered object again to find out if the store or the transfer altered the data."""
         data = self._whole(key)
         try:
             self._judge(key, data)
@@ -206,7 +206,7 @@ class ObjectCache:
             kind, _, name = key.partition("/")
             raise EnvironmentCorrupt(
                 f"{kind[:-1]} {name[:12]} in the store {self._store.url} is altered: {error}",
-                hint="check the disk of the store; a restore removes altered objects, and a capture sends them again",
+                hint="check the disk of the store, and capture the environment again",
             ) from None
         return data
 
@@ -219,7 +219,7 @@ class ObjectCache:
     # --- copies on the disk ----------------------------------------------------------------------------------------
 
     def _hit(self, key: str) -> _Copy | None:
-        """Return a copy that still matches its digest."""
+        """Return a cached copy that matches its digest, or None."""
         digest = self._digest(key)
         if digest is None:
             return None
@@ -232,12 +232,12 @@ class ObjectCache:
             for piece in _pieces(copy, 0, copy.size):
                 found.update(piece)
             if found.hexdigest() != digest:
-                raise OSError("its content has changed")
+                raise OSError("the content of the copy has changed")
         except OSError as error:
             _log.warning("the server removes the copy of %s in %s: %s", key[:20], self._directory, error)
             self.forget((key,))
             return None
-        with contextlib.suppress(OSError):  # The file time only determines the order of removal after a restart.
+        with contextlib.suppress(OSError):  # The file time determines the order of last use after a restart.
             os.utime(self._place(key))
         with self._lock:
             if key in self._known():
@@ -245,7 +245,7 @@ class ObjectCache:
         return copy
 
     def _digest(self, key: str) -> str | None:
-        """Return the digest that a valid copy must have, or None if no copy can be valid."""
+        """Return the expected digest of a cached copy, or None if no copy can be valid."""
         kind, _, name = key.partition("/")
         if kind == "packs":
             return name
@@ -256,14 +256,14 @@ class ObjectCache:
         return document.digest
 
     def _kept(self, key: str, data: bytes | memoryview) -> _Copy:
-        """Cache downloaded data and return the copy, or return the bytes if the disk is full."""
+        """Cache downloaded data. Return the copy on the disk, or the bytes if the disk is full."""
         place = self._place(key)
         fresh = place.with_name(f".new-{place.name}-{os.urandom(4).hex()}")
         with self._lock:
             self._drop(key)
             if not self._make_room(len(data)):
                 return _Bytes(data)
-            self._known()[key] = len(data)  # The new entry reserves the space.
+            self._known()[key] = len(data)  # The new entry reserves disk space for the copy.
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.write_bytes(data)
@@ -271,11 +271,11 @@ class ObjectCache:
             with self._lock:
                 if key in self._known():
                     fresh.rename(place)
-                else:  # Another thread removed the copy for lack of space during the write.
+                else:  # Another thread has deleted the copy during the write, for lack of space.
                     fresh.unlink()
                     return copy
         except OSError as error:
-            with contextlib.suppress(OSError):  # The log has just reported the same error.
+            with contextlib.suppress(OSError):  # The log message below reports the disk error.
                 fresh.unlink(missing_ok=True)
             self.forget((key,))
             self._tell(
@@ -288,7 +288,7 @@ class ObjectCache:
         return copy
 
     def _make_room(self, size: int) -> bool:
-        """Remove the least recently used copies until the given size fits, and return True on success."""
+        """Delete the least recently used copies until `size` bytes fit. Return True on success."""
         known = self._known()
         if size > self.bytes_max:
             return False
@@ -323,7 +323,7 @@ class ObjectCache:
             self._tell(f"the server cannot remove copies in {self._directory}: {error.strerror or error}")
 
     def _known(self) -> OrderedDict[str, int]:
-        """Return the copies in the cache. The first call searches the disk and removes incomplete files."""
+        """Return the cached copies. The first call scans the disk and deletes incomplete files."""
         if self._sizes is None:
             self._sizes = OrderedDict()
             try:
@@ -342,19 +342,19 @@ class ObjectCache:
 
 
 class _Document(NamedTuple):
-    """A cached unit or snapshot: the digest of its bytes, and the time of its download."""
+    """The digest and the download time of a cached unit or snapshot."""
 
     digest: str
     read_ns: int
 
 
 class _Copy:
-    """An object whose pieces remain readable after the removal of its file."""
+    """An object that remains readable after the deletion of its file."""
 
     size: int
 
     def at(self, start: int, length: int) -> bytes:
-        """Return bytes of the object."""
+        """Return a byte range of the object."""
         raise NotImplementedError
 
 
@@ -368,7 +368,7 @@ class _Bytes(_Copy):
 
 
 class KeptFile(_Copy):
-    """A copy that is read from its file, even after another thread has removed the file."""
+    """A cached copy that remains readable after another thread has deleted its file."""
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
@@ -376,7 +376,7 @@ class KeptFile(_Copy):
         self.size = os.fstat(self._fd).st_size
 
     def __del__(self) -> None:
-        # Several waiting requests share a copy, so a reader that disconnects does not close the copy.
+        # Several requests share a copy, so a reader that disconnects must not close the copy.
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -385,20 +385,21 @@ class KeptFile(_Copy):
 
 
 def _pieces(copy: _Copy, start: int, end: int) -> Iterator[bytes]:
-    """Yield a range of a copy, in at least one piece."""
+    """Yield the pieces of a byte range of a copy, at least one."""
     yield copy.at(start, max(0, min(end - start, PIECE_BYTES)))
     for first in range(start + PIECE_BYTES, end, PIECE_BYTES):
         yield copy.at(first, min(end - first, PIECE_BYTES))
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
-    """Return keys and sizes of the packs on the disk, in order of last use. Delete all other files."""
+    """Return the keys and sizes of the cached packs in order of last use. Delete all other files."""
     found: list[tuple[int, str, int]] = []
     for kind in _COPIED:
         for path in (directory / kind).glob("*"):
             status = path.stat()
             if kind != "packs" or path.name.startswith("."):
-                # A restart loses the digest of a document. Other files are incomplete.
+                # After a restart, the digests of units and snapshots are unknown. All other files are incomplete
+                # downloads.
                 path.unlink(missing_ok=True)
             else:
                 found.append((status.st_mtime_ns, f"{kind}/{path.name}", status.st_size))

@@ -1,4 +1,4 @@
-"""Opens all stores of the server, and finds files of runs that the database does not know.
+"""Opens all stores of the server, and finds orphaned files of runs without a database row.
 
     <home>/server/logs/       output of ranks                       always on this disk
     <home>/server/incoming/   large bodies until they are complete  always on this disk
@@ -6,15 +6,15 @@
     environments              <home>/server/store, or the store
     <home>/server/nearby/     copies of objects that nodes read     if the store is a bucket
 
-Orphans are evidence that the database or its disk lost rows. The server creates the following files only after the
-run's row is durable:
+Orphaned files are evidence that the database or its disk has lost rows. The server creates the following files only
+after the run's row is durable:
 
     server/logs/<run>/     output of ranks
     server/gangs/<gang>    gangs placed by the machine's own engine
 
-A run that retention removed leaves a row in the audit. If a run has files but neither a row nor an audit entry about
-its removal, the database has lost the acknowledged run. A starting server logs such runs before any loop forgets a
-gang. `sgpu server check` reports lost runs at any time, and retention does not delete their output.
+If retention deletes a run, the server adds an entry to the audit log. If a run has files but neither a row nor an audit
+entry, the database has lost the acknowledged run. A starting server logs lost runs before any loop deletes their files.
+`sgpu server check` reports lost runs at any time, and retention does not delete their output.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 STORE_S = 40.0
-"""Seconds that one request waits for a bucket, fewer than the client's timeout."""
+"""Seconds for which a request waits for a bucket. The client's timeout is longer."""
 LOOK_MAX = 2_000
-"""Maximum number of runs that a start looks up, newest first. A rollback loses new runs."""
+"""Maximum number of newest runs that a starting server looks up, because a database rollback loses the newest rows."""
 _NAMED_MAX = 5
 _PLACES = ("logs", "gangs")
 _RUN = re.compile(r"([0-9a-hjkmnp-tv-z]{26})(:[0-9]+)?")
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""The signature of `Database.read`."""
+"""Function with the signature of `Database.read`."""
 
 
 class DiskLimits(NamedTuple):
-    """Minimum of free space on each disk, and maximum size of the object cache; 0 for no cache."""
+    """The minimum free space on each disk, and the maximum size of the object cache."""
 
     kept_free_bytes: int = KEPT_FREE_BYTES
     nearby_bytes_max: int = 20 << 30
@@ -63,7 +63,7 @@ _USUAL = DiskLimits()
 
 
 class Storage(NamedTuple):
-    """Every store of the server. The fields equal the fields of `composition.ServerResources`."""
+    """All stores of the server. The field names match the fields of `composition.ServerResources`."""
 
     logs: Logs
     blobs: Blobs
@@ -80,7 +80,7 @@ def open_storage(
     room: DiskLimits = _USUAL,
     measures: ServerMetrics | None = None,
 ) -> Storage:
-    """Return the server's stores, without accessing or creating any files.
+    """Return the server's stores without accessing or creating any files.
 
     Args:
         directory: existing directory of the server's files.
@@ -113,14 +113,14 @@ def open_storage(
 
 
 class MeteredStore(Store):
-    """A store that counts and times its calls."""
+    """A store wrapper that counts and times the calls."""
 
     def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
         self._store, self._name, self._measures = store, name, measures
         self.url = store.url
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object, or a range of it."""
+        """Return an object, or a byte range of the object."""
         with self._counted("get"):
             return self._store.get(key, start, length)
 
@@ -131,12 +131,15 @@ class MeteredStore(Store):
         self._measures.upload_bytes.labels(self._name).inc(sum(len(data) for data in objects.values()))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the given objects that exist."""
+        """Return the given keys whose objects exist."""
         with self._counted("present"):
             return self._store.present(keys)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return all objects below a prefix. Metrics omit the duration, because the caller controls the pace."""
+        """Return all stored objects below a prefix.
+
+        The metrics omit the duration of a listing, because the caller controls the pace.
+        """
         return self._store.list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -145,7 +148,7 @@ class MeteredStore(Store):
             self._store.delete(keys)
 
     def free_bytes(self) -> int | None:
-        """Return the number of further bytes that the store can hold."""
+        """Return the free space of the store in bytes, or None if unknown."""
         return self._store.free_bytes()
 
     @contextlib.contextmanager
@@ -153,13 +156,13 @@ class MeteredStore(Store):
         try:
             with self._measures.store.labels(self._name, operation).time():
                 yield
-        except (EnvironmentProblem, StorageError, OSError):  # A missing object is a valid answer and not an error.
+        except (EnvironmentProblem, StorageError, OSError):  # For the metrics, a missing object is a valid answer.
             self._measures.store_errors.labels(self._name, operation).inc()
             raise
 
 
 def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> list[str]:
-    """Return the runs with files on this disk that the database does not know."""
+    """Return the runs that have files on the disk but no row in the database."""
     names = (name for place in _PLACES for name in _names(directory / place))
     newest = sorted({match[1] for match in map(_RUN.fullmatch, names) if match}, reverse=True)[:limit]
 
@@ -171,12 +174,12 @@ def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> lis
 
 
 def orphan_sentence(run_ids: list[str], directory: Path) -> str:
-    """Return a message for the operator about runs that the database does not know."""
+    """Return a message for the operator about orphaned runs."""
     more = f" and {len(run_ids) - _NAMED_MAX} more" if len(run_ids) > _NAMED_MAX else ""
     return (
         f"{directory} has files of {len(run_ids)} runs that the database does not know: "
         f"{', '.join(run_ids[:_NAMED_MAX])}{more}. The database or its disk lost these runs. Their output is in "
-        f"{directory / 'logs'}; delete it when you no longer need it"
+        f"{directory / 'logs'}. Delete the output when you no longer need it"
     )
 
 

@@ -1,16 +1,16 @@
-"""Receives large request bodies in pieces on the disk, and exposes complete bodies as memory.
+"""Writes large request bodies to the disk, and exposes each complete body as memory.
 
     request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── complete ─▶ memoryview ─▶ check, store
 
-A slow sender uses no memory. A killed server leaves no files behind, because the spool file has no name. No reader sees
-an incomplete body. Only threads of a separate pool wait for disks and stores. A bucket that takes half a minute per
-request therefore does not delay heartbeats.
+A slow sender therefore occupies no server memory. A killed server leaves no files behind, because the spool file has no
+name. Routes never receive an incomplete body. A separate thread pool waits for disks and stores, so that a slow bucket
+does not delay heartbeats.
 
 Failure cases:
 
 * The disk is full: the sender receives ServerStorageFull, before the first byte if the size is known.
 
-* The sender disconnects or sends more than the route accepts: reading the body raises, and the server removes the file.
+* The sender disconnects or sends more than the route accepts: the server deletes the incomplete file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class UploadSpool:
-    """Stores bodies until they are complete, and processes bodies in separate threads."""
+    """Stores request bodies on the disk, and runs store operations in a separate thread pool."""
 
     def __init__(self, directory: Path, *, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._directory = directory
@@ -48,12 +48,12 @@ class UploadSpool:
         self._kept_free_bytes = kept_free_bytes
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run work on disks or stores in a thread of the separate pool, and return its result."""
+        """Run a disk or store operation in the thread pool, and return its result."""
         return await to_thread.run_sync(work, limiter=self._threads)
 
     @contextlib.asynccontextmanager
     async def whole(self, body: AsyncIterable[bytes], size: int | None = None) -> AsyncIterator[memoryview]:
-        """Yield a body once it is complete, and delete the body afterwards."""
+        """Yield a request body after its last byte has arrived, and delete the file afterwards."""
         if size is not None and size > PIECE_BYTES:
             await self.in_thread(lambda: self._check_room(size))
         pieces: list[bytes] = []
@@ -105,7 +105,7 @@ def _mapped(file: IO[bytes]) -> Iterator[memoryview]:
     try:
         yield view
     finally:
-        # Free the disk space now. Otherwise, a stored traceback could keep the file open.
-        with contextlib.suppress(BufferError):  # The store may still use a part of the view for a moment.
+        # Free the disk space now, because a stored traceback could keep the file open.
+        with contextlib.suppress(BufferError):  # The store may still use a part of the mapped memory.
             view.release()
             mapped.close()

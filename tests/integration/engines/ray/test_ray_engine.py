@@ -133,7 +133,7 @@ def test_a_head_that_is_gone_loses_no_node_and_new_gangs_wait(ray: FakeRay, made
     assert [node.name for node in engine.nodes()] == ["n1", "n2", "n3"]
     assert engine.events() == []
     assert ask(engine, Gang(id="x:1", shares=(Share(node="n9", gpu_type="H100", count=1),))) == Impossible(
-        sentence="there is no node 'n9' in the Ray cluster"
+        sentence="the Ray cluster has no node 'n9'"
     )
     ray.head_comes_back(empty=False)
     other = Gang(id="o:1", shares=(Share(node="n2", gpu_type="H100", count=1),))

@@ -99,8 +99,8 @@ def test_it_is_started_again_when_it_ends_and_why_is_said(kept: Callable[..., Ke
     one = kept("raise SystemExit('RuntimeError: Version mismatch: The cluster was started with:')")
     wait_for(lambda: len(one.said) >= 2, "it has been started twice")
     why = "this machine and the head have different versions of Ray or Python"
-    assert one.said[0].startswith("Ray ended after ")
-    assert one.said[0].endswith(f": {why}; restarting it")
+    assert one.said[0].startswith("Ray exited after ")
+    assert one.said[0].endswith(f": {why}; the keeper restarts Ray")
 
 
 def test_what_does_not_end_by_itself_is_killed_with_all_it_has_started(
@@ -147,7 +147,7 @@ def test_a_head_that_is_away_is_asked_again_and_that_is_said_once(kept: Callable
 
 def test_it_ends_when_nobody_needs_it(tmp_path: Path, kept: Callable[..., Kept]) -> None:
     gone = threading.Event()
-    one = kept(_STAY, needed=lambda: "no server has run for ten minutes" if gone.is_set() else "")
+    one = kept(_STAY, needed=lambda: "no server has run on this machine for ten minutes" if gone.is_set() else "")
     wait_for(lambda: one.starts == 1, "it has started")
     gone.set()
     one.thread.join(30)

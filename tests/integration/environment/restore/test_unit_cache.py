@@ -160,7 +160,7 @@ def spoil_documents(place: Path) -> None:
         (spoil_by_addition, "site/alpha/sitecustomize.py does not belong to the unit"),
         (spoil_link, "site/alpha/alias.py is not the link to __init__.py"),
         (spoil_mode, "site/alpha/__init__.py has the mode 644 instead of 444"),
-        (spoil_documents, "its documents are missing"),
+        (spoil_documents, "the unit's documents are missing"),
     ],
 )
 def test_F29_what_is_damaged_in_the_cache_is_found_and_fetched_again(

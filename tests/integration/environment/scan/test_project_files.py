@@ -266,7 +266,7 @@ def test_of_names_that_differ_in_case_one_travels_and_the_others_are_said(tmp_pa
     code = list_code(CodeDirectory(directory=str(tmp_path), wanted=("net.py",)))
 
     assert sorted(code.listing.files) == ["A.txt", "Data/x", "deep/file", "net.py", "solo"]
-    same = "on a system that ignores case or Unicode forms, its name equals"
+    same = "on a system that ignores case or Unicode forms, the name equals"
     assert code.listing.odd == {
         "a.txt": f"{same} A.txt",
         "data": f"{same} Data",
@@ -286,8 +286,8 @@ def test_what_is_named_too_oddly_to_travel_is_left_out(tmp_path: Path) -> None:
 
     assert list(code.listing.files) == ["fine"]
     reasons = {os.path.basename(path): reason for path, reason in code.listing.odd.items()}
-    assert reasons["file"].startswith("its path is too long") and reasons["new\nline"].startswith(
-        "its name has control"
+    assert reasons["file"].startswith("the path is too long") and reasons["new\nline"].startswith(
+        "the name has control"
     )
 
 

@@ -180,9 +180,12 @@ def test_what_cannot_travel_is_refused_by_name(venv: Venv, what: str) -> None:
     with pytest.raises(EnvironmentUnsupported) as caught:
         scan(venv)
 
-    control = "holds 'site/new\\nline': this name has control characters, or is not UTF-8\nhint: rename or remove it"
+    control = (
+        "contains 'site/new\\nline': this name has control characters, or is not UTF-8\n"
+        "hint: rename or remove this file"
+    )
     said = {
-        "fifo": "/pipe cannot be captured: it is a device, a socket or a FIFO\nhint: remove it",
+        "fifo": "/pipe cannot be captured: the path is a device, a socket or a FIFO\nhint: remove it",
         "control": f" {control}",
         "bytes": f" {control}".replace("new\\nline", "caf\\udce9"),
     }

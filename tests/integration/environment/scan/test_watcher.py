@@ -196,9 +196,7 @@ def test_22C3_watches_are_left_for_others(library: Library, monkeypatch: pytest.
     library.watch()
     (tmp_path / "limit").write_text("10\n")
     monkeypatch.setattr(watcher, "WATCHES_LIMIT", str(tmp_path / "limit"))
-    assert re.fullmatch(
-        r"\d+ watches are needed, more than 50% of fs.inotify.max_user_watches \(10\)", library.refusal()
-    )
+    assert re.fullmatch(r"\d+ watches exceed 50% of fs.inotify.max_user_watches \(10\)", library.refusal())
 
 
 @pytest.mark.parametrize(

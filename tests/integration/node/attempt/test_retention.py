@@ -46,5 +46,5 @@ def test_with_a_configuration_that_cannot_be_read_nothing_is_deleted(runs: Path)
     old = make_run(runs, age_ns=1_000 * DAY_NS)
     done = run_main(runs.parent, "")
     assert done.returncode == 1
-    assert done.stdout.startswith("retention: nothing is deleted: ")
+    assert done.stdout.startswith("retention: no run was deleted")
     assert (runs / old).exists()

@@ -156,7 +156,7 @@ def test_what_is_no_list_of_layers_is_refused(place: Path, layers: list[str]) ->
 def test_a_probe_leaves_nothing_and_says_why_not(place: Path) -> None:
     assert namespaces.probe_mounts(str(place)) == ""
     assert sorted(os.listdir(place)) == ["a", "b", "c", "view"]
-    assert namespaces.probe_mounts(str(place / "none")).startswith(f"no directory can be made in {place}/none")
+    assert namespaces.probe_mounts(str(place / "none")).startswith(f"cannot create a directory in {place}/none")
 
 
 CONTAINER = ("sys_admin",), ("sys_admin", "net_raw", "sys_chroot", "mknod")

@@ -188,7 +188,7 @@ def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) 
     assert said("price", "set", "h100", "3.49") == golden("server.pricing.h100-49-usd")
     planned = said("price", "set", "H100", "2.99", "--from", "2096-12-01")
     assert planned.splitlines()[0] == golden("server.pricing.h100-99-usd")
-    assert planned.splitlines()[1].startswith("before it: H100: 3.49 USD for one device for one hour, since ")
+    assert planned.splitlines()[1].startswith("before it: H100: 3.49 USD per device and hour, since ")
     said("price", "set", "memory", "0.005")
     made = said("price", "set", "H100", "--pool", "lab", "--dbu-per-gpu-hour", "8.884", "--usd-per-dbu", "0.70")
     assert made == golden("server.pricing.h100-pool-lab")
@@ -205,7 +205,7 @@ def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) 
     assert [line.rsplit("  ", 1)[1].strip() for line in lines[1:3]] == ["in force", "planned"]
     assert '"is_known"' in said("price", "end", "H1000", "--json")
     ends = said("price", "end", "memory", "--at", "2096-12-01").splitlines()
-    assert ends[0].startswith("ends 2096-12-01T00:00:00Z: memory: 0.005 USD for one GiB for one hour, since ")
+    assert ends[0].startswith("ends 2096-12-01T00:00:00Z: memory: 0.005 USD per GiB and hour, since ")
     ended = said("price", "end", "H100").splitlines()
     assert ended[0].startswith("ended: H100: 3.49") and ended[1].startswith("withdrawn: H100: 2.99")
     assert "2.99" not in said("price", "list", "--all")
@@ -215,8 +215,8 @@ def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) 
     ("arguments", "why"),
     [
         (("H100",), "the price is missing"),
-        (("H100", "1", "--dbu-per-gpu-hour", "1"), "give either AMOUNT"),
-        (("H100", "1", "--dbu-per-gpu-hour", "1", "--usd-per-dbu", "1"), "give either AMOUNT"),
+        (("H100", "1", "--dbu-per-gpu-hour", "1"), "specify either AMOUNT"),
+        (("H100", "1", "--dbu-per-gpu-hour", "1", "--usd-per-dbu", "1"), "specify either AMOUNT"),
         (("H100", "1000000"), "not an amount from 0 to 100,000"),
         (("H100", "--dbu-per-gpu-hour", "1"), "the price is missing"),
         (("H100", "NaN"), "not an amount"),

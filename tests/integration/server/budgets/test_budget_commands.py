@@ -53,11 +53,11 @@ def test_what_is_not_said_of_a_budget_stays_as_it_is(said: Said) -> None:
     [
         (
             ("--hard",),
-            "this budget does not exist yet; give --user, --team, --pool, --policy, --tag or",
+            "the budget does not exist yet. Add --user, --team, --pool, --policy, --tag or",
         ),
-        (("--everything",), "this budget does not exist yet; set its limit with --money or --gpu-hours"),
-        (("--everything", "--team", "a", "--money", "5"), "give only one of --user"),
-        (("--everything", "--gpu-hours", "5", "--money", "5"), "give only one of --money"),
+        (("--everything",), "the budget does not exist yet. Add --money or --gpu-hours to set the budget's limit"),
+        (("--everything", "--team", "a", "--money", "5"), "specify only one of --user"),
+        (("--everything", "--gpu-hours", "5", "--money", "5"), "specify only one of --money"),
         (("--everything", "--money", "1e999999"), "1e999999 is not an amount from 0 to 1,000,000,000,000"),
         (("--everything", "--money", "1e999990"), "is not an amount"),
         (("--everything", "--money", "1e99999999999999999999"), "is not a number"),

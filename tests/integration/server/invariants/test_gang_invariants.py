@@ -159,12 +159,12 @@ BROKEN: dict[str, tuple[str, str, Break]] = {
     "it began, and nobody has met": ("I3", "has begun without a rendezvous", in_attempt(2, chosen_json=None)),
     "it was called off, and they met": (
         "I3",
-        "was cancelled, but its rendezvous took place",
+        "the server cancelled the rendezvous, but the gang finished the rendezvous",
         in_attempt(2, called_off=True),
     ),
     "it was called off, and ran": (
         "I3",
-        "was cancelled, but its rendezvous took place",
+        "the server cancelled the rendezvous, but the gang finished the rendezvous",
         in_attempt(2, called_off=True, chosen_json=None),
     ),
     "one address is missing": (
@@ -174,22 +174,22 @@ BROKEN: dict[str, tuple[str, str, Break]] = {
     ),
     "it was released early": (
         "I3",
-        "was released, but not all ranks had returned: n1",
+        "the server released the gang, but not all ranks had returned: n1",
         in_attempt(1, released=True),
     ),
     "it was released, and stopped": (
         "I3",
-        "was released, but ended early (cancelled)",
+        "the server released the gang, but the attempt ended early (cancelled)",
         in_attempt(2, cause_json=cause(Reason.CANCELLED, None)),
     ),
     "it was released, and one failed that succeeded": (
         "I3",
-        "was released, but ended early (rank_raised)",
+        "the server released the gang, but the attempt ended early (rank_raised)",
         in_attempt(2, cause_json=cause(Reason.RANK_RAISED, 1)),
     ),
     "it ends because of a crew that is not there": (
         "I3",
-        "ends because of node 2, which it does not have",
+        "ends because of node 2, which does not belong to the attempt",
         in_attempt(1, cause_json=cause(Reason.RANK_RAISED, 2)),
     ),
     "the cause is a peer": (
@@ -200,7 +200,7 @@ BROKEN: dict[str, tuple[str, str, Break]] = {
     "an attempt ends by a peer": ("I3", "but no node reported the cause", in_attempt(1, reason="peer_failed")),
     "a run ends by a peer": (
         "I3",
-        "ended because of a peer, which cannot be its own reason",
+        "ended because of a failed peer, which is not a valid reason for a run",
         in_run(state="FAILED", reason="peer_failed"),
     ),
     "one is silent, and nobody says so": (
@@ -208,11 +208,11 @@ BROKEN: dict[str, tuple[str, str, Break]] = {
         "is SUCCEEDED, began True, but the states on its nodes are SUCCEEDED, UNREACHABLE",
         in_crew(2, 1, **(OPEN | {"state": "UNREACHABLE"})),
     ),
-    "a device of two crews": ("I4", "had it at the same time", lent_to_both),
+    "a device of two crews": ("I4", "had the device at the same time", lent_to_both),
     "a crew is charged twice": ("I7", "both belong to day", charged_again),
     "an order of another crew is missing": (
         "I3",
-        "attempt 2 (node 1) has 0 orders to start",
+        "attempt 2 (node 1) has 0 start orders instead of one",
         lambda connection, run_id: connection.execute(
             tables.orders.delete().where(tables.orders.c.run_id == run_id, tables.orders.c.crew == 1)
         ),

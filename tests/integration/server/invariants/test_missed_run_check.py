@@ -42,7 +42,7 @@ def test_F81_a_run_that_fits_and_of_which_the_scheduler_says_that_there_is_no_ro
         clock.advance(5)
     check.tick(clock.boottime_ns())
     (said,) = errors(caplog)
-    assert said.startswith(f"invariant violated: I11 run {run_id}: waits, though it could have been placed")
+    assert said.startswith(f"invariant violated: I11 run {run_id}: the run still waits, although it could start")
     make_scheduler(services).tick(clock.boottime_ns())
     assert find(services, run_id).state is State.STARTING
 

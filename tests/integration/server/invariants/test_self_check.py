@@ -67,7 +67,7 @@ def test_what_is_wrong_is_said_once_and_counted(
     break_end(people, run_id)
     check.tick(clock.boottime_ns())
     said = errors(caplog)
-    sentence = f"I2 run {run_id}: was SUCCEEDED (completed), and is FAILED (rank_raised)"
+    sentence = f"I2 run {run_id}: the run was SUCCEEDED (completed) and is now FAILED (rank_raised)"
     assert golden("server.self_check.never-true-true", sentence=sentence) in said
     check.tick(clock.boottime_ns())
     assert errors(caplog) == said and check.found == len(said)
@@ -247,7 +247,7 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(home: Path) -> None:
     database.write(lambda connection: connection.execute(gone))
     database.close()
     done = runner.invoke(sgpu, ["server", "check"])
-    said = f"I6 run {run_id}: has succeeded, but only 1 of 2 results exist\n1 violations in 1 runs\n"
+    said = f"I6 run {run_id}: the run has succeeded, but only 1 of 2 results exist\n1 violations in 1 runs\n"
     assert (done.exit_code, done.output) == (1, said)
 
 

@@ -42,11 +42,11 @@ def test_ray_is_what_option_variable_and_file_say(home: Path) -> None:
     [
         ({"node_address": "10.0.0.5"}, "--node-address: node_address needs engine = 'ray'"),
         ({"ray_address": "h:1"}, "--ray-address: ray_address needs engine = 'ray'"),
-        ({"engine": "ray", "ray_port": 80}, "--ray-port: ray_port: Ray's ports cannot begin with 80"),
+        ({"engine": "ray", "ray_port": 80}, "--ray-port: ray_port: Ray's port range cannot start at 80"),
         (
             {"engine": "ray", "node_address": "127.0.0.1"},
-            "--node-address: node_address: a machine cannot have the address 127.0.0.1: Ray would silently use another "
-            "of its addresses",
+            "--node-address: node_address: Ray would silently replace the node address 127.0.0.1 by another address of "
+            "the machine",
         ),
         ({"engine": "ray", "ray_address": "h:1"}, "--ray-address: ray_address comes without ray_token_file"),
         ({"engine": "ray", "ray_token_file": "f"}, "--ray-token-file: ray_token_file comes without ray_address"),

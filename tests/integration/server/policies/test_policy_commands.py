@@ -120,12 +120,15 @@ def test_22D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served
     ("arguments", "says"),
     [
         (("set", "p", "--attempts", "few"), "'few' is not a number of attempts"),
-        (("attach", "p"), "name a holder: --user, --service or --team"),
+        (("attach", "p"), "name a holder of the policy: --user, --service or --team"),
         (("set", "p", "--gpus-per-run", "many"), "'many' is not a number of GPUs"),
         (("set", "p", "--max-run", "long"), "'long' is not a duration"),
-        (("set", "p", "--priorities", "URGENT"), "'URGENT' is not one of CRITICAL, NORMAL, BEST_EFFORT"),
-        (("set", "p", "--default-tag", "team"), "'team' is not KEY=VALUE"),
-        (("set", "p", "--require-tag", "team="), "'team=' accepts no value; 'team' alone accepts any value"),
+        (
+            ("set", "p", "--priorities", "URGENT"),
+            "'URGENT' is not a priority class; use one of CRITICAL, NORMAL, BEST_EFFORT",
+        ),
+        (("set", "p", "--default-tag", "team"), "'team' is not a tag of the form KEY=VALUE"),
+        (("set", "p", "--require-tag", "team="), "the tag 'team=' accepts no value; use 'team' to accept any value"),
     ],
 )
 def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[str, ...], says: str) -> None:

@@ -111,7 +111,7 @@ def test_what_is_to_be_written_instead_exists() -> None:
 def test_what_is_nearly_a_name_of_somebody_elses() -> None:
     with pytest.raises(InvalidOption) as caught:
         read_options(False, None, {"max_worker": 2})
-    assert "write gpus=" in caught.value.hint
+    assert "set gpus=" in caught.value.hint
 
 
 def test_what_is_nearly_an_option() -> None:

@@ -86,7 +86,11 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
         "the run reached its time limit of 90 s (ranks get SIGTERM one grace period earlier)",
     ),
     "cancelled": (stopped(Reason.CANCELLED, cause=False), RunCancelled, "the run was cancelled"),
-    "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the server stopped the run for its budget"),
+    "F71 budget": (
+        stopped(Reason.BUDGET, cause=False),
+        BudgetExhausted,
+        "the server stopped the run to stay within a budget",
+    ),
     "supervisor": (
         stopped(Reason.SUPERVISOR_KILLED, cause=False),
         NodeLost,
@@ -101,7 +105,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "F04 hang, and nothing more is known": (
         stopped(Reason.COLLECTIVE_HANG, cause=False),
         CollectiveHang,
-        "the ranks made no progress and no output for as long as hang_timeout allows",
+        "the ranks made no progress and wrote no output within hang_timeout",
     ),
     "start": (
         stopped(Reason.START_FAILED, "no interpreter"),
@@ -135,10 +139,7 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
         else logs_hint(directory, error.rank)
     )
     if cls is RuntimeLost:
-        hint = (
-            "this process belongs to the run's own user, who may have ended it; "
-            f"set retries=1 for another attempt; {hint}"
-        )
+        hint = f"the run's user may have ended this process; set retries=1 for another attempt; {hint}"
     assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {

@@ -17,9 +17,9 @@ _AUTH = b"""2026-11-23 00:13:42,987\tERR scripts.py:1307 -- Some Ray subprocesse
 @pytest.mark.parametrize(
     ("written", "why"),
     [
-        (_AUTH, "the head of the pool has restarted; this machine joins the new head"),
+        (_AUTH, "the restarted head rejected the old connection, so this machine joins the head again"),
         (b"RuntimeError: Version mismatch: ...", "this machine and the head have different versions of Ray or Python"),
-        (b"bind: Address already in use", "another process uses one of its ports"),
+        (b"bind: Address already in use", "another process uses one of Ray's ports"),
         (
             b"x\n2026-11-23 00:13:42,987\tERR scripts.py:87 -- gcs_server [exit code=-9]\ny",
             "its gcs_server ended with -9",

@@ -85,7 +85,7 @@ def test_a_node_comes_is_lost_when_ray_says_so_and_comes_again_as_another_row() 
     assert ray_tables.node_changes({}, there) == [NodeUp(node=EngineNode(name="n1"))]
     dead = raw(resources={}, Alive=False, DeathReasonMessage="missing too many\n  heartbeats \x07")
     lost = ray_tables.update_nodes(there, [dead], 1)
-    sentence = "is lost: Ray reports it as dead (missing too many heartbeats ?)"
+    sentence = "is lost: Ray reports the node as dead (missing too many heartbeats ?)"
     assert ray_tables.node_changes({"n1": ""}, lost) == [NodeLost(node="n1", sentence=sentence)]
     assert ray_tables.node_changes({"n1": sentence}, ray_tables.update_nodes(lost, [dead], 2)) == []
     back = ray_tables.update_nodes(lost, [dead, raw("b")], 3)
@@ -112,7 +112,7 @@ def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> N
     assert ray_tables.node_changes({"n1": ""}, still) == []
     lost = ray_tables.update_nodes(still, [], 5 + MISSING_NS)
     assert ray_tables.node_changes({"n1": ""}, lost) == [
-        NodeLost(node="n1", sentence="is lost: the Ray head has not listed it for 120 s")
+        NodeLost(node="n1", sentence="is lost: the node has been missing from Ray's node table for 120 s")
     ]
     assert ray_tables.update_nodes(missing, [raw("b")], 6)["n1"] == KnownNode(row=ray_tables.rows([raw("b")])[0])
 
@@ -161,7 +161,7 @@ def test_bundles_are_in_the_order_of_shares() -> None:
     ("shares", "answer"),
     [
         ([("n1", "H100", 4), ("n2", "H100", 1)], None),
-        ([("n9", "H100", 1)], Impossible(sentence="there is no node 'n9' in the Ray cluster")),
+        ([("n9", "H100", 1)], Impossible(sentence="the Ray cluster has no node 'n9'")),
         ([("n1", "H100", 5)], Impossible(sentence="n1 has 4 H100, not 5")),
         ([("n1", "A10", 1)], Impossible(sentence="n1 has 0 A10, not 1")),
         ([("n3", "H100", 1)], Waiting(sentence="n3 is lost")),

@@ -80,11 +80,11 @@ def test_what_was_never_loaded_may_change(new: Snapshot) -> None:
         ),
         (
             make_snapshot(PYTHON, (*OLD.roots, Root(kind="library", members=())), SnapshotOrigin()),
-            "sys.path of the environment has other directories",
+            "sys.path of the new environment has different directories",
         ),
         (
             make_snapshot(msgspec.structs.replace(PYTHON, version="3.12.1"), OLD.roots, SnapshotOrigin()),
-            "the environment needs cpython 3.12.1, and the warm interpreter is 3.11.7",
+            "the environment needs cpython 3.12.1, but the warm interpreter is 3.11.7",
         ),
     ],
 )

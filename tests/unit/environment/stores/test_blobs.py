@@ -182,7 +182,7 @@ def test_another_version_says_to_upgrade() -> None:
     ):
         with pytest.raises(EnvironmentRejected) as caught:
             read()
-        said = f"is in version {newest + 1} of the format, and this program reads version {newest}"
+        said = f"has format version {newest + 1}, but this program reads version {newest}"
         assert said in caught.value.message
         assert golden("environment.blobs.pip-install-upgrade") in caught.value.hint
 
@@ -200,7 +200,7 @@ def test_another_version_says_to_upgrade() -> None:
         (compress(b"\x82\xa7version\x01\xa4rows\xdd\x7f\xff\xff\xff"), "cannot be read"),
         (
             compress(msgspec.msgpack.encode({"version": 1, "rows": [[]] * 1_000_001})),
-            "1000001 rows; at most 1000000 are",
+            "1000001 rows, but at most 1000000 are",
         ),
     ],
     ids=["empty", "not zstd", "nothing", "not msgpack", "deep", "bomb", "more fields", "lying length", "too many"],

@@ -185,7 +185,7 @@ def test_an_altered_list_condemns_anew(store: Store, clock: FakeClock) -> None:
 def test_the_list_of_a_newer_version_is_left_alone(clock: FakeClock) -> None:
     store = MemoryStore(clock=clock)
     store.put({CONDEMNED: encode(CondemnedList(version=2))})
-    with pytest.raises(EnvironmentRejected, match="is in version 2"):
+    with pytest.raises(EnvironmentRejected, match="has format version 2"):
         run(store, clock)
     assert read_keys(store) == [CONDEMNED]
 

@@ -104,7 +104,7 @@ def test_an_estimate_is_the_rate_times_the_limit_and_times_what_earlier_runs_too
         expected_micros=7_973_334,
         expected_s=1_200,
         basis="8 H100 × 2.99 USD = 23.92 USD an hour; timeout 1 h 00 min; "
-        "4 of 5 earlier runs of its name took 20 min 00 s or less",
+        "4 of 5 earlier runs of the same name took 20 min 00 s or less",
         at_timeout_gpu_ms=8 * HOUR_MS,
         expected_gpu_ms=8 * 1_200_000,
         gpu_type="H100",

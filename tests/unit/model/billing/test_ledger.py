@@ -245,7 +245,7 @@ def test_a_familys_price_holds_for_members_without_one(table: dict[str, float]) 
     [
         ('{"H100": -1}', InvalidValue, "the price of H100 is -1, not between 0 and 100000"),
         ('{"H100": 100001}', InvalidValue, "the price of H100 is 100001, not between 0 and 100000"),
-        ('{"H100": 1, "h100": 2}', InvalidValue, "the price of H100 is given twice"),
+        ('{"H100": 1, "h100": 2}', InvalidValue, "the price table contains H100 twice"),
         ('{"h100": "2.99"}', InvalidOption, "the price of H100 is '2.99', not a number"),
         ('{"H100": true}', InvalidOption, "the price of H100 is True, not a number"),
         ('{"H100": null}', InvalidOption, "the price of H100 is None, not a number"),
@@ -354,7 +354,7 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
         "1 of 2 GPUs not free: GPU-b: pid 4 holds 2.0 GiB",
         "not known: the run's supervisor ended before it could check",
         "n1: 2 GPUs verified free: no process; n2: not known: the run's supervisor ended before it could check",
-        "nothing is known of the 2 devices on n2; n1: 2 GPUs verified free: no process",
+        "the server does not know the state of the 2 devices on n2; n1: 2 GPUs verified free: no process",
     ],
 )
 def test_23B7_devices_of_which_nothing_is_known_are_not_called_free(gate: str) -> None:

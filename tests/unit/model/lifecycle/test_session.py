@@ -123,8 +123,8 @@ def test_why_a_run_waits() -> None:
             80,
             False,
             (
-                "the session has been idle for 1 min 20 s and will release its 4 H100 in 20.0 s; "
-                "call a function of the session to keep it",
+                "the session has been idle for 1 min 20 s and will release its 4 H100 in 20.0 s. "
+                "Call a function of the session to keep the devices",
                 False,
             ),
         ),

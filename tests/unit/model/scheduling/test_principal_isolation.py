@@ -12,8 +12,8 @@ from tests.support.model.asking import node, planner, wanted
 
 CLOSED, OPEN = Pool(name="default", single_principal=True), Pool(name="big")
 SENTENCE = (
-    "pool default runs the code of one principal only, because all runs there share one operating-system user; "
-    "an administrator can accept that: `sgpu pool set default --isolation none`"
+    "pool default runs the code of one principal only, because all runs there share one operating-system user. "
+    "An administrator can allow other principals: `sgpu pool set default --isolation none`"
 )
 
 

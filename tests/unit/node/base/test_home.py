@@ -92,7 +92,7 @@ def test_a_read_only_home(tmp_path: Path) -> None:
     find_home({"SERVERLESS_GPU_HOME": str(wanted)})
     wanted.chmod(0o500)
     found = find_home({"SERVERLESS_GPU_HOME": str(wanted), "TMPDIR": str(tmp_path)})
-    assert found.note.startswith(f"{wanted} cannot be written to (it is read-only)")
+    assert found.note.startswith(f"{wanted} cannot be written to (the directory is read-only)")
 
 
 # --- attempts --------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ GATE_CASES = {
         "no process, 3 MiB used (baseline unknown, idle is at most 256 MiB)",
     ),
     "unknown": (IDLE, Usage((), 3 * MIB, True, "NVML: GPU is lost"), False, "NVML: GPU is lost"),
-    "memory unknown": (IDLE, Usage((), None, True), False, "the memory in use could not be read"),
+    "memory unknown": (IDLE, Usage((), None, True), False, "could not read the GPU memory in use"),
     "there before": (
         Usage((LEFTOVER,), 2 * GIB, True),
         Usage((LEFTOVER,), 2 * GIB, True),
@@ -159,7 +159,7 @@ FOREIGN_CASES = {
     "display": (Usage((DISPLAY, GpuProcess(901, 300 * MIB, "firefox", True)), 510 * MIB, True), None),
     "large renderer": (Usage((GpuProcess(5, 2 * GIB, "r", True),), 2 * GIB, True), "pid 5 (r) holds 2.0 GiB"),
     "unknown": (Usage((), None, False, "NVML did not answer in 5 s"), "NVML did not answer in 5 s"),
-    "memory unknown": (Usage((), None, True), "the memory in use could not be read"),
+    "memory unknown": (Usage((), None, True), "could not read the GPU memory in use"),
 }
 
 
@@ -213,7 +213,7 @@ def test_gate_does_not_pause_when_everything_is_clean() -> None:
 
 def test_device_that_the_provider_forgets_is_not_clean() -> None:
     verdicts = verify(Script(), ["a"], {"a": IDLE}, GatePolicy(pauses_s=()), lambda _: None)
-    assert verdicts == {"a": Verdict(False, "no usage is known for this device")}
+    assert verdicts == {"a": Verdict(False, "the driver returned no usage for this device")}
 
 
 def test_a_gate_without_patience_or_with_a_negative_pause() -> None:

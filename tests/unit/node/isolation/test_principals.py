@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import IsolationUnavailable
-from serverless_gpu.node.isolation import principals
 from serverless_gpu.node.isolation.principals import PLACE, RANGE, UIDS, Principals, free_uid, uid_range
 from tests.support.golden import golden
 
@@ -17,7 +16,7 @@ from tests.support.golden import golden
 @pytest.fixture(autouse=True)
 def own_uids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all homes belong to the user of the test, who may not be root."""
-    monkeypatch.setattr(principals.os, "chown", lambda path, uid, gid: None)
+    monkeypatch.setattr(os, "chown", lambda path, uid, gid: None)
 
 
 def of(place: Path, uids: str = "5000-5002") -> Principals:

@@ -96,7 +96,7 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
     [
         (
             f"{TRACEBACK}ModuleNotFoundError: No module named 'mlflow'",
-            "/env/bin/python has no MLflow; pip install mlflow",
+            "/env/bin/python has no MLflow. Run pip install mlflow",
         ),
         (
             f"{TRACEBACK}ModuleNotFoundError: No module named 'flask'",
@@ -109,17 +109,17 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
         ),
         (
             "alembic.util.exc.CommandError: Can't locate revision identified by 'abc'",
-            "sqlite:////h/mlflow.db was written by a newer MLflow than that of /env/bin/python; "
-            "upgrade MLflow in that interpreter",
+            "sqlite:////h/mlflow.db was written by a newer MLflow than that of /env/bin/python. "
+            "Upgrade MLflow in that interpreter",
         ),
         ("[Errno 98] Address already in use", "another process took the port of the MLflow server during its start"),
         ("(sqlite3.OperationalError) database is locked", "sqlite:////h/mlflow.db is locked by another process"),
         (
             f"{TRACEBACK}ImportError: libfoo.so: cannot open shared object file",
-            "MLflow's server ended (exit code 1): ImportError: libfoo.so: cannot open shared object file; see the "
+            "MLflow's server ended (exit code 1): ImportError: libfoo.so: cannot open shared object file. See the "
             "log /h/server.log",
         ),
-        ("", "MLflow's server ended (exit code 1); see the log /h/server.log"),
+        ("", "MLflow's server ended (exit code 1). See the log /h/server.log"),
     ],
 )
 def test_last_words_become_a_sentence(written: str, said: str) -> None:

@@ -14,8 +14,8 @@ from tests.support.golden import golden
 
 RUNNING = Attempt(run_id="r", fence=1, world_size=2, limits=Limits(), state=State.RUNNING)
 WARNING = (
-    "no device has been busy for 48 min 00 s: the run will stop in 12 min 00 s (idle_timeout); "
-    "work, output or `attach` keeps it running"
+    "no device has been busy for 48 min 00 s: the run will stop in 12 min 00 s (idle_timeout). "
+    "Device use, output or `sgpu attach` prevents the stop"
 )
 
 

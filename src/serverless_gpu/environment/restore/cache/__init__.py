@@ -1,5 +1,5 @@
-"""The cache of units on a node: fetches, unpacks, verifies, locks and evicts units.
+"""Caches units on a node: fetches, unpacks, verifies, locks and evicts units.
 
-Restore and garbage collection call `unit_cache.py`. Failure cases: `unit_integrity.py` detects a unit that was changed
-on the disk by its seal, and the cache fetches the unit again. `eviction.py` frees space on a full disk.
+Restore and garbage collection call `unit_cache.py`. Failure cases: If a unit's seal shows a modification on disk
+(`unit_integrity.py`), the cache fetches the unit again. If the disk is full, `eviction.py` removes units.
 """

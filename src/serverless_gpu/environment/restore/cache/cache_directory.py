@@ -12,13 +12,14 @@
     linked                  exists if trees may have links to files of units (`unit_integrity.py`)
     view                    mount point of overlays, in the namespaces of their users
 
-An entry whose name has no leading dot is complete, because a rename creates the entry. The cache does not sync files to
-the disk before their first use, because syncing 30,000 files takes seconds. After a reboot, the cache therefore
-verifies all files that were not synced.
+The cache creates complete entries by renaming temporary entries, whose names start with a dot. To start runs quickly,
+the cache does not sync new files to the disk. After a reboot, the cache therefore verifies all files that were not
+synced.
 
-Locks are files with a flock. The kernel releases a lock when the holding process exits. The exclusive holder of a lock
-may remove the lock file. A process that acquires a lock therefore checks that the path still names the locked file, and
-otherwise tries again. Executed programs inherit no lock descriptor unless the caller passes one on.
+Each lock is a flock on a file, which the kernel releases when the lock holder exits. The exclusive holder of a lock may
+remove the lock file. A process that has acquired a lock therefore checks that the path still refers to the locked file.
+If the lock file was replaced, the process acquires the lock again. Child processes inherit a lock descriptor only if
+the caller passes the descriptor explicitly.
 
 Failure cases: The cache raises `StorageError` if another process holds a lock for too long, or if a directory is not
 writable. The cache raises `DiskFull`, a subclass of `StorageError`, if the disk is full.
@@ -44,8 +45,7 @@ from serverless_gpu.json_codec import from_msgpack
 from serverless_gpu.units import format_bytes
 
 LINKED = "linked"
-"""Name of a marker file in the cache. The file exists if trees link to files of units. The cache then checks linked
-files before each use.
+"""Name of a marker file in the cache. The file exists if trees may link to files of units.
 """
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -59,26 +59,26 @@ _FILES_MIN = 1000
 
 
 class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
-    """The fetch and the last check of a unit in the cache."""
+    """Record of the fetch and the last check of a cached unit."""
 
-    size: int  # disk space of the unit, in bytes
+    size: int  # Disk space of the unit in bytes.
     boot: str
     settled: bool = False
-    looked_ns: int = 0  # Time of the last check, on the boot-time clock of `boot`.
-    # Seal (`unit_integrity.py`) from the last verification of the unit's bytes, or b"" before the first seal.
+    looked_ns: int = 0  # Time of the unit's last check, on the boot-time clock of `boot`.
+    # Seal of the unit's files (`unit_integrity.py`) at their last verification, or b"" for an unsealed unit.
     files: bytes = b""
     documents: bytes = b""
 
 
 class LastLook(msgspec.Struct, frozen=True, kw_only=True):
-    """The last check of all units of an environment: the boot, and the time on that boot's clock."""
+    """Time of the last check of an environment's units: a boot, and a time on that boot's clock."""
 
     boot: str
     at_ns: int
 
 
 class CachePaths:
-    """The paths of files, directories and locks in a cache."""
+    """Paths of files, directories and locks in a cache."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -88,23 +88,22 @@ class CachePaths:
         self.view = root / "view"
         self.linked = root / LINKED
         self.layers = root / "layers"
-        # Looking up a path in a dictionary is faster than constructing the path, and an environment has hundreds of
-        # units.
+        # Caches unit paths, because an environment has hundreds of units and path construction is slow.
         self._known: dict[str, Path] = {}
 
     def unit(self, address: str) -> Path:
-        """Return the directory of a unit, which need not exist."""
+        """Return the path of a unit's directory."""
         known = self._known.get(address)
         if known is None:
             known = self._known[address] = self.units / address[:2] / address
         return known
 
     def unit_lock(self, address: str) -> Path:
-        """Return the lock that a process holds to fetch, replace or remove a unit."""
+        """Return the lock for fetching, replacing or removing a unit."""
         return self.locks / "units" / address
 
     def environment(self, address: str) -> Path:
-        """Return the directory with everything that restore made from a snapshot."""
+        """Return the directory of the files that a restore creates for a snapshot."""
         return self.trees / address
 
     def use_lock(self, address: str) -> Path:
@@ -112,23 +111,23 @@ class CachePaths:
         return self.locks / address
 
     def making_lock(self, address: str) -> Path:
-        """Return the lock of the process that assembles an environment."""
+        """Return the lock for assembling an environment."""
         return self.locks / f"{address}.making"
 
     def note(self, address: str) -> UnitNote | None:
-        """Return the record of a unit, or None if the cache lacks the unit."""
+        """Return the record of a unit, or None for a unit that is not in the cache."""
         return read_document(self.unit(address) / "note", UnitNote)
 
     def looked(self, address: str) -> Path:
-        """Return the file with the time of the last check of an environment's units."""
+        """Return the file that records the last check of an environment's units."""
         return self.environment(address) / "looked"
 
     def compiling_lock(self) -> Path:
-        """Return the lock that compiling processes share, so that a check does not remove their new files."""
+        """Return the lock that protects new bytecode from a concurrent check, shared by compiling processes."""
         return self.locks / "compiling"
 
     def write_note(self, address: str, note: UnitNote) -> None:
-        """Write the record of a unit, and preserve the file's modification time, which is the fetch time."""
+        """Write the record of a unit, and preserve the file's modification time, which stores the fetch time."""
         path = self.unit(address) / "note"
         before = path.stat().st_mtime_ns
         write_document(path, note)
@@ -136,7 +135,7 @@ class CachePaths:
 
 
 def read_document(path: Path, kind: type[_Value]) -> _Value | None:
-    """Return a document of the cache, or None if the document is missing or not valid."""
+    """Return a document of the cache, or None for a missing or invalid document."""
     try:
         return from_msgpack(path.read_bytes(), kind)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
@@ -155,14 +154,14 @@ def write_document(path: Path, value: object) -> None:
 
 
 def make_public(directory: Path) -> None:
-    """Make a directory that other users can read, with any umask."""
+    """Create a directory that other users can read, independent of the umask."""
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     if directory.stat().st_mode & 0o555 != 0o555:
         directory.chmod(0o755)
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two directories atomically where the kernel supports this, else by three renames."""
+    """Exchange two directories atomically, or by three renames on kernels without atomic exchange."""
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
@@ -174,14 +173,14 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def put_aside(directory: Path) -> Path:
-    """Rename a directory so that a sweep deletes it, and return the new path."""
+    """Rename a directory for deletion by a later sweep, and return the new path."""
     aside = directory.with_name(f".old-{directory.name.removeprefix('.new-')}-{os.urandom(4).hex()}")
     directory.rename(aside)
     return aside
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory tree, and ignore entries that another process deletes at the same time."""
+    """Delete a directory tree, and ignore entries that another process deletes concurrently."""
     with contextlib.suppress(FileNotFoundError):
         try:
             shutil.rmtree(directory)
@@ -192,7 +191,7 @@ def delete(directory: Path) -> None:
 
 
 def write_to_disk(directory: Path) -> None:
-    """Sync the file system of a directory to its disk, and wait until all data is written."""
+    """Sync the file system of a directory to the disk."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -203,7 +202,7 @@ def write_to_disk(directory: Path) -> None:
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
-    """Return a descriptor that holds the lock, or None while another process holds the lock."""
+    """Return a file descriptor that holds the lock, or None if another process holds the lock."""
     for _ in range(_TRIES):
         fd = _open(path)
         try:
@@ -214,15 +213,15 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
         except OSError as error:
             os.close(fd)
             raise StorageError(f"The file {path} cannot be locked: {error.strerror}.") from error
-        with contextlib.suppress(FileNotFoundError):  # The previous holder may have removed the lock file.
+        with contextlib.suppress(FileNotFoundError):  # The previous lock holder may have removed the file.
             if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
                 return fd
         os.close(fd)
-    raise StorageError(f"Cannot acquire the lock {path}: other processes removed the lock file {_TRIES} times.")
+    raise StorageError(f"The lock {path} is not available: other processes removed the lock file {_TRIES} times.")
 
 
 def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
-    """Wait for the lock, and return a descriptor that holds the lock."""
+    """Wait for a lock, and return a file descriptor that holds the lock."""
     deadline = time.monotonic() + wait_s
     pause = _PAUSE_S
     while (fd := try_lock(path, shared=shared)) is None:
@@ -238,7 +237,7 @@ def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, wait_s: float) -> Iterator[None]:
-    """Acquire a lock as `lock` does, and hold the lock while the block runs."""
+    """Hold a lock while the `with` block runs."""
     fd = lock(path, shared=shared, wait_s=wait_s)
     try:
         yield
@@ -259,23 +258,23 @@ def _open(path: Path) -> int:
 
 
 class DiskFull(StorageError):
-    """The disk has no space for an environment."""
+    """Raised if the disk has too little space for an environment."""
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the number of bytes that an ordinary user can still write to the disk of a directory."""
+    """Return the free bytes, for ordinary users, on the disk that contains a directory."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def total_bytes(directory: Path) -> int:
-    """Return the size of the disk of a directory, in bytes."""
+    """Return the size of the disk that contains a directory in bytes."""
     status = os.statvfs(directory)
     return status.f_blocks * status.f_frsize
 
 
 def disk_of(directory: Path) -> Path:
-    """Return the mount point of the disk that holds a directory."""
+    """Return the mount point of the disk that contains a directory."""
     place = Path(os.path.realpath(directory))
     device = os.stat(place).st_dev
     while place != place.parent and os.stat(place.parent).st_dev == device:
@@ -284,12 +283,12 @@ def disk_of(directory: Path) -> Path:
 
 
 def occupied_bytes(size: int, files: int) -> int:
-    """Estimate the disk space of files: content, half a block for each file, and directory entries."""
+    """Estimate the disk space for files: content, half a block per file, and directory entries."""
     return size + files * (_BLOCK_BYTES // 2 + 256)
 
 
 def is_full(error: OSError) -> bool:
-    """Return True if an error means that the disk, or the user's quota, is full."""
+    """Return True if an error reports a full disk or an exhausted quota."""
     return error.errno in _FULL
 
 
@@ -301,13 +300,13 @@ def full(directory: Path, needed: int, floor: int) -> DiskFull:
     status = os.statvfs(directory)
     if status.f_files and status.f_favail < _FILES_MIN:
         return DiskFull(
-            f"The disk at {disk_of(directory)} is full: it has no free inodes for files in {directory}, "
-            f"though {format_bytes(free_bytes(directory))} are free.",
+            f"The disk at {disk_of(directory)} has no free inodes for files in {directory}, although "
+            f"{format_bytes(free_bytes(directory))} are free.",
             hint="delete files on this disk, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
-    kept = f", and {format_bytes(floor)} of it must stay free" if floor else ""
+    kept = f", but {format_bytes(floor)} must stay free" if floor else ""
     return DiskFull(
-        f"The disk at {disk_of(directory)} is full: {format_bytes(free_bytes(directory))} are free{kept}; "
-        f"the environment needs {format_bytes(needed)} more in {directory}.",
-        hint="free space on this disk, or set SERVERLESS_GPU_HOME to a directory on a larger disk",
+        f"The disk at {disk_of(directory)} is full: {format_bytes(free_bytes(directory))} are free{kept}. The "
+        f"environment needs {format_bytes(needed)} more in {directory}.",
+        hint="delete files on this disk, or set SERVERLESS_GPU_HOME to a directory on a larger disk",
     )

@@ -1,13 +1,15 @@
-"""Removes units when the cache is too large or the disk too full, and leftovers of killed processes.
+"""Evicts units from a large cache or a full disk, and deletes leftovers of killed processes.
 
     evicting (exclusive) ─ list everything · for each unit: lock it, move its environments aside, then the unit
     released             ─ delete the directories that were moved aside
 
-The last use of a unit is its fetch, or the last restore of an environment that contains it. The cache evicts the least
-recently used unit first, together with the environments that contain it. The cache never evicts a unit in use.
+A unit's last use is its fetch, or the latest restore of an environment that contains the unit. The cache evicts the
+least recently used unit first, together with all environments that contain the unit. The cache never evicts a unit in
+use.
 
-A restore records the units that it will use while it shares the lock `evicting` and holds the lock of its environment.
-Therefore either the eviction reads the restore's record, or the restore starts later and detects the removed units.
+Before a restore uses units, the restore records the units under the shared lock `evicting`. An eviction holds the lock
+`evicting` exclusively. The eviction therefore sees the record of every earlier restore, and a later restore sees the
+evicted units as missing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})
 
 
 def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
-    """Remove units and their environments until `excess` bytes are freed or no more units can be removed."""
+    """Evict units and their environments until `excess` bytes are free or all remaining units are in use."""
     gone: list[Path] = []
     freed = 0
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
@@ -53,7 +55,7 @@ def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
 
 
 def forget(places: CachePaths, keep: int) -> None:
-    """Remove unused environments except the `keep` most recently used, but keep their units."""
+    """Remove unused environments, except the `keep` most recently used, without removing units."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         unused = [each for each in environments(places) if not each.held]
@@ -64,8 +66,9 @@ def forget(places: CachePaths, keep: int) -> None:
 
 
 def sweep(places: CachePaths) -> None:
-    """Delete unfinished directories of dead processes, and replaced directories that no process uses."""
-    # Without this lock, a concurrent sweep would briefly hold the same locks, and every environment would look in use.
+    """Delete unfinished directories of exited processes, and replaced directories without users."""
+    # Without the eviction lock, a concurrent sweep would hold environment locks, so every environment would seem in
+    # use.
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
     for parent in (*_directories(places.units), places.trees):
@@ -81,12 +84,12 @@ def sweep(places: CachePaths) -> None:
 
 
 def evicting_lock(places: CachePaths) -> Path:
-    """Return the lock of an eviction, which a restore shares while it records its units."""
+    """Return the lock that an eviction holds, and that restores share while recording their units."""
     return places.locks / "evicting"
 
 
 def units(places: CachePaths) -> list[CachedUnit]:
-    """Return all units of the cache."""
+    """Return all units in the cache."""
     found = []
     for parent in _directories(places.units):
         for directory in _directories(parent):
@@ -99,7 +102,7 @@ def units(places: CachePaths) -> list[CachedUnit]:
 
 
 def environments(places: CachePaths) -> list[CachedEnvironment]:
-    """Return all environments that this node has restored, with their last use and current use."""
+    """Return all environments in the cache, with their last use and current use."""
     found = []
     for directory in _directories(places.trees):
         members = read_document(directory / "members", list[str]) if _ADDRESS.fullmatch(directory.name) else None
@@ -119,7 +122,7 @@ def environments(places: CachePaths) -> list[CachedEnvironment]:
 
 
 class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """A restored environment: its units, the time of its last use, and True while a process uses it."""
+    """A restored environment: its units, the time of its last use, and a flag for current use."""
 
     address: str
     units: frozenset[str]
@@ -128,7 +131,7 @@ class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit in the cache: its size on the disk, and the time of its fetch."""
+    """A unit in the cache: address, size on disk, and fetch time."""
 
     address: str
     size: int
@@ -136,7 +139,7 @@ class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit to remove, after the environments that contain the unit."""
+    """Removal of one unit and of all environments that contain the unit."""
 
     unit: str
     environments: tuple[str, ...]
@@ -146,7 +149,7 @@ class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
 def plan_eviction(
     environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
 ) -> tuple[EvictionStep, ...]:
-    """Return the units to remove, in order, until `excess` bytes are freed."""
+    """Choose the units to evict, in order, to free `excess` bytes."""
     pinned = set(keep)
     used = {unit.address: unit.used_ns for unit in units}
     holders: dict[str, list[str]] = {}
@@ -168,10 +171,10 @@ def plan_eviction(
 
 
 def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
-    """Move a unit's environments aside, then the unit, and return the moved directories.
+    """Move a unit's environments and the unit aside, and return the moved directories.
 
-    The step stops early if a process begins to use one of the environments. If the unit was moved, its directory is the
-    last entry of the result.
+    If a process has started to use one of the environments, the eviction step stops early. The last entry of the result
+    is the unit's directory, unless the unit stayed in place.
     """
     aside: list[Path] = []
     for address in step.environments:
@@ -191,7 +194,7 @@ def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
 
 
 def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | None:
-    """Move an environment aside and remove its locks, or return None if a process uses it again."""
+    """Move an environment aside and remove its locks, or return None for an environment in use."""
     moved: list[Path] = []
     lock = try_lock(places.use_lock(address))
     if lock is None:
@@ -210,9 +213,9 @@ def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | Non
 
 
 def _delete_with_links(places: CachePaths, directory: Path) -> None:
-    """Delete a directory of links, and record that its unchanged units stay unchanged.
+    """Delete a moved directory, and record that the linked units are still intact.
 
-    Removing a link changes the file's change time, so the next check would otherwise suspect the unit.
+    Removing a link changes the file's change time. Without the record, the next check would suspect the unit.
     """
     match = _LEFT.fullmatch(directory.name)
     if directory.parent != places.trees or match is None:
@@ -221,7 +224,7 @@ def _delete_with_links(places: CachePaths, directory: Path) -> None:
     members = read_document(directory / "members", list[str])
     members = members or read_document(places.environment(match["address"]) / "members", list[str]) or []
     lock = try_lock(linking_lock(places))
-    # Another process holds the linking lock. The next check then reads the files whose links this process deletes.
+    # Without the linking lock, the next check must read the files whose links this process deletes.
     if lock is None:
         delete(directory)
         return

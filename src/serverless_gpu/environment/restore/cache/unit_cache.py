@@ -1,4 +1,4 @@
-"""The units of a node: unpacked once, verified before use, and shared read-only by all environments.
+"""Manages the units on a node, which all environments share read-only.
 
     ensure ─ present, and checked in this boot of the machine a short time ago? nothing to do
            ├ its lock is free: fetch it   (many processes at once: each takes units that no other process fetches)
@@ -14,17 +14,16 @@
       each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, which any process may then use
             another process fetches it? check it again after the others; the report names the awaited unit
 
-A single stream unpacks all units (`unpack_each`), so a small unit does not wait for a separate round trip. A killed
-process leaves the directory `.new-<address>`. The kernel releases the process's lock, and the next process that
-acquires the lock unpacks the unit again.
+A single stream transfers all units (`unpack_each`), which avoids a round trip for each small unit. A killed process
+leaves the directory `.new-<address>`. The kernel releases the killed process's lock, and the next process that acquires
+the lock unpacks the unit again.
 
 `cache_directory.py` defines the paths, `unit_integrity.py` checks units, and `eviction.py` removes them.
 
-Failure cases: If the disk is full, the cache raises a StorageError that names the disk, and no half-written unit
-becomes visible (F27). If a unit is damaged on the disk, the cache fetches the unit again (F29). If a process is killed,
-the next process continues from the finished units. If a unit is altered in transit or in the store, the cache fetches
-the unit once more, then raises EnvironmentCorrupt. If another process fetches one unit for over an hour, the cache
-raises a StorageError.
+Failure cases: If the disk is full, the cache raises a StorageError that names the disk, and discards the unfinished
+unit (F27). If a unit is damaged on disk, the cache fetches the unit again (F29). If a fetching process is killed, the
+next process keeps the finished units. If a fetched unit is corrupt, the cache fetches the unit once more, then raises
+EnvironmentCorrupt. If another process fetches one unit for over an hour, the cache raises a StorageError.
 """
 
 from __future__ import annotations
@@ -83,28 +82,28 @@ from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.units import format_bytes
 
 CACHE_BYTES_MAX = 100 * 10**9
-"""Default limit of the disk space of all units on a node, in bytes."""
+"""Default limit for the disk space of all units on a node in bytes."""
 ENVIRONMENTS_MAX = 32
-"""Maximum number of unused environments in the cache. A restored environment is a small directory or a tree of links.
+"""Maximum number of unused environments in the cache.
 """
 FLOOR_BYTES_MAX = 10**9
-_FLOOR_SHARE = 20  # On a small disk, one twentieth of its size stays free.
+_FLOOR_SHARE = 20  # Fraction (one twentieth) of a small disk that stays free.
 _READERS = 8
-WAIT_S = 3600.0  # Seconds after which the fetch of one unit is considered hung.
+WAIT_S = 3600.0  # Seconds after which a unit's fetch counts as hung.
 _PAUSE_S = 0.02
 _TRIES = 2
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
-_ROW_BYTES = 250  # estimated bytes of one row in the documents of the cache
+_ROW_BYTES = 250  # Estimated size of one row in the cached documents.
 
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 MakeSpace = Callable[[int], None]
-"""Frees the given number of bytes, or raises a StorageError with the missing bytes."""
+"""Callback that frees the given number of bytes, or raises a StorageError."""
 IsGood = Callable[[str], bool]
-"""Returns True if the cache already has an intact unit. The caller holds the unit's lock."""
+"""Callback that returns True if the cache has an intact unit. The caller holds the unit's lock."""
 
 
 class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `ensure`: unit directories, and the units and bytes that the call fetched."""
+    """Result of `ensure`: unit directories, and the numbers of fetched units and bytes."""
 
     directories: dict[str, Path]
     fetched: int = 0
@@ -112,9 +111,9 @@ class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnitCache(CachePaths):
-    """The units and trees of a node.
+    """The cache of units and environments on a node.
 
-    The cache leaves `floor_bytes` free on the disk. The default is 1 GB, or a twentieth of a smaller disk.
+    The cache leaves `floor_bytes` of the disk free. The default is 1 GB, or a twentieth of a small disk.
     """
 
     def __init__(
@@ -132,16 +131,16 @@ class UnitCache(CachePaths):
         self.boot = self.clock.boot_id()
 
     def hold(self, snapshot: str) -> int:
-        """Return a descriptor that, while open, protects an environment and its units from eviction.
+        """Return a file descriptor that protects an environment and its units from eviction while open.
 
-        The environment need not be restored yet.
+        The environment may still be missing from the cache.
         """
         make_public(self.root)
         make_public(self.locks)
         return lock(self.use_lock(snapshot), shared=True, wait_s=LOCK_WAIT_S)
 
     def register(self, snapshot: Snapshot) -> None:
-        """Record the units of an environment before their fetch. The caller holds the environment's lock."""
+        """Record an environment's units before the fetch. The caller holds the environment's lock."""
         place = self.environment(snapshot.address)
         make_public(self.trees)
         with locked(evicting_lock(self), shared=True, wait_s=LOCK_WAIT_S):
@@ -151,18 +150,18 @@ class UnitCache(CachePaths):
             self.touch(snapshot.address)
 
     def touch(self, snapshot: str) -> None:
-        """Record the current time as the last use of an environment."""
+        """Record the current time as an environment's last use."""
         now = self.clock.wall_ns()
         stamp = self.environment(snapshot) / "used"
         stamp.touch()
         os.utime(stamp, ns=(now, now))
 
     def document(self, address: str) -> Unit:
-        """Return the rows of a unit that is in the cache."""
+        """Return the rows of a cached unit."""
         return self._own(address, "unit", Unit)
 
     def outline(self, address: str) -> UnitOutline:
-        """Return the outline of a unit that is in the cache."""
+        """Return the outline of a cached unit."""
         return self._own(address, "outline", UnitOutline)
 
     def ensure(
@@ -173,10 +172,10 @@ class UnitCache(CachePaths):
         *,
         accept: Callable[[Unit], None] = lambda unit: None,
     ) -> EnsuredUnits:
-        """Check units in the cache, and fetch missing units.
+        """Check cached units, and fetch missing units.
 
-        The caller holds the lock of an environment that contains the units. `accept` raises an error when a unit does
-        not match its snapshot. The cache calls `accept` before it fetches the first byte.
+        The caller holds the lock of an environment that contains the units. `accept` raises an error if a unit does not
+        match the snapshot. The cache calls `accept` before the first transfer.
 
         Raises:
             StorageError: the disk has too little space, even after the eviction of unused units.
@@ -206,7 +205,7 @@ class UnitCache(CachePaths):
     def verify(self, address: str, blobs: StoreBlobs, report: Report = ignore_progress, *, read: bool = True) -> str:
         """Compare a unit with its rows, and replace a damaged unit.
 
-        Return a description of the damage, or "". Without `read`, compare only the metadata of each file.
+        Return a description of the damage, or "". If `read` is false, compare only the files' metadata.
         """
         with locked(self.unit_lock(address), wait_s=WAIT_S):
             wrong = self._damage(address, read=read)
@@ -221,8 +220,8 @@ class UnitCache(CachePaths):
                 fresh = fetch.bring(blobs.read_unit(address))
             except BaseException:
                 if place.exists():
-                    # No process may start to use the damaged unit. Current users of the unit keep the old directory
-                    # until the next sweep.
+                    # Moving the damaged unit aside prevents new uses. Current users keep the old directory until the
+                    # next sweep.
                     put_aside(place)
                 raise
             if place.exists():
@@ -234,9 +233,10 @@ class UnitCache(CachePaths):
         return wrong
 
     def evict(self, max_bytes: int | None = None, free_floor_bytes: int | None = None) -> int:
-        """Remove the least recently used units until the cache and the disk are within their limits.
+        """Evict the least recently used units until the cache and the disk are within their limits.
 
-        Call this method after a restore, not just before: some file systems create files slowly after many deletions.
+        Call `evict` after a restore rather than before, because some file systems create files slowly after many
+        deletions.
         """
         eviction.sweep(self)
         eviction.forget(self, ENVIRONMENTS_MAX)
@@ -247,9 +247,9 @@ class UnitCache(CachePaths):
         return eviction.evict(self, excess) if excess > 0 else 0
 
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
-        """Free `needed` bytes of disk space above the required minimum, by removing unused units.
+        """Evict unused units until the disk has `needed` free bytes above the required minimum.
 
-        Raises StorageError: the disk has too little space, and no other unit can be removed.
+        Raises StorageError if the disk is still too full after the eviction of all unused units.
         """
         if short := room(self, needed, self.floor_bytes):
             eviction.sweep(self)
@@ -258,9 +258,9 @@ class UnitCache(CachePaths):
                 raise full(self.units, needed, self.floor_bytes)
 
     def settle(self, addresses: Iterable[str]) -> None:
-        """Sync units to the disk, so that the cache need not read all units after the next boot.
+        """Sync units to the disk, which saves a full verification after the next boot.
 
-        Call this method while the node is idle, because the sync may take seconds.
+        Call `settle` while the node is idle, because the sync may take seconds.
         """
         notes = {address: note for address in addresses if (note := self.note(address)) and not note.settled}
         if notes:
@@ -270,7 +270,7 @@ class UnitCache(CachePaths):
                 self.write_note(address, msgspec.structs.replace(note, settled=True))
 
     def sizes(self) -> tuple[int, int]:
-        """Return the number of units in the cache, and the bytes that all units occupy."""
+        """Return the number of units in the cache, and their total disk space in bytes."""
         units = eviction.units(self)
         return len(units), sum(unit.size for unit in units)
 
@@ -282,10 +282,10 @@ class UnitCache(CachePaths):
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
 
     def look(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Check the units of an environment, and put modified units aside.
+        """Check the units of an environment, and move modified units aside.
 
-        The cache checks each unit once per boot of this machine, and again after `LOOK_S` seconds. `trees.py` checks
-        units with links before each use.
+        The cache checks each unit once per boot, and again after `LOOK_S` seconds. `trees.py` checks linked units
+        before each use.
 
         The caller holds the environment's lock.
         """
@@ -304,7 +304,7 @@ class UnitCache(CachePaths):
         return tuple(filter(None, found))
 
     def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = ignore_progress) -> int:
-        """Compile files of units, record the results, and return the number of files that have bytecode now."""
+        """Compile files of units, record the bytecode, and return the number of files with bytecode."""
         with locked(self.compiling_lock(), shared=True, wait_s=LOCK_WAIT_S):
             made = compile_all([job for jobs in work.values() for job in jobs], python, report=report)
             for address, jobs in work.items():
@@ -313,13 +313,13 @@ class UnitCache(CachePaths):
         return made
 
     def expose(self, addresses: Iterable[str]) -> None:
-        """Record that trees link these units now. The caller holds the linking lock."""
+        """Record that trees link to files of units. The caller holds the linking lock."""
         for address in addresses:
             expose(self.unit(address))
         self.linked.touch()
 
     def forget_made_of(self, address: str) -> None:
-        """Invalidate all trees and overlays with a damaged unit, so that the next restore replaces them."""
+        """Invalidate all trees and overlays of a damaged unit, so that the next restore replaces the trees."""
         for environment in eviction.environments(self):
             if address in environment.units:
                 place = self.environment(environment.address)
@@ -331,7 +331,7 @@ class UnitCache(CachePaths):
         if value is None:
             raise EnvironmentCorrupt(
                 f"unit {address[:12]} in the cache {self.units} has no valid documents",
-                hint=f"remove {self.unit(address)}; the next restore fetches it again",
+                hint=f"remove the directory {self.unit(address)} (the next restore fetches the unit again)",
             )
         return value
 
@@ -348,7 +348,7 @@ class UnitCache(CachePaths):
         return 0 <= self.clock.boottime_ns() - looked_ns < LOOK_S * 10**9
 
     def _is_known(self, note: UnitNote) -> bool:
-        """Return True if a unit was checked in this boot, within the last `LOOK_S` seconds."""
+        """Return True if the cache has checked a unit in this boot within the last `LOOK_S` seconds."""
         return note.boot == self.boot and self._is_fresh(note.looked_ns)
 
     def _survived(self, address: str) -> bool:
@@ -356,16 +356,16 @@ class UnitCache(CachePaths):
         return self.note(address) is not None and not self._look(address)
 
     def _look(self, address: str) -> str:
-        """Check a unit whose lock the caller holds. Move a damaged unit aside, and return its damage or ""."""
+        """Check a locked unit. Move a damaged unit aside, and return a description of the damage, or ""."""
         note, unit = self.note(address), self.unit(address)
         if note is None or self._is_known(note):
             return ""
         if note.boot != self.boot and not note.settled:
-            drop_bytecode(unit)  # After a reboot, files that were never synced to the disk may be empty.
+            drop_bytecode(unit)  # After a reboot, unsynced files may be empty.
         try:
             seal = sweep_unit(unit)
         except FileNotFoundError:
-            wrong = "its documents are missing"
+            wrong = "the unit's documents are missing"
         else:
             wrong = self._changed(address, note, seal)
         if wrong:
@@ -386,32 +386,32 @@ class UnitCache(CachePaths):
         return changed
 
     def _changed(self, address: str, note: UnitNote, seal: Sweep) -> str:
-        """Return the damage of a unit, or "". Read the whole unit if its seal differs or is inconclusive."""
+        """Describe a unit's damage, or return "". Read the whole unit if the seal differs or is inconclusive."""
         is_new_boot = note.boot != self.boot
-        if exposed_since(self.unit(address)):  # Making a link also changes the change time of a file.
+        if exposed_since(self.unit(address)):  # Creating a link also updates a file's change time.
             return self._damage(address, read=not note.settled) if is_new_boot else ""
         if (seal.files, seal.documents) == (note.files, note.documents) and not (is_new_boot and not note.settled):
             return ""
         wrong = self._damage(address, read=True)
         if not wrong and note.documents and seal.documents != note.documents:
-            wrong = "its documents were modified"
+            wrong = "the unit's documents were modified"
         return wrong
 
     def _mend_bytecode(self, address: str, seal: Sweep) -> str:
         """Remove unrecorded or modified bytecode, and return the path of the first modified file.
 
-        Bytecode is unrecorded if an earlier version of this package or a killed process compiled the file.
+        Unrecorded bytecode comes from a killed process or an earlier serverless-gpu version.
         """
         unit = self.unit(address)
         known = known_bytecode(unit)
         wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
         lock = try_lock(self.compiling_lock()) if wrong else None
         if lock is None:
-            return ""  # All bytecode is valid, or another process is compiling and the next check decides.
+            return ""  # If another process is compiling, the next check decides.
         try:
             for path in wrong:
                 (unit / path).unlink(missing_ok=True)
-            self.forget_made_of(address)  # The next user then compiles the needed files again.
+            self.forget_made_of(address)  # The next restore compiles the removed files again.
         finally:
             os.close(lock)
         return next((f"{path} was modified" for path in wrong if path in known), "")
@@ -419,16 +419,16 @@ class UnitCache(CachePaths):
     def _damage(self, address: str, *, read: bool) -> str:
         unit = read_document(self.unit(address) / "unit", Unit)
         if unit is None or read_document(self.unit(address) / "outline", UnitOutline) is None:
-            return "its documents are missing"
+            return "the unit's documents are missing"
         if read and unit_address(unit.rows) != address:
-            return "its rows do not match its address"
+            return "the unit's rows do not match the unit's address"
         return damage(self.unit(address), unit.rows, read=read)
 
 
 class UnitFetch:
-    """Fetches units for one call. Other processes may fetch units at the same time.
+    """Fetches units for one call, while other processes may fetch units concurrently.
 
-    The fetch calls `make_space` with the number of needed bytes, once at the start and before each unit.
+    The fetch calls `make_space` with the number of needed bytes at the start and before each unit.
     """
 
     def __init__(
@@ -452,9 +452,9 @@ class UnitFetch:
         self.fetched: list[Unit] = []
 
     def run(self, units: Iterable[Unit], is_good: IsGood) -> None:
-        """Fetch all units into the cache. `fetched` lists the units that this call fetched.
+        """Fetch all given units into the cache, and list the newly fetched units in `fetched`.
 
-        The fetch calls `is_good` while it holds the unit's lock.
+        The fetch calls `is_good` while holding the unit's lock.
         """
         self._waiting = {unit.address: unit for unit in units}
         self._total = totals(self._waiting.values())
@@ -469,7 +469,7 @@ class UnitFetch:
                 address = next(iter(self._waiting))
                 raise StorageError(
                     f"Another process has been fetching unit {address[:12]} for more than an hour.",
-                    hint=f"find the process that fetches the unit: fuser {self._places.unit_lock(address)}",
+                    hint=f"find the fetching process: fuser {self._places.unit_lock(address)}",
                 )
             if self._waiting:
                 if len(self._waiting) < count or not self._waits_for:
@@ -479,7 +479,7 @@ class UnitFetch:
                 time.sleep(_PAUSE_S)
 
     def bring(self, unit: Unit) -> Path:
-        """Unpack one unit beside its final directory, and return the path. The caller holds the unit's lock."""
+        """Unpack a locked unit next to its final directory, and return the temporary path."""
 
         def once() -> None:
             for directory in unpack_each(self._prepared(unit), self._blobs, report=self._report):
@@ -489,7 +489,7 @@ class UnitFetch:
         return self._fresh(unit.address)
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Run `work`, and repeat `work` once if bytes were altered in transit or the disk became full."""
+        """Run `work`, and run `work` again after corrupt data or a full disk."""
         for left in range(_TRIES - 1, -1, -1):
             try:
                 return work()
@@ -507,7 +507,7 @@ class UnitFetch:
                 if not left:
                     raise full(self._places.units, needed, 0) from error
                 self._make_space(needed)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _round(self, jobs: Iterator[tuple[Unit, Path]]) -> None:
         self._before = totals(self.fetched)
@@ -570,7 +570,7 @@ class UnitFetch:
         return self._places.unit(address).with_name(f".new-{address}")
 
     def _tell(self, progress: ProgressPoint) -> None:
-        """Report this progress plus the totals of earlier rounds, and the unit that the fetch waits for."""
+        """Report the progress of all rounds, and the unit that the fetch is waiting for."""
         before = self._before
         self._report(
             msgspec.structs.replace(
@@ -584,7 +584,7 @@ class UnitFetch:
 
 
 def totals(units: Iterable[Unit]) -> ProgressPoint:
-    """Return the progress values of a complete fetch of these units."""
+    """Return the progress that a complete fetch of the units would report."""
     size = files = moved = 0
     for unit in units:
         size += sum(row.size for row in unit.rows)
@@ -596,17 +596,17 @@ def totals(units: Iterable[Unit]) -> ProgressPoint:
 
 
 def size_of(unit: Unit) -> int:
-    """Estimate the disk space of a unit with its documents, in bytes."""
+    """Estimate the disk space of a unit and its documents in bytes."""
     return occupied_bytes(sum(row.size for row in unit.rows) + _ROW_BYTES * len(unit.rows), len(unit.rows))
 
 
 def moved_bytes(unit: Unit) -> int:
-    """Return the number of compressed bytes that the store sends for a unit."""
+    """Return the number of compressed bytes that a fetch of a unit transfers."""
     return sum(block.length for block in unit.blocks)
 
 
 def room(places: CachePaths, needed: int, floor: int) -> int:
-    """Return the number of bytes to free for `needed` bytes plus the minimum, or 0."""
+    """Return the number of bytes to free, so that `floor` bytes stay free after a write of `needed` bytes."""
     return max(0, needed + floor - free_bytes(places.root))
 
 

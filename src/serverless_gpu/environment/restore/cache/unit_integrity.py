@@ -1,4 +1,4 @@
-"""Finds modified units: seals of mounted units, link times of linked units, and a check of each file.
+"""Detects modified units by seals of mounted units, link times of linked units, and file digests.
 
     unit unpacked, every byte verified ─ seal ─▶ note
     later: one sweep over the unit ─▶ the same seal? no file was modified
@@ -7,26 +7,24 @@
     unit ─ linked into a tree: `linked` is touched ─ a rank writes through the tree, as root or after chmod
                                                      └▶ the file has another time, or changed after `linked`
 
-A seal is a digest of the metadata of all files, computed when their bytes were verified. A rank cannot write to a unit
-through a mount. But a process of the cache's owner can reach the files by their path below the cache. A write that
-preserves the size and restores the modification time still changes the inode's change time, which no call can set. A
-file or directory that was moved into the unit has another inode. A sweep therefore detects modified and replaced files
-without reading a byte.
+A unit's seal is a digest of all file metadata, computed during the verification of the file contents. Ranks cannot
+write to a unit through a mount, but processes of the cache's owner can write to the cache directory. Every write
+updates the inode's change time, which no system call can set. A replaced file or directory has a different inode.
+Comparing the seal therefore detects modified and replaced files without reading the contents.
 
-A hard link is the file itself. The owner of a linked file can change the file for every environment that contains the
-unit. Before each use, the cache therefore checks every file of a unit that was ever linked (`suspects`). All files of
-units have the same modification time, and an ordinary write changes this time. A write that restores the modification
-time still changes the change time. Making or removing a link also changes the change time. After making links, the
-cache therefore touches the file `linked`. A check reads every file whose change time is later. `link_tree.py` checks
-each file right before it links the file, with the same listing of the directory.
+The owner of a hard-linked file can modify the file for every environment that contains the unit. Before each use, the
+cache therefore checks every file of a linked unit (`suspects`). All files of units have the same modification time, so
+an ordinary write is visible. A write that restores the modification time still updates the change time. Creating or
+removing a link also updates the change time, so the cache touches the file `linked` after it creates links. A check
+reads every file with a later change time. `link_tree.py` checks each file immediately before linking the file.
 
-The cache compiles bytecode after it has sealed a unit. The cache records each bytecode file after its compilation.
-Bytecode of a linked unit is suspicious if a process modified the bytecode after the last link. `unit_metadata.py` may
-also add files to a sealed unit. `unit_cache.py` decides how to treat a modified unit.
+The cache compiles bytecode after it has sealed a unit, and records each bytecode file after the compilation. Bytecode
+of a linked unit is suspicious if its modification time is later than the last link. `unit_metadata.py` also adds files
+to sealed units. `unit_cache.py` handles modified units.
 
-Failure cases: A process that runs as the cache's owner can rewrite the records and hide its changes. Users who do not
-trust each other need separate uids. After the clock is set back, the check misses a change of a linked unit that also
-restores the file's time.
+Failure cases: A process with the uid of the cache's owner can forge the records, so users who distrust each other need
+separate uids. If the system clock was set back, the check can miss a modification of a linked unit that restores the
+file's modification time.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from serverless_gpu.environment.restore.cache.unit_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
 LOOK_S = 600
-"""Seconds after which the cache checks a unit again within one boot of the machine."""
+"""Seconds after which the cache checks a unit again within one boot."""
 BYTECODE = "bytecode"
 _DOCUMENTS = ("unit", "outline")
 _ADDED_ENDINGS = ("RECORD", "INSTALLER", ".sgpu")
@@ -63,11 +61,11 @@ _READ_BYTES = 1024 * 1024
 
 
 class Sweep(NamedTuple):
-    """The metadata of all files of a unit at one point in time."""
+    """Metadata of all files of a unit at one point in time."""
 
-    files: bytes  # digest of the identities of the unit's own files, links and directories
+    files: bytes  # Digest of the identities of the unit's files, links and directories.
     documents: bytes
-    bytecode: dict[str, Identity]  # identity of each compiled file, by its path in the unit
+    bytecode: dict[str, Identity]  # Identity of each bytecode file by path in the unit.
 
 
 def sweep_unit(unit: Path) -> Sweep:
@@ -101,9 +99,9 @@ def sweep_unit(unit: Path) -> Sweep:
 
 
 def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
-    """Record bytecode that was just compiled. The caller holds the unit's lock.
+    """Record newly compiled bytecode. The caller holds the unit's lock.
 
-    `targets` are absolute paths. A file that does not exist was not compiled.
+    `targets` contains absolute paths. The function skips missing files, which did not compile.
     """
     known = dict(known_bytecode(unit))
     for target in targets:
@@ -115,14 +113,14 @@ def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
 
 
 def known_bytecode(unit: Path) -> dict[str, Identity]:
-    """Return the recorded bytecode of a unit."""
+    """Return the recorded identities of a unit's bytecode files."""
     return read_document(unit / BYTECODE, dict[str, Identity]) or {}
 
 
 def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
     try:
         return msgspec.msgpack.encode((here, seen))
-    except UnicodeEncodeError:  # No valid unit contains this name, so the digest equals no recorded seal.
+    except UnicodeEncodeError:  # Valid units never contain such a name, so the digest matches no recorded seal.
         return ascii((here, seen)).encode()
 
 
@@ -131,7 +129,7 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 def linking_lock(places: CachePaths) -> Path:
-    """Return the lock for making, removing or checking links to units."""
+    """Return the lock for creating, removing or checking links to files of units."""
     return places.locks / "linking"
 
 
@@ -139,21 +137,21 @@ def linking_lock(places: CachePaths) -> Path:
 def linking(places: CachePaths) -> Iterator[None]:
     """Hold the linking lock while the block runs.
 
-    Only the holder may make links to units, or decide if a changed time means a modification.
+    Only the lock holder may create links to files of units, or interpret changed file times.
     """
     with locked(linking_lock(places), wait_s=_LINKING_S_MAX):
         yield
 
 
 def expose(unit: Path) -> None:
-    """Record that every link to a unit's files is new or was just verified."""
+    """Record that all links to a unit's files are new or verified."""
     with contextlib.suppress(FileNotFoundError):
         os.close(os.open(unit / "linked", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         os.utime(unit / "linked")
 
 
 def exposed_since(unit: Path) -> int:
-    """Return the time of a unit's last `expose` on the file system's clock, or 0 without any."""
+    """Return the time of a unit's last `expose` call on the file system's clock, or 0."""
     try:
         return os.lstat(unit / "linked").st_ctime_ns
     except FileNotFoundError:
@@ -161,7 +159,7 @@ def exposed_since(unit: Path) -> int:
 
 
 def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
-    """Return the paths of possibly modified files of a unit: the unit's own files, and bytecode."""
+    """Return the paths of possibly modified files of a unit, separately for unit files and bytecode."""
     own: list[str] = []
     bytecode: list[str] = []
     waiting = [f"{unit}/{area}" for area in ("site", "prefix")]
@@ -187,9 +185,9 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
 
 
 def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
-    """Return True if a file of a unit may have been modified.
+    """Return True if the metadata of a unit's file shows a possible modification.
 
-    `folder` may be any path that ends with the file's directory in the unit. `since_ns` comes from `exposed_since`.
+    `folder` is a path that ends with the file's directory in the unit. `since_ns` comes from `exposed_since`.
     """
     if folder.endswith("/__pycache__"):
         return status.st_mtime_ns > since_ns and status.st_nlink > 1
@@ -200,9 +198,9 @@ def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) ->
 
 
 def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:
-    """Return the first damage of a unit as text, or "".
+    """Describe the first damaged file of a unit, or return "".
 
-    With `read`, read every file. Otherwise compare only kind, size, time and mode.
+    If `read` is set, compare the content of every file, otherwise only kind, size, time and mode.
     """
     expected = {row.path: row for row in rows}
     directories = _directories(rows)
@@ -272,7 +270,7 @@ def _surplus(path: str, status: os.stat_result, directories: set[str]) -> str:
 
 def _is_bytecode(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    # A compiler process appends a number to the name of an unfinished file.
+    # Compiler processes append a number to the names of unfinished files.
     return folder.endswith("/__pycache__") and ".pyc" in name
 
 

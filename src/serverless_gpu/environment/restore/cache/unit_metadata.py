@@ -1,4 +1,4 @@
-"""Metadata of units: the outline for assembling trees, scripts in `bin`, and files for later trees.
+"""Generates unit metadata: outlines for assembling trees, scripts in `bin`, and shared metadata files.
 
     unpacked ─▶ outline: RECORD from rows, entry points, scripts of any Python   assembling reads no rows
     assembled ─▶ units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment needed them
@@ -8,20 +8,20 @@
     [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
     #!python in a script of a wheel       → #!<interpreter of this tree>
 
-The outline generates RECORD from the unit's rows, so that `importlib.metadata` and pip see the files. The RECORD lines
-for scripts differ in each tree, so restore adds these lines when it assembles the tree. Creating files is the largest
-cost of preparing mounts, above all on a disk with many recent deletions. With the added metadata, an environment of 200
-distributions needs a hundred generated files, mostly scripts, instead of a thousand. If an environment needs other
-content than a unit has, the environment places its own generated file above the unit's file.
+The outline contains a RECORD generated from the unit's rows, which `importlib.metadata` and pip read. The RECORD lines
+for scripts differ in each tree, so the restore adds the lines when it assembles the tree. Creating files is the largest
+cost of preparing mounts, especially on a disk with many recent deletions. Metadata stored in units reduces the
+generated files of an environment with 200 distributions from a thousand to a hundred. If an environment needs different
+content, the environment's generated file hides the unit's file.
 
-The kernel reads 127 bytes of a script's first line and splits the line at spaces. A script whose interpreter path does
-not fit starts as a /bin/sh script. Python parses the shell lines as a string literal. pip uses the same technique for
-its scripts.
+The kernel reads 127 bytes of a script's first line and splits the line at spaces. A script with a longer interpreter
+path starts as a /bin/sh script, whose shell lines Python parses as a string literal. Scripts that pip installs use the
+same technique.
 
-Failure cases: If the disk is full or another process holds a unit's lock, the environment itself contains the generated
-files. If two addresses begin with the same characters, the second unit's name uses later characters of its address. The
-module skips entry points that are not text, or whose names are not file names. The module writes no file to the
-interpreter's own directory.
+Failure cases: If the disk is full or another process holds a unit's lock, the environment's directory contains the
+generated files. If two addresses start with the same characters, the second layer name uses later characters of the
+address. The module skips entry points with invalid text or invalid file names. The module never writes to the
+interpreter's directory.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnitOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of a unit, from which restore assembles trees."""
+    """Summary of a unit for assembling trees."""
 
-    size: int  # content bytes of the unit
+    size: int  # Content size of the unit in bytes.
     files: int
     areas: tuple[str, ...]
-    dist_info: str = ""  # name of the unit's `.dist-info` directory, or ""
+    dist_info: str = ""  # Name of the unit's `.dist-info` directory, or "".
     record: str = ""
     points: dict[str, str] = {}
     generic: dict[str, bytes] = {}
@@ -115,7 +115,7 @@ def outline(unit: Unit, read: Read) -> UnitOutline:
 
 
 def record_line(row: FileRow, dist_info: str) -> str:
-    """Return the RECORD line of one file, with its path relative to the site area."""
+    """Return the RECORD line of a file, with a path relative to the site area."""
     area, _, path = row.path.partition("/")
     if path == f"{dist_info}/RECORD" and area == "site":
         return ""
@@ -127,7 +127,7 @@ def record_line(row: FileRow, dist_info: str) -> str:
 
 
 def record_row(path: str, content: bytes) -> FileRow:
-    """Return the row that a generated file would have."""
+    """Return the row of a generated file."""
     return FileRow(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
 
 
@@ -135,27 +135,27 @@ Outlines = Mapping[str, UnitOutline]
 
 
 class SharedMetadata:
-    """Adds generated metadata to the units of a cache, for all environments that contain them."""
+    """Adds generated metadata to cached units, for all environments that contain the units."""
 
     def __init__(self, places: CachePaths) -> None:
         self._places = places
 
     def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
-        """Return the generated files of a root's site area that the units of the root do not contain."""
+        """Return the generated files of a root's site area that the root's units do not contain."""
         files = dict(wanted)
         for address, _ in _notes_directories(number, snapshot, outlines):
             added = read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
             for path, digest in added.items():
                 content = files.get(path)
                 if content is None:
-                    # Another environment added this file to the unit. An empty file hides the added file in this tree.
+                    # An empty file hides a file that another environment has added to the unit.
                     files[path] = b""
                 elif digest == _digest(content):
                     del files[path]
         return files
 
     def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
-        """Add metadata to units that have no metadata yet."""
+        """Add metadata to the units without metadata."""
         for address, notes in _notes_directories(number, snapshot, outlines):
             paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
             unit = self._places.unit(address)
@@ -165,7 +165,7 @@ class SharedMetadata:
                 self._add(address, {path: wanted[path] for path in paths})
 
     def layer(self, address: str, area: str) -> str:
-        """Return the name of a unit's area in `layers`, and create the link if needed."""
+        """Return the layer name of a unit's area, and create the link in `layers` if needed."""
         target = f"../units/{address[:2]}/{address}/{area}"
         text = base64.urlsafe_b64encode(bytes.fromhex(address)).decode().rstrip("=")
         for start in range(len(text) - _NAME_LENGTH):
@@ -179,7 +179,7 @@ class SharedMetadata:
                     os.symlink(target, place)
                 if os.readlink(place) == target:
                     return name
-        raise OSError(f"{self._places.layers} has no free name for unit {address[:12]}")
+        raise OSError(f"the directory {self._places.layers} has no free name for unit {address[:12]}")
 
     def _add(self, address: str, files: Mapping[str, bytes]) -> None:
         lock = try_lock(self._places.unit_lock(address))
@@ -197,7 +197,7 @@ class SharedMetadata:
 
 
 def sweep_layers(places: CachePaths) -> None:
-    """Remove the layer names of units that no longer exist."""
+    """Remove the layer names of evicted units."""
     with contextlib.suppress(FileNotFoundError), os.scandir(places.layers) as entries:
         for entry in entries:
             if entry.is_symlink() and not os.path.exists(entry.path):
@@ -206,7 +206,7 @@ def sweep_layers(places: CachePaths) -> None:
 
 
 def make_layers(places: CachePaths) -> None:
-    """Create the directory of layer names, with an empty layer for mounts that have only one layer."""
+    """Create the directory of layer names and an empty layer, which pads mounts with a single layer."""
     make_public(places.layers)
     make_public(places.layers / "e")
 
@@ -218,7 +218,7 @@ def _notes_directories(number: int, snapshot: Snapshot, outlines: Outlines) -> I
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically, and replace a temporary file that a killed process left."""
+    """Write a file atomically, and replace a temporary file of a killed process."""
     temporary = path.with_name(f".{path.name}.sgpu")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
@@ -244,7 +244,7 @@ def is_added(path: str) -> bool:
 def entry_points(text: str) -> dict[str, str]:
     """Return the scripts that an `entry_points.txt` defines: name → reference (`package.module:function`)."""
     parser = configparser.ConfigParser(delimiters=("=",), strict=False, interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case: the documented way
+    parser.optionxform = str  # type: ignore[assignment,method-assign] # preserves the case of names, as documented
     try:
         parser.read_string(text)
     except configparser.Error:
@@ -258,16 +258,16 @@ def entry_points(text: str) -> dict[str, str]:
 
 
 def script(reference: str, python: str) -> str:
-    """Return the text of the script that an installer writes for an entry point."""
+    """Return the script text that an installer writes for an entry point."""
     match = _REFERENCE.fullmatch(reference)
-    assert match is not None, reference  # `entry_points` accepts only references of this form.
+    assert match is not None, reference  # `entry_points` accepts only matching references.
     function = match["function"]
     body = _TEMPLATE.format(module=match["module"], first=function.partition(".")[0], function=function)
     return shebang(python) + body
 
 
 def shebang(python: str) -> str:
-    """Return the shebang line of a script for an interpreter, or several lines for a long path."""
+    """Return the shebang line for an interpreter, or several lines for a long interpreter path."""
     simple = f"#!{python}\n"
     if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
         return simple
@@ -276,12 +276,12 @@ def shebang(python: str) -> str:
 
 
 def is_generic(content: bytes) -> bool:
-    """Return True if a script's first line names any Python, as in wheels."""
+    """Return True if a script has the generic shebang line that wheels use."""
     return _GENERIC.match(content) is not None
 
 
 def specific(content: bytes, python: str) -> bytes:
-    """Return a script whose generic first line is replaced for one interpreter."""
+    """Replace the generic shebang line of a script by the line for an interpreter."""
     return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
 
 

@@ -1,22 +1,23 @@
-"""Extracts the packs of a unit into a directory of files, directories and links, and nothing else.
+"""Extracts a unit's packs into a directory that contains only files, directories and links.
 
     fetching threads   read packs ahead, a few at a time
     writing threads    one block each: decompress it, check every file against its row while writing it
     this thread        hands out blocks, makes empty directories, and makes links last
 
-The extractor never opens a path through a link. The extractor opens a directory from the new root name by name
-(`openat` with O_NOFOLLOW). New files are created only where no entry exists (O_EXCL). Links are made only after all
-files are written. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories of the
-current path open. Rows are ordered by path, so the next file is nearly always close to the current file.
+The extractor never opens a path through a link. The extractor opens each directory relative to its parent's descriptor
+(`openat` with O_NOFOLLOW). The extractor creates a file only if no entry with its name exists (O_EXCL). The extractor
+creates links after it has written all files. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which
+keeps the directories of the current path open. A unit's rows are sorted by path, so consecutive files are usually in
+the same directory.
 
-The extractor creates each file with mode 0444 or 0555. No other mode is possible. All files have the same modification
-time, so that their bytecode is valid in every tree. The directory has mode 0700 until all of its content is complete
-and verified. The extractor removes the directory on any failure. The extractor does not sync files. `UnitCache.settle`
-syncs the file system later.
+The extractor creates each file with mode 0444 or 0555. All unpacked files have the same modification time, which keeps
+their bytecode valid in every tree. A unit's directory has mode 0700 until the extractor has written and verified all of
+its content. If unpacking fails, the extractor removes the unit's directory. The extractor does not sync files.
+`UnitCache.settle` syncs the file system later.
 
 Failure cases: If bytes do not match their address, the extractor raises `EnvironmentCorrupt`, which names the pack,
-block or file. If the disk is full or read-only, the extractor raises `StorageError`. Errors of the store reach the
-caller unchanged.
+block or file. If the disk is full or read-only, the extractor raises `StorageError`. Store errors reach the caller
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, Stora
 from serverless_gpu.operating_system import lacks_inodes
 
 MTIME_S = 1_577_836_800
-"""The modification time of every file in a unit: 1 January 2020."""
+"""Modification time that the extractor gives every file of a unit (1 January 2020)."""
 _MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -56,10 +57,10 @@ _Result = TypeVar("_Result")
 
 
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
-    """Unpack a unit into a new directory and verify its content. On an error, delete the directory.
+    """Unpack a unit into a new directory and verify its content. If unpacking fails, delete the directory.
 
-    The caller has checked the unit (`StoreBlobs.read_unit`). The directory must not exist. The parent directory must
-    exist, and no other process may write to the parent directory.
+    The caller must have checked the unit (`StoreBlobs.read_unit`). The target directory must not exist yet. The parent
+    directory of the target must exist, and no other process may write to it.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
         pass
@@ -74,16 +75,16 @@ def unpack_each(
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is faster than one unit after another.
 
-    The stream starts the next job when it has capacity. The stream yields each directory as soon as the directory is
-    complete. On an error, the stream deletes all directories that were not yielded. Without `totals` of all jobs, the
-    progress totals grow with each job that begins.
+    The stream starts the next unit when fewer than `PACKS_IN_FLIGHT` packs are in flight. The stream yields a unit's
+    directory as soon as the directory is complete. If an error occurs, the stream deletes all directories that it has
+    not yielded. Without `totals`, the progress totals grow as each unit starts.
     """
     unpacker = _Unpacker(blobs, _Meter(report, totals))
     yield from unpacker.run(jobs)
 
 
 class _Meter:
-    """Counts progress, and reports it from one thread only."""
+    """Counts extraction progress, and reports the counts from a single thread."""
 
     def __init__(self, report: Report, totals: ProgressPoint | None) -> None:
         self._report = report
@@ -167,7 +168,7 @@ class _Unpacker:
         yield from self._complete()
 
     def _steps(self, jobs: Iterator[tuple[Unit, Path]]) -> Iterator[int]:
-        """Request the packs of all units piece by piece, in order."""
+        """Request the packs of all units in order, one pack per step."""
         for unit, directory in jobs:
             self._meter.begin(unit)
             work = self._open[directory] = _Work(unit, directory)
@@ -180,7 +181,7 @@ class _Unpacker:
             work.asked = True
 
     def _fetch(self, unit: Unit, piece: Sequence[int]) -> dict[int, memoryview]:
-        """Return the compressed frames of some blocks of one pack."""
+        """Return the compressed frames of selected blocks of one pack."""
         if self._stop.is_set():
             return {}
         blocks, pack = unit.blocks, unit.blocks[piece[0]].pack
@@ -234,7 +235,7 @@ class _Unpacker:
 
 
 class _Work:
-    """A unit that the extractor is unpacking."""
+    """State of a unit that the extractor is currently unpacking."""
 
     def __init__(self, unit: Unit, directory: Path) -> None:
         self.unit = unit
@@ -277,14 +278,13 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
     """Return the error for a directory that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and lacks_inodes(directory):
         return StorageError(
-            f"no inodes left on the disk of {directory} while a unit was unpacked: the disk has space, but cannot "
-            "store one more file",
-            hint="delete files on this disk, then run again",
+            f"no inodes are left on the disk of {directory}, so a unit cannot be unpacked",
+            hint="delete files on this disk, then start the run again",
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
-            f"no space left on the disk of {directory} while a unit was unpacked",
-            hint="free some space on this disk, then run again",
+            f"no space is left on the disk of {directory}, so a unit cannot be unpacked",
+            hint="free some space on this disk, then start the run again",
         )
     return StorageError(f"{directory} cannot be written: {error.strerror or error}")
 
@@ -292,7 +292,7 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
 class WrittenTree:
     """A new directory that several threads fill.
 
-    The directory exists and is empty, and no other process can enter it.
+    The new directory is empty, and other users cannot enter it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -302,13 +302,15 @@ class WrittenTree:
         self.masked = _umask() & _DIRECTORY_MODE != 0
 
     def enter(self, above: int, name: str, path: str) -> int:
-        """Return a descriptor of a directory, and create the directory if needed."""
+        """Open a directory, creating it if needed, and return its descriptor."""
         if path not in self._made:
             try:
                 os.mkdir(name, _DIRECTORY_MODE, dir_fd=above)
                 made = True
             except FileExistsError:
-                made = False  # Another thread made the entry. If the entry is not a directory, `os.open` fails.
+                # Another thread has already created this directory entry. If the entry is not a directory, `os.open`
+                # fails.
+                made = False
             fd = os.open(name, _ENTER, dir_fd=above)
             if made and self.masked:
                 os.fchmod(fd, _DIRECTORY_MODE)
@@ -323,7 +325,7 @@ class WrittenTree:
 
 
 class DirectoryWalk:
-    """A thread's position in a tree, with open descriptors of the directories above the position."""
+    """A thread's current directory in a tree, with open descriptors of its parent directories."""
 
     def __init__(self, tree: WrittenTree) -> None:
         self._tree = tree
@@ -339,7 +341,7 @@ class DirectoryWalk:
             os.close(self._fds.pop())
 
     def go(self, directory: str) -> int:
-        """Return a descriptor of a directory of the tree, which stays open until the next call."""
+        """Return the descriptor of a directory in the tree, which stays open until the next call."""
         if directory == self._at:
             return self._fds[-1] if self._fds else self._tree.fd
         names = directory.split("/")
@@ -360,7 +362,7 @@ class DirectoryWalk:
         return self._fds[-1]
 
     def make(self, row: FileRow) -> int:
-        """Create a file of the unit and return its descriptor, for writing."""
+        """Create a file of the unit and return its descriptor for writing."""
         directory, _, name = row.path.rpartition("/")
         fd = os.open(name, _MAKE, _MODES[row.kind], dir_fd=self.go(directory))
         if self._tree.masked:
@@ -375,17 +377,17 @@ class UnitWriter:
         self._unit = unit
         self._tree = tree
         self._what = f"unit {unit.address[:12]}"
-        # block → files in this block, by start offset
+        # block number → files in this block, by start offset
         self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(list)
-        # block → large file with content in this block, and the offset in that file
+        # block number → large file with content in this block, and the offset in this file
         self._large: dict[int, tuple[_LargeFile, int]] = {}
         self._plan()
         self.used_blocks = sorted([*self._small, *self._large])
 
     def write(self, index: int, frame: memoryview) -> tuple[int, int]:
-        """Write the files of one block, and return the number of bytes written and of files completed.
+        """Write the files of one block, and return the numbers of written bytes and completed files.
 
-        Raise EnvironmentCorrupt when the content does not match the rows.
+        Raise EnvironmentCorrupt if the content of a file does not match its row.
         """
         size = self._unit.blocks[index].size
         content = pieces(frame, size)
@@ -417,7 +419,7 @@ class UnitWriter:
         return len(empty)
 
     def close(self) -> None:
-        """Close files that are still incomplete."""
+        """Close the large files that are still incomplete."""
         for large, _ in self._large.values():
             large.close()
 
@@ -456,17 +458,17 @@ class UnitWriter:
 
 
 class _Stream:
-    """Reads the content of a block from start to end, and discards content before its position."""
+    """Reads a block's content sequentially, and discards the bytes before the requested offset."""
 
     def __init__(self, content: Iterator[bytes]) -> None:
         self._content = content
-        self._at = 0  # start offset of the current piece in the block
+        self._at = 0  # offset in the block at which the current chunk starts
         self._piece = memoryview(b"")
 
     def take(self, start: int, size: int) -> memoryview:
-        """Return `size` bytes of the block from `start` on, or fewer at the end of the block.
+        """Return up to `size` bytes of the block's content, beginning at `start`.
 
-        `start` must not lie before the current position.
+        `start` must not be before the reader's current offset.
         """
         while start >= self._at + len(self._piece) and self._next():
             pass
@@ -493,7 +495,7 @@ class _Stream:
 
 
 class _LargeFile:
-    """A file whose parts several threads write and hash in order."""
+    """A large file that several threads write in parts and hash in order."""
 
     def __init__(self, row: FileRow, tree: WrittenTree, what: str) -> None:
         self._row = row
@@ -506,7 +508,7 @@ class _LargeFile:
         self._failed = False
 
     def write(self, content: Iterator[bytes], start: int) -> bool:
-        """Write a part, and return True if the file is now complete and has the right digest."""
+        """Write one part of the file, and return True if the file is complete and has the right digest."""
         try:
             self._open()
             waiting: list[bytes] = []
@@ -514,14 +516,15 @@ class _LargeFile:
             for piece in content:
                 self._put(piece, end)
                 end += len(piece)
-                if self._hashed == start:  # Only the thread whose part starts at `_hashed` advances `_hashed`.
+                if self._hashed == start:  # A thread advances `_hashed` only if its part starts at `_hashed`.
                     for earlier in waiting:
                         self._digest.update(earlier)
                     waiting.clear()
                     self._digest.update(piece)
                 else:
                     waiting.append(piece)
-            # All earlier parts must be hashed first. If a part failed, its own thread reports the error.
+            # A thread hashes its part only after all earlier parts of the file. If writing a part failed, the thread
+            # that wrote the part reports the error.
             with self._turn:
                 while self._hashed != start and not self._failed:
                     self._turn.wait(_TURN_S)
@@ -544,7 +547,7 @@ class _LargeFile:
             raise
 
     def fail(self) -> None:
-        """Wake all threads that wait for a part that will not arrive."""
+        """Wake all threads that wait for a part of this file after another part has failed."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()

@@ -5,21 +5,20 @@
                                                        ├ start_run …    resumes the run at every call
                                                        └ Writes         limits what ranks log (`writes.py`)
 
-By itself, MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable. MLflow marks the run as
-finished with every `end_run` and at the end of every process. MLflow also refuses the run after `set_experiment`. The
-hook changes MLflow's behaviour in a rank:
+Without the hook, MLflow resumes the run of `MLFLOW_RUN_ID` only once and then deletes the variable. MLflow also marks
+the run as finished on every `end_run` and at the end of every process. After `set_experiment`, MLflow refuses to resume
+the run. The hook changes MLflow in a rank as follows:
 
 * `start_run` and its callers (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run every time.
-* `run_name` of the first rank names the job's run. The hook ignores the `run_name` of other ranks.
-* MLflow's own behaviour remains for runs of another experiment or server, runs named by identifier, and runs
-  below another run.
-* Ranks do not end the job's run. Other ranks may still be training, and the node knows how the job ended.
+* The job's run gets the `run_name` of the first rank. The hook ignores the `run_name` of other ranks.
+* MLflow's own behaviour remains for runs of other experiments or servers, runs with an explicit id, and child runs.
+* Ranks do not end the job's run, because other ranks may still be training. The node records how the job ended.
 
-The hook does nothing if user code never imports MLflow. MLflow is the user's own installation, of any version. If a
-version lacks a name, the hook leaves the name unpatched and reports this once.
+The hook does nothing if user code never imports MLflow. The hook patches the user's own MLflow installation, of any
+version. If the hook cannot patch an MLflow version, it prints one warning, and ranks may create their own runs.
 
-Failure cases: For an unknown run, see `job.py`. For a server that does not answer, see `writes.py`. `settle` waits for
-the server and for asynchronous logging for a bounded time, and then reports lost points.
+Failure cases: `job.py` handles an unknown run, and `writes.py` a server that does not answer. At process exit, `settle`
+waits for asynchronous logging for a bounded time and then reports lost points.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from .job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, MlflowJob
 from .writes import Writes, is_answer, wrapped
 
 SETTLE_S = 15.0
-_PATIENCE_S = 60.0  # MLflow takes half a minute to start on busy cores.
+_PATIENCE_S = 60.0  # An MLflow server takes half a minute to start on busy cores.
 _TRY_S = 0.5
 _PROBE_S = 10.0
 _MLFLOW = "mlflow"
@@ -55,23 +54,24 @@ _attached: list[MlflowHook] = []
 
 
 def install(directory: str, rank: int) -> None:
-    """Connect MLflow to the job's run when user code imports MLflow."""
+    """Install a hook that connects MLflow to the job's run when user code imports MLflow."""
     job = MlflowJob(directory, rank)
     sys.meta_path.insert(0, Finder(job))
-    if _MLFLOW in sys.modules:  # The zygote has already imported MLflow. User code must not wait before its first line.
+    # If the zygote has already imported MLflow, user code must not wait for the job's run before its first line.
+    if _MLFLOW in sys.modules:
         attach(job, sys.modules[_MLFLOW], wait_s=0.0)
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
     """Wait at most `limit_s` seconds for asynchronous logging at process exit. Report lost points."""
-    # A user's signal handler may raise an exception here, which must not change the run's outcome.
+    # If the user's signal handler raises an exception here, the run's outcome must not change.
     with contextlib.suppress(BaseException):
         for attached in _attached:
             attached.settle(limit_s)
 
 
 class Finder:
-    """Finds modules through the other finders, and patches MLflow and Lightning after their import."""
+    """Import finder that patches MLflow and Lightning after their import."""
 
     def __init__(self, job: MlflowJob) -> None:
         self._job = job
@@ -80,7 +80,7 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module to patch, with a loader that patches it; None for other modules."""
+        """Return a spec that patches the module on import, or None if the module needs no patch."""
         if (fullname != _MLFLOW and fullname not in _LIGHTNING) or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -89,15 +89,15 @@ class Finder:
         finally:
             self._looking.discard(fullname)
         if spec is not None and spec.loader is not None:
-            # Some loaders accept no attributes. MLflow then stays unpatched.
+            # If a loader accepts no attributes, MLflow stays unpatched.
             with contextlib.suppress(AttributeError, TypeError):
                 self._listen(spec.loader, fullname)
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
-        """Patch a module when its loader executes the module.
+        """Patch a module after its loader has executed the module.
 
-        A caller of `find_spec` may not import the module.
+        Code that calls `find_spec` may not import the module.
         """
         awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
         awaited.add(fullname)
@@ -109,7 +109,7 @@ class Finder:
             execute(module)
             name = module.__name__
             if name in awaited:
-                awaited.discard(name)  # A reload of the module must not patch it again.
+                awaited.discard(name)  # Reloading the module must not patch it again.
                 (attach if name == _MLFLOW else _attach_lightning)(self._job, module)
 
         loader.exec_module = exec_module
@@ -139,7 +139,7 @@ def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> 
 
 
 class MlflowHook:
-    """The MLflow installation of this process and the job's run."""
+    """Connects the MLflow installation of this process to the job's run."""
 
     def __init__(self, job: MlflowJob, module: Any, fluent: Any, client: Any) -> None:
         self.job = job
@@ -151,7 +151,7 @@ class MlflowHook:
         self._said_lost = False
         self._patience_until = math.inf
         self._probed = (-math.inf, Exception())
-        self._started = False  # True once this process has started any run.
+        self._started = False  # True once this process has started a run.
 
     def take_names(self) -> None:
         """Replace MLflow's functions in the modules where user code and MLflow look them up."""
@@ -170,8 +170,7 @@ class MlflowHook:
         """Make MLflow wait for the job's run before it creates a database in the working directory."""
         service: Any = importlib.import_module("mlflow.tracking._tracking_service.utils")
         original = getattr(service, "_get_default_tracking_uri", None)
-        # Earlier versions of MLflow lack this function. In earlier versions, the import has already waited for the
-        # job's run, unless the zygote imported MLflow.
+        # Earlier versions of MLflow lack `_get_default_tracking_uri`.
         if original is not None:
 
             def default() -> str:
@@ -182,22 +181,22 @@ class MlflowHook:
 
     def take_variables(self) -> None:
         """Set variables that MLflow reads from the environment, unless the caller has set them."""
-        os.environ.setdefault(_BUFFER, "1")  # By default, MLflow sends a request for every point.
-        # Change MLflow's default instead of an environment variable. Child processes would inherit a variable and lose
+        os.environ.setdefault(_BUFFER, "1")  # Without buffering, MLflow sends a request for every point.
+        # The hook changes MLflow's default, because child processes would inherit an environment variable and lose
         # their last writes at exit.
         with contextlib.suppress(ImportError, AttributeError):
             default = importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_ASYNC_LOGGING
             default.default = True
             os.register_at_fork(after_in_child=functools.partial(setattr, default, "default", False))
         if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
-            # If the server does not answer, assume that the experiment's name and id belong together.
+            # If the server does not answer, the hook assumes that the experiment's name and id match.
             with contextlib.suppress(Exception):
                 self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
 
     def settle(self, limit_s: float) -> None:
         """Wait for asynchronous logging. Report points and values that MLflow did not receive."""
         if not self.job.run_id and not self._started:
-            return  # Access to MLflow's store would create a database in the working directory.
+            return  # Flushing would make MLflow create a database in the working directory.
         deadline = time.monotonic() + limit_s
         if not self._flush(limit_s) or not self.writes.wait(deadline - time.monotonic()):
             self.writes.give_up()
@@ -206,12 +205,12 @@ class MlflowHook:
             self._said_lost = True
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(
-                    f"serverless-gpu: {lost:,} points and values of rank {self.job.rank} were dropped: MLflow did not "
-                    "answer\n"
+                    f"serverless-gpu: {lost:,} points and values of rank {self.job.rank} were dropped, because MLflow "
+                    "did not answer\n"
                 )
 
     def _flush(self, limit_s: float) -> bool:
-        """Make MLflow's threads write or hold their queued data. Return True if they finished in time."""
+        """Make MLflow's logging threads send or hold their queued data. Return True if they finished in time."""
         finish = getattr(self.fluent, "_shut_down_async_logging", None) or self.mlflow.flush_async_logging
 
         def work() -> None:
@@ -227,7 +226,7 @@ class MlflowHook:
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the job's run if the call denotes the job's run. Start any other run as MLflow does."""
+        """Resume the job's run if the call denotes it. For any other run, call MLflow's `start_run`."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -240,8 +239,7 @@ class MlflowHook:
                     kwargs[name] = value
             with self._without_variables():
                 return original(*args, **kwargs)
-        # MLflow also removes MLFLOW_RUN_ID when it resumes a run. Otherwise other readers of the variable would resume
-        # the run again.
+        # The hook removes MLFLOW_RUN_ID, as MLflow does, so that other readers of the variable do not resume the run.
         os.environ.pop(RUN, None)
         if len(args) <= len(names):
             kwargs["log_system_metrics"] = False  # The node measures system metrics once for all of its ranks.
@@ -249,7 +247,7 @@ class MlflowHook:
             args = (self.job.run_id, *args[1:])
         else:
             kwargs["run_id"] = self.job.run_id
-        if self.job.rank != 0:  # Otherwise the rank that starts last would name the run.
+        if self.job.rank != 0:  # Only the first rank may name the run.
             args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
             kwargs.pop("run_name", None)
         run = self.patiently(lambda: original(*args, **kwargs))
@@ -257,9 +255,9 @@ class MlflowHook:
         return run
 
     def patiently(self, start: Callable[[], Any]) -> Any:
-        """Start the job's run with retries.
+        """Call `start`, and retry while the MLflow server does not answer.
 
-        The run's server has answered before and may be restarting.
+        The MLflow server has answered before and may be restarting.
         """
         deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
         while True:
@@ -271,9 +269,9 @@ class MlflowHook:
                 if is_answer(error) or time.monotonic() >= deadline:
                     raise
                 if self._patience_until == math.inf:
-                    # All calls share one deadline. Otherwise each call would wait for the full time.
+                    # All calls of `start_run` share one deadline, so that a later call does not wait again.
                     self._patience_until = deadline
-                self.job.say_once("start", f"MLflow does not answer; start_run retries for up to {_PATIENCE_S:.0f} s")
+                self.job.say_once("start", f"MLflow does not answer, so start_run waits up to {_PATIENCE_S:.0f} s")
                 time.sleep(_TRY_S)
 
     def _means_job(self, asked: dict[str, Any]) -> bool:
@@ -286,13 +284,13 @@ class MlflowHook:
             return False
 
     def _is_meant(self, asked: dict[str, Any]) -> bool:
-        """Return True if a `start_run` without an id denotes the job's run or a run below the job's run."""
+        """Return True if a `start_run` without an id denotes the job's run or a child of the job's run."""
         job = self.job
         if (
             not job.resolve_in_use()
             and job.is_away
             and not asked.get("parent_run_id")
-            # The conditions below exclude user code that has chosen an experiment itself.
+            # The following conditions exclude user code that has chosen an experiment.
             and (asked.get("experiment_id") or getattr(self.fluent, "_active_experiment_id", None)) is None
             and not job.changed(EXPERIMENT_NAME)
             and not job.changed(EXPERIMENT)
@@ -302,11 +300,11 @@ class MlflowHook:
         if not job.run_id or os.environ.get(RUN, job.run_id) != job.run_id:
             return False
         if asked.get("parent_run_id") or self.mlflow.active_run() is not None:
-            return False  # A run below a given parent, or a second active run, which MLflow refuses.
+            return False  # The user named a parent run, or a second run is active, which MLflow refuses.
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
-        """Raise MLflow's error if its server does not answer. Repeat a recent error without a request."""
+        """Raise MLflow's error if the MLflow server does not answer. Reuse a recent error."""
         at, error = self._probed
         if time.monotonic() - at < _PROBE_S:
             raise error
@@ -338,7 +336,7 @@ class MlflowHook:
         """Keep MLflow from resuming the job's run when the call denotes another run."""
         ours = {RUN: self.job.run_id}
         if self.job.run_id and not self._our_server():
-            ours[EXPERIMENT] = self.job.experiment_id  # An experiment id is valid only on its own server.
+            ours[EXPERIMENT] = self.job.experiment_id  # The experiment id is valid only on the job's tracking server.
         hidden = {name: value for name, value in ours.items() if value and os.environ.get(name) == value}
         for name in hidden:
             del os.environ[name]
@@ -358,7 +356,7 @@ class MlflowHook:
         self, original: Callable[..., Any], client: Any, run_id: str, *args: Any, **kwargs: Any
     ) -> None:
         if run_id == self.job.run_id and run_id:
-            # Does not wait for held writes, because each `end_run` of user code would then wait for an unreachable
+            # The hook does not wait for held writes here, because every `end_run` would then wait for an unreachable
             # server.
             self._flush(SETTLE_S)
         else:
@@ -374,7 +372,7 @@ class MlflowHook:
 
 
 def _attach_lightning(job: MlflowJob, module: Any) -> None:
-    """Make a Lightning logger without an explicit target use the job's run."""
+    """Make Lightning's MLflow loggers use the job's run unless their arguments name another run."""
     with contextlib.suppress(Exception):
         logger = module.MLFlowLogger
         logger.__init__ = wrapped(logger.__init__, functools.partial(_init_lightning, job))
@@ -390,7 +388,7 @@ def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, 
         args, kwargs = (), {**asked, "run_id": job.run_id, "tracking_uri": job.uri or None}
     original(logger, *args, **kwargs)
     if ours and job.rank == 0:
-        with contextlib.suppress(Exception):  # A logger with a given run sets neither tags nor a run name.
+        with contextlib.suppress(Exception):  # Lightning sets no tags or run name on an explicit run.
             for key, value in (asked.get("tags") or {}).items():
                 logger._mlflow_client.set_tag(job.run_id, key, value)
             if asked.get("run_name"):

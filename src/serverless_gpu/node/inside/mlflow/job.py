@@ -3,15 +3,15 @@
     monitor ──▶ <attempt>/tracking.json ──▶ MlflowJob.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID
     supervisor ── the same variables, if it knows them in time ────────┘
 
-The monitor may not know the run yet when a rank starts. An import of MLflow then waits for the file, at most `WAIT_S`.
-The import waits only while a monitor writes the file and MLflow may still answer. The rank reports a noticeable wait.
-Variables that user code has changed meanwhile keep their values.
+When a rank starts, the monitor may not know the MLflow run yet. The import of MLflow then waits for `tracking.json`,
+for at most `WAIT_S` seconds. The import stops waiting if the monitor ends or MLflow cannot answer. If the wait exceeds
+a second, the rank prints a message. The rank does not overwrite variables that user code has changed.
 
-Failure cases: If the tracking server does not answer the node ("away"), the import does not wait. If the monitor has
-ended, no process writes the file. The rank reports each of these cases once. If the caller has named a server, MLflow
-keeps its configuration, and every later `start_run` checks again. Once that server answers, the rank asks the node to
-find the run (`ask`). Without a named server, MLflow would create one database in the working directory for all ranks.
-The hook therefore gives each rank its own database in the attempt's directory until the rank ends.
+Failure cases: If the tracking server does not answer the node ("away") or the monitor has ended, the import does not
+wait. In both cases, the rank prints a message once. If the caller has named a tracking server, MLflow keeps its
+configuration, and every later `start_run` checks the server again. Once the tracking server answers, the rank asks the
+node to find the run (`ask`). Without a tracking server, all ranks would share a database that MLflow creates in the
+working directory. The hook therefore gives each rank a separate database in the attempt directory.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ URI, RUN, EXPERIMENT, EXPERIMENT_NAME = (
 ASKED = "tracking.asked"
 BACK_S = 15.0
 _ASK_AGAIN_S = 60.0
-# MLflow stores the artifacts of a local database in the directory of this variable.
+# MLflow stores the artifacts of a local database in the directory that this variable names.
 _ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"
-_FELT_S = 1.0  # A rank reports a wait that exceeds this many seconds.
-APPEARS_S = 2.0  # A monitor writes the file within this many seconds after it learns of an attempt.
+_FELT_S = 1.0  # Minimum wait in seconds that a rank reports.
+APPEARS_S = 2.0  # Maximum seconds until a monitor writes the file of a new attempt.
 _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
 
 
 class MlflowJob:
-    """A rank's knowledge of the job's MLflow run."""
+    """The job's MLflow run, as far as a rank knows it."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self.directory = directory
@@ -60,7 +60,7 @@ class MlflowJob:
     def resolve(self, wait_s: float = 0.0) -> bool:
         """Return True if the job's run is known, and set its variables.
 
-        Waits up to `wait_s` for the run.
+        Waits for the monitor to find the run, for at most `wait_s` seconds.
         """
         if self.run_id:
             return True
@@ -72,7 +72,7 @@ class MlflowJob:
         return bool(self.run_id)
 
     def resolve_in_use(self) -> bool:
-        """Return True if the job's run is known. The first call of user code waits for the run."""
+        """Return True if the job's run is known. The first call waits for the run."""
         return self.resolve(0.0 if self._has_waited else WAIT_S)
 
     @property
@@ -82,9 +82,9 @@ class MlflowJob:
         return not self.run_id and self._state == "away" and is_server and not self.changed(URI)
 
     def ask(self) -> bool:
-        """Ask the node to find the job's run after its server answered. Return True if the run is known."""
+        """Ask the node to find the job's run. Return True if the run is then known."""
         if time.monotonic() < self._ask_again:
-            return False  # A recent request of this rank did not find the run.
+            return False  # A recent request of this rank did not find the MLflow run.
         with contextlib.suppress(OSError):
             os.close(os.open(f"{self.directory}/{ASKED}", os.O_CREAT | os.O_WRONLY, 0o600))
         limit = time.monotonic() + BACK_S
@@ -94,50 +94,49 @@ class MlflowJob:
         return bool(self.run_id)
 
     def changed(self, name: str) -> bool:
-        """Return whether user code has changed one of the variables since this process started."""
+        """Return True if user code has changed the variable `name` since this process started."""
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
-        """Set the experiment's name to the name of the run's experiment.
+        """Set the experiment name in the environment to that of the run's experiment.
 
-        The caller may have set another name.
+        The caller may have set another experiment name.
         """
         if not self.changed(EXPERIMENT_NAME):
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
     def say_once(self, key: str, sentence: str) -> None:
-        """Write a message to stderr, once for the first rank and once for the other ranks of a node."""
+        """Print a message on stderr, once for the first rank and once for all other ranks of a node."""
         whose = "" if self.rank == 0 else ".others"
         try:
             os.close(os.open(f"{self.directory}/said.{key}{whose}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return
-        except OSError:  # Without a marker file, a repeated message is better than none.
+        except OSError:  # If the marker file cannot be created, the rank may print the message several times.
             pass
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
     def _do_without(self) -> None:
-        """Report that the run is not known, and which store receives this rank's MLflow data instead."""
+        """Report that the job's run is not known, and name the store that receives this rank's data instead."""
         why = f": {self._sentence}" if self._sentence else ""
-        unknown = f"the MLflow run of this job is not known{why}; "
+        unknown = f"the node does not know this job's MLflow run{why}. "
         apart = self._apart()
         if apart:
-            unknown += f"this rank logs to {apart} instead"
+            unknown += f"This rank logs to {apart} instead"
         elif self.is_away:
             unknown += (
-                "until the server answers, each of your own MLflow calls waits for its timeout and may raise an "
-                "error. The node stores its records and sends them later"
+                "Until the server answers, each of your own MLflow calls waits for its timeout and may raise an "
+                "error. The node stores its own records of the run and sends them later"
             )
         else:
             unknown += "MLflow keeps its configuration"
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Give this rank its own MLflow database, unless the user configured another. Return its URI.
+        """Give this rank a separate MLflow database unless the user has configured MLflow. Return its URI.
 
-        A configured run id or experiment id also counts as a configuration. The caller's MLflow has the configured id
-        in its default database.
+        A run id or experiment id is also a configuration, because it exists only in the caller's database.
         """
         if any(self._before[name] or self.changed(name) for name in (URI, RUN, EXPERIMENT)):
             return ""
@@ -160,7 +159,7 @@ class MlflowJob:
             self._state, self._sentence = str(said.get("state") or ""), str(said.get("sentence") or "")
             if self._state == "ready" and isinstance(environ, dict):
                 return {str(name): str(value) for name, value in environ.items()}
-            # The supervisor or the caller already knew the run when this rank began.
+            # The supervisor or the caller has already set the variables of the run.
             if self._before[RUN] and self._before[URI]:
                 return {}
             waited_s = time.monotonic() - began
@@ -168,7 +167,7 @@ class MlflowJob:
                 return None
             if waited_s >= _FELT_S:
                 why = self._sentence or "MLflow has not answered yet"
-                self.say_once("waiting", f"{why}; `import mlflow` waits up to {wait_s:.0f} s for the run")
+                self.say_once("waiting", f"{why}, so `import mlflow` waits up to {wait_s:.0f} s for the run")
             time.sleep(_LOOK_S)
 
     def _read(self) -> dict[str, object]:
@@ -180,7 +179,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return True while a monitor updates the file. A monitor that has ended leaves an old file."""
+        """Return True while a monitor updates the file. After the monitor has ended, the file is old."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
@@ -192,14 +191,14 @@ class MlflowJob:
         self.experiment_id = given.get(EXPERIMENT) or self._before[EXPERIMENT] or ""
         self.run_id = given.get(RUN) or self._before[RUN] or ""
         if self.changed(URI):
-            return  # User code uses another server, which does not have this run.
+            return  # User code uses another tracking server, which does not have the job's run.
         for name in (URI, RUN, EXPERIMENT):
             if given.get(name) and not self.changed(name):
                 self._before[name] = os.environ[name] = given[name]
 
 
 def _now_in(directory: str, otherwise: float) -> float:
-    """Return the current time of a directory's file system. A network file system has its own clock."""
+    """Return the current time of a directory's file system, whose clock may be a server's."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError:  # The file system does not support O_TMPFILE.

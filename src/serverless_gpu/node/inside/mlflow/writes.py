@@ -3,26 +3,26 @@
     log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
                                                           └ Writes: only for the job's run
 
-* **Different parameters in ranks:** MLflow refuses a second value of a parameter. MLflow keeps the first value under
-  the parameter's key. `Writes` stores the value of another rank as `<key>.rank<r>`, with one notice. A rank that logs
-  two values of one parameter after one `start_run` gets MLflow's own error.
-* **Refused values:** Asynchronous logging puts the calls of one second into one batch. MLflow accepts or refuses a
-  batch as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad values.
-* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million points. `Writes` counts
-  the points of all ranks of a node in files of the attempts' directories. At four fifths of the limit, a rank prints a
-  warning. `Writes` drops points over the limit, with a notice.
-* **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` holds a bounded
-  number of writes in memory and sends them once the server answers. MLflow's own queue would need a timeout for each
-  write. A synchronous call waits only for its own timeout.
+* **Different parameters in ranks:** MLflow refuses a second value of a parameter and keeps the first value under the
+  parameter's key. `Writes` stores the value of another rank as `<key>.rank<r>`, with one notice. A rank that logs two
+  values of one parameter after one `start_run` gets MLflow's own error.
+* **Refused values:** MLflow's asynchronous logging collects the calls of one second in a batch, which the server
+  accepts or refuses as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad values.
+* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million of them. `Writes`
+  counts the points of all ranks of a node in files in the attempt directories. At 80 % of the limit, a rank prints a
+  warning. Above the limit, `Writes` drops points and prints a notice.
+* **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` keeps a bounded
+  number of writes in memory and sends them once the server answers. MLflow's own queue would wait for a timeout at each
+  write. A synchronous call waits only for a single timeout.
 
     keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: oldest batch first, one try per second ─▶ MLflow
                                                                                   settle: wait ─▶ give_up
 
-MLflow does not depend on the order of points, because points carry their step and time. A repeated batch changes
-nothing. `HeldWrites` counts the points that it drops.
+MLflow accepts points in any order, because each point contains its step and time. Sending a batch twice has no further
+effect. `HeldWrites` counts the points that it drops.
 
-Failure cases: If no thread can start, `HeldWrites` holds the writes in memory. The rank drops these writes when it
-ends. If the process forks, the child starts with an empty queue. The parent process sends the writes that it holds.
+Failure cases: If no thread can start, `HeldWrites` keeps the writes in memory until the rank ends and drops them. If
+the process forks, the child process starts with an empty queue. The parent process sends the writes in its own queue.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _AGAIN_S = 1.0
 
 POINTS_MAX = 8_000_000
 WARN_AT = 0.8
-_LOOK_EVERY = 10_000  # Points that a rank logs before it reads the counts of the other ranks again.
+_LOOK_EVERY = 10_000  # Number of points after which a rank reads the other ranks' counts again.
 _OWN_KEYS_MAX = 10_000
 _KEY_MAX = 250
 _NAMES_MAX = 10  # Maximum number of alternative names for one parameter of a rank.
-_CUT_FROM = 500  # The MLflow server may have truncated a value of this many characters.
-_TRIES_MAX = 64  # Maximum number of writes to find the invalid values of one batch.
+_CUT_FROM = 500  # Length from which the MLflow server may have truncated a value.
+_TRIES_MAX = 64  # Maximum number of writes to isolate the invalid values of a batch.
 _BACKGROUND = "MLflowBatchLoggingWorkerPool"
 _POINTS = "points"
 
 
 class Items(NamedTuple):
-    """The metrics, parameters and tags of one batch."""
+    """The metrics, parameters and tags in a batch of writes."""
 
     metrics: Sequence[Any]
     params: Sequence[Any]
@@ -63,11 +63,11 @@ class Items(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of metrics, parameters and tags."""
+        """Return the number of metrics, parameters and tags in the batch."""
         return sum(len(kind) for kind in self)
 
     def halves(self) -> list[Items]:
-        """Split the batch by kind, or in half if it has one kind. Return [] for a single entry."""
+        """Split the batch by kind, or in half if all entries have the same kind. Return [] for a single entry."""
         kinds = [number for number, kind in enumerate(self) if kind]
         if len(kinds) > 1:
             return [_NOTHING._replace(**{self._fields[number]: self[number]}) for number in kinds]
@@ -82,7 +82,7 @@ _NOTHING = Items((), (), ())
 
 
 class PointCount:
-    """Counts the points that this node's ranks logged to a run, and enforces a limit."""
+    """Counts the points that this node's ranks have logged to a run, and enforces the limit."""
 
     def __init__(self, job: MlflowJob, limit: int = POINTS_MAX) -> None:
         self._job = job
@@ -101,13 +101,13 @@ class PointCount:
     def admit(self, count: int) -> bool:
         """Return True and count the points if the run may receive `count` more points."""
         with self._lock:
-            if self._pid != os.getpid():  # After a fork, the parent's file contains the parent's points.
+            if self._pid != os.getpid():  # After a fork, the child process must not count the parent's points again.
                 self._pid, self._own = os.getpid(), 0
             if not self._own:
                 self._others = self._of_others("")
             total = self._own + self._others + count
             if total > self._limit:
-                self._job.say_once("points-dropped", f"points beyond {self._limit:,} are not written to MLflow")
+                self._job.say_once("points-dropped", f"points beyond {self._limit:,} per run are not written to MLflow")
                 return False
             self._own += count
             if self._own >= self._next_look:
@@ -115,7 +115,7 @@ class PointCount:
             if total >= WARN_AT * self._limit:
                 self._job.say_once(
                     "points-warned",
-                    f"this run has {total:,} points in MLflow; points beyond {self._limit:,} will be dropped. Log "
+                    f"this run has {total:,} points in MLflow. Points beyond {self._limit:,} will be dropped. Log "
                     "less often, or log means of several steps",
                 )
             return True
@@ -147,8 +147,8 @@ class PointCount:
 class Writes:
     """Intercepts the writes of MLflow's client to the job's run.
 
-    `refused` is MLflow's exception type. An exception of this type with the code of a bad request is an answer of the
-    server. With any other code, the exception means that the server did not answer.
+    `refused` is MLflow's exception type. An exception of this type with a bad-request code comes from the server. An
+    exception with any other code means that the server did not answer.
     """
 
     def __init__(self, job: MlflowJob, refused: type[Exception]) -> None:
@@ -168,7 +168,7 @@ class Writes:
         self._lock = threading.Lock()  # A forked child has no thread that could release the parent's lock.
 
     def patch(self, store: type) -> None:
-        """Wrap the write methods that a store has."""
+        """Wrap the write methods of MLflow's store class."""
         for name, ours in (("log_batch", self._batch), ("log_metric", self._metric), ("log_param", self._param)):
             original = getattr(store, name, None)
             if original is not None:
@@ -180,15 +180,15 @@ class Writes:
             self._own.clear()
 
     def give_up(self) -> None:
-        """Drop the held writes and all later failed writes."""
+        """Drop the held writes and all later writes that fail."""
         self._held.give_up()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until MLflow has received all held writes. Return False after `limit_s` seconds."""
+        """Wait until MLflow has received all held writes, or return False after `limit_s` seconds."""
         return self._held.wait(limit_s)
 
     def lost(self) -> int:
-        """Return the number of points and values that were dropped because MLflow did not answer."""
+        """Return the number of points and values that the rank dropped because MLflow did not answer."""
         return self._held.lost
 
     def _batch(
@@ -230,7 +230,7 @@ class Writes:
             return None
 
     def _has_answered(self, write: Callable[[], Any]) -> bool:
-        """Send a held batch again. Return False if MLflow still does not answer."""
+        """Send a held batch to MLflow again. Return False if MLflow still does not answer."""
         try:
             write()
         except self._error as error:
@@ -255,23 +255,23 @@ class Writes:
         return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
 
     def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
-        """Return each parameter once.
+        """Return the parameters without repeated keys.
 
-        MLflow refuses a repeated key in one batch, but accepts the key again in a later batch.
+        MLflow refuses a batch with a repeated key.
         """
         first: dict[str, Any] = {}
         for param in params:
             if first.setdefault(param.key, param).value != param.value:
                 rank = self._job.rank
                 self._job.say_once(
-                    "twice", f"rank {rank} logs two values of the parameter {param.key!r}; MLflow keeps the first"
+                    "twice", f"rank {rank} logs two values of the parameter {param.key!r}. MLflow keeps the first value"
                 )
         return list(first.values())
 
     def _in_parts(
         self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
     ) -> Any:
-        """Write a batch. Split a refused batch, so that a bad value does not block the other values."""
+        """Write a batch, or its halves if MLflow refuses it, so that a bad value does not block other values."""
         tries = [] if tries is None else tries
         tries.append(None)
         try:
@@ -307,7 +307,7 @@ class Writes:
         return answer
 
     def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
-        """Return the parameters under unused names, or None if MLflow refused them for another reason."""
+        """Return the parameters with unused names, or None if MLflow refused the batch for another reason."""
         there: dict[str, str] = store.get_run(self._job.run_id).data.params
         result, differing = [], []
         for param in params:
@@ -326,8 +326,8 @@ class Writes:
         self._job.say_once(
             "params",
             f"ranks log different values of the parameter {key!r}. MLflow keeps the value of rank "
-            f"{self._job.rank} as {key}.rank{self._job.rank}. Other parameters that differ get names of the same "
-            "form",
+            f"{self._job.rank} as {key}.rank{self._job.rank}. Other parameters with different values get similar "
+            "names",
         )
         return result
 
@@ -351,7 +351,7 @@ def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def is_answer(error: Exception) -> bool:
-    """Return True if the server refused a request. A missing answer raises the same exception type."""
+    """Return True if the server refused a request, and False if the server did not answer."""
     return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 
@@ -368,9 +368,9 @@ def _short(error: Exception) -> str:
 
 
 class Batch(NamedTuple):
-    """Writes that a rank sends together: `size` points and values.
+    """A batch of `size` points and values.
 
-    `send` returns whether MLflow has answered.
+    `send` returns True if MLflow has answered.
     """
 
     size: int
@@ -378,12 +378,12 @@ class Batch(NamedTuple):
 
 
 class HeldWrites:
-    """A queue of writes to send. Calls `on_back` once the queue is empty again."""
+    """A queue of unsent batches. The queue calls `on_back` once MLflow has received all batches."""
 
     def __init__(self, on_back: Callable[[], None], limit: int = HELD_MAX, again_s: float = _AGAIN_S) -> None:
         self._on_back = on_back
         self._limit = limit  # Maximum number of points and values to hold.
-        self._again_s = again_s  # Seconds between two tries.
+        self._again_s = again_s  # Seconds between two attempts to send a batch.
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -397,12 +397,12 @@ class HeldWrites:
 
     @property
     def is_away(self) -> bool:
-        """Return True while MLflow has not answered the last request."""
+        """Return True while the queue waits for MLflow's answer."""
         return self._thread is not None
 
     @property
     def lost(self) -> int:
-        """Return the number of dropped points and values."""
+        """Return the number of points and values that the queue has dropped."""
         return self._lost
 
     def keep(self, batch: Batch) -> None:
@@ -425,7 +425,7 @@ class HeldWrites:
                     self._thread = thread
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until the queue is empty. Return False after `limit_s` seconds."""
+        """Wait until the queue is empty, or return False after `limit_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None and not self._batches, limit_s)
 
@@ -459,7 +459,7 @@ class HeldWrites:
             has_arrived = batch.send()
             with self._changed:
                 if self._given_up:
-                    continue  # `give_up` has already counted this batch as dropped.
+                    continue  # `give_up` has already counted the batch as dropped.
                 if not has_arrived:
                     self._batches.appendleft(batch)
                     return False

@@ -1,4 +1,4 @@
-"""Tracks the nodes of a run's Ray cluster on node 0, and runs the part of every other node.
+"""Tracks all nodes of a run's Ray cluster on node 0 and runs the cluster's part on every other node.
 
     RunCluster, node 0
       this node: ray start, gcs_server, raylet ── pidfds ───┐
@@ -11,15 +11,13 @@
 
 Failure cases:
 
-* If several nodes or processes are lost, node 0 reports only the first loss, because the first loss causes the later
-  losses.
-* If a process without the secret connects to the link, `link.py` closes the connection and the cluster continues.
-* If Ray does not start on node n, or ends on node n, node n sends a message to node 0. Node 0 and node n report the
-  failure.
-* If the node task of node 0 has ended or never started, node n reports a failure that names the machine of node 0.
-* If the end of the head's Ray ends Ray on node n before node n receives "done", node n waits `_SETTLE_S` seconds for
-  "done".
-* On SIGTERM, the node task ends this node's Ray and then itself by the signal.
+* If several nodes or Ray processes are lost, node 0 reports the first loss, which causes the later losses.
+* If a process without the run's secret connects to the link, `link.py` closes the connection. The cluster continues.
+* If Ray fails to start or ends on node n, node n sends a message to node 0. Node 0 and node n both report the failure
+  of Ray on node n.
+* If the node task of node 0 has ended or never started, node n reports a failure that names node 0's machine.
+* If Ray on node n ends because the head has ended, node n waits `_SETTLE_S` seconds for the message "done".
+* On SIGTERM, the node task ends this node's Ray and then terminates itself by SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from .share import ClusterShare
 class RunCluster:
     """Tracks all nodes of the run's cluster on node 0.
 
-    After the attempt, the supervisor stores this node's logs in `kept`.
+    After the attempt, the supervisor stores this node's Ray logs in the directory `kept`.
     """
 
     def __init__(self, share: ClusterShare, kept: str) -> None:
@@ -52,34 +50,37 @@ class RunCluster:
         self._lost = ""
 
     def listen(self) -> None:
-        """Let the other nodes join, after forking the driver. Raises OSError if the address is in use."""
+        """Let the other nodes join.
+
+        Call `listen` after forking the driver. Raises OSError if the head's address is in use.
+        """
         share = self._share
         if share.num_nodes > 1:
             self._head = link.HeadLink(share.head, share.secret, share.num_nodes, share.host)
 
     def begin(self, engine: RayProcesses, address: str) -> None:
-        """Watch this node's running Ray, and let the other nodes join it."""
+        """Watch this node's Ray processes, and let the other nodes join this Ray."""
         self._engine = engine
         if self._head is not None:
             self._head.tell(address)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the nodes that have not joined."""
+        """Return the node numbers that have not joined the cluster."""
         return [] if self._head is None else self._head.missing()
 
     def shares(self) -> list[ClusterShare]:
-        """Return the shares of all nodes that have joined, this node's first."""
+        """Return the shares of all joined nodes, starting with this node."""
         return self._offers
 
     def fds(self) -> list[int]:
-        """Return the descriptors that become readable when `gone` has something to check."""
+        """Return the descriptors that become readable when `gone` may detect a loss."""
         sockets = [] if self._head is None else [sock.fileno() for sock in self._head.sockets()]
         return [*(self._engine.watched if self._engine is not None else ()), *sockets]
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return a message about the first loss of a node or Ray process, or "".
+        """Return an error message about the first lost node or Ray process, or "".
 
-        Waits up to `timeout_s` for a loss.
+        Wait up to `timeout_s` seconds for a loss.
         """
         until = time.monotonic() + timeout_s
         while not (lost := self._look()) and (left_s := until - time.monotonic()) > 0:
@@ -87,13 +88,13 @@ class RunCluster:
         return lost
 
     def done(self) -> None:
-        """Tell the other nodes that the driver has ended. Call `done` before this node's Ray ends."""
+        """Notify the other nodes that the driver has ended. Call `done` before this node's Ray ends."""
         if self._head is not None:
             self._head.done()
             self._head = None
 
     def leave(self) -> None:
-        """Close a forked process's copies of the connections, without sending a message."""
+        """Close the connections inherited by a forked process without sending a message."""
         if self._head is not None:
             self._head.close()
 
@@ -109,28 +110,28 @@ class RunCluster:
 
 
 def lost_engine(share: ClusterShare, engine: RayProcesses, name: str, kept: str) -> str:
-    """Return the message about a node whose Ray has ended.
+    """Return the error message for a node whose Ray has ended.
 
-    `name` is the process that has ended, and `kept` is the directory of the logs.
+    `name` is the Ray process that has ended, and `kept` is the log directory.
     """
     text = f"Ray on node {share.host} is gone: its {name} ended while the run needed it. Its logs: {kept}"
     words = engine.last_words()
     return f"{text}\n{words}" if words else text
 
 
-_REACH_S = 300.0  # Seconds to reach node 0, which may start later than this node and import Ray from a slow disk.
-_LOOK_S = 0.1  # Interval between two tries to reach node 0.
+_REACH_S = 300.0  # Time limit in seconds to reach node 0, which may start later and import Ray from a slow disk.
+_LOOK_S = 0.1  # Interval in seconds between two connection attempts to node 0.
 _SETTLE_S = 1.0
 
 
 class _Stopped(BaseException):
-    """Raised when SIGTERM has arrived."""
+    """Raised by the SIGTERM handler to interrupt the node task."""
 
 
 class TaskNode(NamedTuple):
-    """A node task's view of its node.
+    """The share, processes and environment of a node task's node.
 
-    After the attempt, the supervisor stores the logs of the node's Ray in `kept`.
+    After the attempt, the supervisor stores the node's Ray logs in the directory `kept`.
     """
 
     share: ClusterShare
@@ -140,10 +141,10 @@ class TaskNode(NamedTuple):
 
 
 def until_stopped(act: Callable[[], str]) -> str | None:
-    """Return the result of `act`, or None when SIGTERM interrupted `act` with a `BaseException`.
+    """Return the result of `act`, or None if SIGTERM interrupted `act`.
 
-    After SIGTERM, this process ignores further SIGTERMs, because the remaining work is bounded. A SIGTERM during the
-    remaining work is normal. When one node reports a lost cluster, the other nodes get SIGTERM while they also report
+    After SIGTERM, this process ignores further SIGTERMs, because its shutdown has a time limit. A second SIGTERM during
+    the shutdown is normal. When one node reports a lost cluster, the other nodes receive SIGTERM while they also report
     the loss.
     """
     try:
@@ -157,10 +158,10 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 
 
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
-    """Run this node's part of the cluster until the driver has ended. Return "" or the loss's message.
+    """Run this node's part of the cluster until the driver has ended.
 
-    `record` starts the recording of Ray's metrics once Ray runs. The recording process first calls the second argument
-    of `record`, which closes its copy of the link.
+    Return "" or the error message of a loss. `record` starts the process that records Ray's metrics once Ray runs. The
+    recording process first calls the second argument of `record`, which closes its copy of the link.
     """
     part = _MemberPart(node.share)
     try:
@@ -176,26 +177,26 @@ def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Port
 
 
 class _MemberPart:
-    """Connection to node 0 and the state that node 0 has sent."""
+    """The connection to node 0 and the state received from node 0."""
 
     def __init__(self, share: ClusterShare) -> None:
         until = time.monotonic() + _REACH_S
         self.link = link.MemberLink(share.head, share.secret, share.node_rank, share.host, until)
-        self.address = ""  # Address of Ray's head.
+        self.address = ""  # Address of the Ray head, or "" while unknown.
         self.over = False  # True when this node's part of the cluster is complete.
-        self.lost = ""  # Reason of a lost node or Ray process, or "" when the driver has ended.
+        self.lost = ""  # Error message of a lost node or Ray process, or "" if the driver has ended.
 
     def is_over(self) -> bool:
-        """Read the messages of node 0. Return True if this node's part of the cluster is complete."""
+        """Read the messages from node 0. Return True if this node's part of the cluster is complete."""
         for word in [] if self.over else self.link.take(time.monotonic()):
             if word.kind == link.ADDRESS:
                 self.address = word.text
-            else:  # `LOST` or `DONE`, the last message of a link.
+            else:  # `LOST` and `DONE` are the last messages of a link.
                 self.over, self.lost = True, word.text
         return self.over
 
     def lose(self, text: str) -> None:
-        """Tell node 0 that this node has left the cluster."""
+        """Notify node 0 that this node has left the cluster."""
         self.over, self.lost = True, text
         self.link.lost(text)
 
@@ -205,7 +206,7 @@ class _MemberPart:
 
 
 def _join_head(part: _MemberPart, node: TaskNode, say: Callable[[str], None]) -> RayProcesses | None:
-    """Start this node's Ray and join the head. Return None if this node's part has ended."""
+    """Start Ray on this node and join the head. Return None if this node's part of the cluster has ended."""
     if part.over:
         return None
     share = node.share
@@ -226,7 +227,7 @@ def _join_head(part: _MemberPart, node: TaskNode, say: Callable[[str], None]) ->
 
 
 def _stay_until_done(part: _MemberPart, node: TaskNode, engine: RayProcesses) -> None:
-    """Wait until the driver has ended or this node has lost its Ray or the head."""
+    """Wait until the driver ends or this node loses its Ray processes or the head."""
     while not part.is_over():
         part.wait(engine.watched, node.family.reap())
         if name := engine.gone():
@@ -238,5 +239,5 @@ def _stay_until_done(part: _MemberPart, node: TaskNode, engine: RayProcesses) ->
 
 
 def _on_sigterm(_number: int, _frame: types.FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The node task is ending, and ends its Ray first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The node task is terminating and ends Ray first.
     raise _Stopped

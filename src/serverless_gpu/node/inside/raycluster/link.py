@@ -1,4 +1,4 @@
-"""Connects the nodes of one cluster: other nodes connect to node 0 and prove the run's secret.
+"""Connects a cluster's nodes: the other nodes connect to node 0 and prove the run's secret.
 
     node n                                            node 0
       │ ── connects, retries until its deadline ────────▶ │
@@ -10,21 +10,20 @@
       │ ── {"lost": text} ──────────────────────────────▶ │  Ray on node n is gone
       │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended; node n ends Ray and returns
 
-A frame is four bytes of length and a JSON object. Nodes never send the secret. Nodes do not send Ray's token either,
-because every node derives it from the secret (`ray_start.py`). Frames after the proofs are not signed. An attacker who
-can write into this connection can also write into Ray's connections, which are not encrypted.
+A frame consists of four length bytes and a JSON object. Nodes never send the secret over the network. Nodes do not send
+Ray's token either, because every node derives the token from the secret (`ray_start.py`). Frames that follow the proofs
+are not signed. An attacker who can write to a link can also write to Ray's unencrypted connections.
 
 Failure cases:
 
 * Node 0 closes a connection that sends no proof in time, too much data or an invalid message. Node 0 also closes a
-  connection that claims the number 0, a number in use or an unknown number. Connections of the other nodes are not
-  affected.
-* If a connection ends before node 0 has accepted the proof, node n tries again until its deadline. Another process may
-  use the port of node 0 for a moment.
-* If an accepted connection ends without "done", the node task of the peer has ended. The kernel's keep-alives detect a
-  vanished machine within `_SILENCE_S`.
-* If a process forks while a link is open, the child closes its copy (`close`). The peer reads end of file only after
-  the last copy is closed.
+  connection that claims an unknown node number, number 0 or a number in use. Connections from other nodes remain open.
+* If a connection ends before node 0 has accepted the proof, node n retries until its deadline. Another process may
+  temporarily use the port of node 0.
+* If an accepted connection ends without the message "done", the peer's node task has ended. TCP keep-alives detect a
+  vanished machine within `_SILENCE_S` seconds.
+* If a process forks while a link is open, the child closes its copy of the connection (`close`). The peer reads end of
+  file after the last copy of the connection is closed.
 """
 
 from __future__ import annotations
@@ -40,13 +39,14 @@ from typing import NamedTuple
 from .. import protocol
 
 FRAME_BYTES_MAX = 16_384
-TEXT_CHARACTERS_MAX = 1000  # Limit for the message of a lost node. With JSON escapes, the message fits into a frame.
+# Maximum length of a lost node's error message. With JSON escapes, a message of this length fits into a frame.
+TEXT_CHARACTERS_MAX = 1000
 _HEADER = 4
 _NONCE_BYTES = 32
 PROVE_S = 10.0
-# Maximum number of unauthenticated connections. Over the limit, the head closes the oldest unauthenticated connection.
+# Maximum number of unauthenticated connections. Above the limit, the head closes the oldest unauthenticated connection.
 _UNPROVEN_MAX = 64
-_FRAMES_MAX = 16  # Maximum number of frames in one read. The protocol has fewer messages.
+_FRAMES_MAX = 16  # Maximum number of frames in one read. The whole protocol uses fewer frames.
 _HOST_CHARACTERS_MAX = 255
 _AGAIN_S = 0.2
 _CONNECT_S = 1.0
@@ -58,31 +58,31 @@ JOINED, LOST, ADDRESS, DONE = "joined", "lost", "address", "done"
 
 
 class LinkState(NamedTuple):
-    """A message from the other end of a link."""
+    """A message received over a link."""
 
-    kind: str  # `JOINED` or `LOST` for a node, `ADDRESS` or `DONE` from the head.
-    node: int  # Node number; 0 for the head.
-    host: str = ""  # Name of the node, or its address while the name is unknown.
-    text: str = ""  # Address of Ray's head, or the message of a loss.
-    devices: int = 0  # Number of devices of a node that joined.
+    kind: str  # `JOINED` or `LOST` from a node, `ADDRESS` or `DONE` from the head.
+    node: int  # Number of the sending node; 0 for the head.
+    host: str = ""  # Name of the sending node, or its address while the name is unknown.
+    text: str = ""  # Address of the Ray head, or the error message of a loss.
+    devices: int = 0  # Number of devices on a node that joined.
     cpus: int = 0
 
 
 class NonsenseError(Exception):
-    """A peer sent a message that the protocol does not allow."""
+    """A peer sent a message that violates the link protocol."""
 
 
 def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
-    """Return the proof that the sender knows the secret, for node `node` and the nonces of both ends.
+    """Return the proof that `node` knows the secret, for the nonces of both peers.
 
-    `role` is "head" or "node", so that neither end can send a received proof back as its own.
+    `role` is "head" or "node", so that neither peer can replay a received proof.
     """
     spoken = json.dumps(["sgpu-link", role, node, *nonces])
     return hmac.new(secret.encode(), spoken.encode(), hashlib.sha256).hexdigest()
 
 
 def pack(message: protocol.Message) -> bytes:
-    """Return a message as a frame. Raises ValueError if the frame is too long."""
+    """Return a message as a frame. Raises ValueError if the frame exceeds the size limit."""
     body = protocol.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise ValueError(f"a frame of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
@@ -90,9 +90,9 @@ def pack(message: protocol.Message) -> bytes:
 
 
 def unpack(buffer: bytearray) -> list[protocol.Message]:
-    """Remove the complete frames from the front of a buffer and return their messages.
+    """Remove the complete frames from the front of a buffer and return the frames' messages.
 
-    Raises NonsenseError for a frame that is too long or holds no JSON object.
+    Raises NonsenseError if a frame exceeds the size limit or contains no JSON object.
     """
     messages = []
     while len(buffer) >= _HEADER:
@@ -111,13 +111,14 @@ def unpack(buffer: bytearray) -> list[protocol.Message]:
 
 
 class _Wire:
-    """A connection that sends and receives frames without waiting."""
+    """A non-blocking connection that sends and receives frames."""
 
     def __init__(self, sock: socket.socket, since: float) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE:
-            with contextlib.suppress(OSError):  # A kernel without these options detects a vanished machine only later.
+            # A kernel without these socket options takes longer to detect a vanished machine.
+            with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.sock = sock
         self.since = since
@@ -125,15 +126,16 @@ class _Wire:
         self._buffer = bytearray()
 
     def send(self, **message: object) -> None:
-        """Send one frame. Raises OSError when the peer is gone or its buffer is full."""
+        """Send one frame. Raises OSError if the peer has closed the connection or the send buffer is full."""
         frame = pack(message)
         if self.sock.send(frame) != len(frame):
-            raise OSError("the peer does not read")
+            raise OSError("the peer's receive buffer is full")
 
     def receive(self) -> list[protocol.Message] | None:
-        """Return the received messages, or None at end of file. Raises OSError or NonsenseError.
+        """Return the received messages, or None at end of file.
 
-        If messages arrived before the end of file, `receive` returns them first. The next call then returns None.
+        Raises OSError if the connection fails. Raises NonsenseError if a message is not valid. If messages arrived
+        before the end of file, `receive` first returns these messages. The next call of `receive` then returns None.
         """
         messages: list[protocol.Message] = []
         while True:
@@ -142,7 +144,7 @@ class _Wire:
             except BlockingIOError:
                 return messages
             if not piece:
-                return messages or None  # The next call of `receive` reads end of file again.
+                return messages or None  # The next `receive` call reads end of file again.
             self._buffer += piece
             messages += unpack(self._buffer)
             if len(messages) > _FRAMES_MAX:
@@ -154,7 +156,10 @@ class _Wire:
 
 
 class _Guest(NamedTuple):
-    """A connection to the head. `node` is 0 until the peer has proved that it knows the secret."""
+    """A connection from a peer to the head.
+
+    `node` is 0 until the peer has proved that it knows the secret.
+    """
 
     wire: _Wire
     node: int = 0
@@ -162,9 +167,9 @@ class _Guest(NamedTuple):
 
 
 class HeadLink:
-    """Node 0's end: accepts the other nodes and receives their messages. Every call returns at once.
+    """The link end on node 0, which accepts the other nodes and receives their messages.
 
-    Raises OSError when no socket can listen at `address`. `num_nodes` includes node 0.
+    All methods are non-blocking. Raises OSError if the head cannot listen at `address`. `num_nodes` includes node 0.
     """
 
     def __init__(self, address: tuple[str, int], secret: str, num_nodes: int, host: str) -> None:
@@ -179,24 +184,25 @@ class HeadLink:
         self._address = ""
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets to wait for with `select`."""
+        """Return the sockets that the caller passes to `select`."""
         return [self._listener, *(guest.wire.sock for guest in self._guests)]
 
     def missing(self) -> list[int]:
-        """Return the numbers of the nodes that have not joined."""
+        """Return the node numbers that have not joined the cluster."""
         return [node for node in range(1, self._num_nodes) if node not in self._joined]
 
     def tell(self, address: str) -> None:
-        """Send the address of Ray's head to all nodes, including nodes that connect later."""
+        """Send the Ray head's address to all nodes, including nodes that connect later."""
         self._address = address
         for guest in self._guests:
             if guest.node:
                 self._say(guest, address=address)
 
     def done(self) -> None:
-        """Tell all nodes that the driver has ended, and close the connections.
+        """Notify all nodes that the driver has ended, and close the connections.
 
-        Call `done` before Ray's head ends. A node that has not received this message treats the end of Ray as a loss.
+        Call `done` before Ray's head ends. A node that has not received the message "done" treats the end of Ray as a
+        loss.
         """
         for guest in self._guests:
             if guest.node:
@@ -211,7 +217,7 @@ class HeadLink:
         self._guests.clear()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return the messages since the last call. `now` is monotonic seconds."""
+        """Return the messages received since the previous call. `now` is the monotonic time in seconds."""
         words: list[LinkState] = []
         self._accept(now)
         for guest in list(self._guests):
@@ -228,7 +234,7 @@ class HeadLink:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # The queue contains no further connection, or the peer has already closed the connection.
+            except OSError:  # No further connection is pending, or the peer has already closed the connection.
                 return
             try:
                 wire = _Wire(sock, now)
@@ -264,7 +270,10 @@ class HeadLink:
         return words
 
     def _welcome(self, guest: _Guest, message: protocol.Message) -> _Guest:
-        """Return the connection with its node number. Raises an error if the peer's proof is not valid."""
+        """Return the authenticated connection with its node number.
+
+        Raises an error if the peer's proof is not valid.
+        """
         node = protocol.integer(message, "node")
         nonces = (guest.wire.nonce, protocol.text(message, "nonce"))
         if not hmac.compare_digest(
@@ -281,7 +290,7 @@ class HeadLink:
         return welcome
 
     def _say(self, guest: _Guest, **message: object) -> None:
-        # The peer has closed the connection, and the next `take` detects the end of the connection.
+        # If the peer has closed the connection, the next `take` call detects the closed connection.
         with contextlib.suppress(OSError):
             guest.wire.send(**message)
 
@@ -291,10 +300,10 @@ class HeadLink:
 
 
 class MemberLink:
-    """The end of a node other than node 0.
+    """The link end on every node except node 0.
 
-    Only a connection attempt blocks, for `_CONNECT_S` at most. The node tries to connect to node 0 at `head` until the
-    deadline `until` in monotonic seconds.
+    Only connecting to node 0 blocks, for at most `_CONNECT_S` seconds. The node tries to connect to node 0 at `head`
+    until the deadline `until` in monotonic seconds.
     """
 
     def __init__(self, head: tuple[str, int], secret: str, node: int, host: str, until: float) -> None:
@@ -306,32 +315,35 @@ class MemberLink:
         self._again = 0.0
         self._wire: _Wire | None = None
         self._reason = "no process answered"
-        self._nonce = ""  # Nonce of the head, once received.
-        self._known = ""  # Name of the head, once the head has proved that it knows the secret.
+        self._nonce = ""  # Nonce received from the head, or "" before the head has sent its nonce.
+        self._known = ""  # Name of the head, or "" until the head has proved that it knows the secret.
         self._closed = False
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets to wait for with `select`.
+        """Return the sockets that the caller passes to `select`.
 
-        Use a short timeout, because `take` also retries.
+        Use a short timeout for `select`, because `take` also retries the connection.
         """
         return [] if self._wire is None else [self._wire.sock]
 
     def joined(self, devices: int, cpus: int) -> None:
-        """Report that Ray runs on this node, with the resources that the node offers."""
+        """Report that Ray runs on this node, with the node's resources."""
         self._say(joined=True, devices=devices, cpus=cpus)
 
     def lost(self, text: str) -> None:
-        """Report that Ray on this node has ended, with a message."""
+        """Report that Ray on this node has ended, with an error message."""
         self._say(lost=text[:TEXT_CHARACTERS_MAX])
 
     def close(self) -> None:
-        """Close the connection, and ignore all later messages."""
+        """Close the connection and ignore all later messages."""
         self._closed = True
         self._hang_up()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return the messages since the last call, connecting first if needed. `now` is monotonic seconds."""
+        """Return the messages received since the previous call, connecting first if needed.
+
+        `now` is the monotonic time in seconds.
+        """
         if self._closed:
             return []
         if self._wire is None and now >= self._again:
@@ -345,7 +357,7 @@ class MemberLink:
                 raise OSError("the peer closed the connection")
             words = [word for message in messages for word in self._hear(message)]
             if not self._known and now > wire.since + PROVE_S:
-                raise OSError("the process at this address does not answer")
+                raise OSError("the process at the head's address does not answer")
         except (OSError, ValueError, NonsenseError) as error:
             return self._break(error, now)
         return words
@@ -355,18 +367,18 @@ class MemberLink:
         self._nonce = ""
         try:
             sock = socket.create_connection(self._head, timeout=_CONNECT_S)
-            # Before the head listens on this machine, the kernel may choose the head's port as the local port. The
-            # socket is then connected to itself.
+            # If the head runs on this machine and does not listen yet, the kernel may choose the head's port as local
+            # port. The socket is then connected to itself.
             if sock.getsockname() == sock.getpeername():
                 sock.close()
-                raise OSError("no process listens at this address")
+                raise OSError("no process listens at the head's address")
             self._wire = _Wire(sock, now)
         except OSError as error:
             self._reason = error.strerror or str(error)
 
     def _hear(self, message: protocol.Message) -> list[LinkState]:
         wire = self._wire
-        if wire is None:  # `DONE` arrived before this message and closed the connection.
+        if wire is None:  # A `DONE` message received earlier has closed the connection.
             return []
         if not self._nonce:
             self._nonce = protocol.text(message, "nonce")
@@ -375,7 +387,7 @@ class MemberLink:
         elif not self._known:
             expected = proof(self._secret, "head", self._node, (self._nonce, wire.nonce))
             if not hmac.compare_digest(expected.encode(), protocol.text(message, "proof").encode()):
-                raise NonsenseError("the process at this address does not know the secret")
+                raise NonsenseError("the process at the head's address does not know the secret")
             self._known = protocol.text(message, "host") or self._head[0]
         elif ADDRESS in message:
             return [LinkState(ADDRESS, 0, self._known, protocol.text(message, ADDRESS))]
@@ -385,7 +397,7 @@ class MemberLink:
         return []
 
     def _break(self, error: Exception, now: float) -> list[LinkState]:
-        """Close the connection. Try again later, unless the head has already proved the secret."""
+        """Close the connection. The node retries later, unless the head has already proved the secret."""
         self._hang_up()
         if self._known:
             self._closed = True
@@ -403,7 +415,7 @@ class MemberLink:
 
     def _say(self, **message: object) -> None:
         if self._wire is not None and self._known:
-            # The head has closed the connection, and the next `take` detects the end of the connection.
+            # If the head has closed the connection, the next `take` call detects the closed connection.
             with contextlib.suppress(OSError):
                 self._wire.send(**message)
 

@@ -1,4 +1,4 @@
-"""Reads a node's Ray metrics in a forked process and keeps the latest figures in a file.
+"""Reads a node's Ray metrics in a forked process and writes the latest values to a file.
 
     node task ── fork ──▶ metrics.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
                              └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the node's monitor: into the run's samples
@@ -6,23 +6,24 @@
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
 
-The process sends HTTP/1.0 requests itself, without proxies and redirections, for five seconds at most. Ray's answer has
-a line for every task name, every process and every bucket. The size of the answer is 400 kB on an idle node and several
-megabytes on a busy node. The process therefore reads lines one by one and keeps only sums. If Ray lacks a metric, the
-process writes no figure for the metric, not 0.
+The metrics process sends HTTP/1.0 requests directly, without proxies or redirects, with a timeout of five seconds.
+Ray's response contains a line for every task name, process and histogram bucket. The response size is 400 kB on an idle
+node and several megabytes on a busy node. The metrics process therefore parses the response line by line and stores
+only sums. If Ray does not export a metric, the metrics process omits its value instead of writing 0.
 
 Failure cases:
 
-* If Ray has not started yet, hangs or has ended, the process tries again. The reader of the file recognizes old figures
-  by their time.
-* If Ray's answer is incomplete or does not end, the process does not write the figures.
-* If the disk is full, the earlier file of figures remains.
-* If a line is not a metric, or is longer than any line of Ray, the process ignores the line.
-* Labels contain users' task names with any characters. The process parses labels by their quotes.
-* A gauge that Ray computes as a difference between processes may fall below 0 after a process has ended. The metrics
-  process then reports 0.
+* If Ray has not started yet, hangs or has ended, the metrics process retries. The reader of the metrics file recognizes
+  outdated values by their timestamp.
+* If Ray's response is incomplete or too large, the metrics process does not write the values.
+* If the disk is full, the previous metrics file remains.
+* If a line is not a metric or exceeds the length limit, the metrics process ignores the line.
+* Labels contain users' task names, which may contain any characters. The metrics process therefore parses labels by
+  their quotes.
+* A gauge that Ray computes as a difference may fall below 0 after a process has ended. The metrics process then reports
+  0 for the gauge.
 
-The metrics process ends with its parent.
+The metrics process ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from .. import linux, protocol
 from . import ray_installation
 
 EVERY_S = 10.0
-"""Seconds between two reads. Ray updates its metrics at the same interval."""
-_SOON_S = 2.0  # Seconds between reads until Ray reports its resources, for at most `_SOON_LOOKS` reads.
+"""Interval in seconds between two reads. Ray updates its metrics at the same interval."""
+_SOON_S = 2.0  # Interval in seconds between reads until Ray reports its resources, for at most `_SOON_LOOKS` reads.
 _SOON_LOOKS = 60
 _LIMIT_S = 5.0
 _HEAD_BYTES_MAX = 1 << 16
@@ -53,7 +54,7 @@ _WHOLE = "cpus"
 
 
 def missing() -> str:
-    """Return a message about why this environment's Ray has no metrics, or "" if Ray has them."""
+    """Return a message that explains why this environment's Ray exports no metrics, or ""."""
     absent = ray_installation.missing_parts()
     if not absent:
         return ""
@@ -61,10 +62,13 @@ def missing() -> str:
 
 
 def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoReturn:
-    """Poll `address`:`port` forever, every `every_s` seconds. A forked process does only this."""
+    """Poll `address`:`port` every `every_s` seconds until the process ends.
+
+    Call `run` only in a forked process.
+    """
     linux.set_name("sgpu-raymetrics")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the driver handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ignore Ctrl-C, which only the driver handles.
     linux.leave_descriptors()
     looks, whole = 0, False
     while True:
@@ -78,7 +82,7 @@ def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoRe
 
 
 def scrape(address: str, port: int, limit_s: float = _LIMIT_S) -> dict[str, float]:
-    """Return the figures of a node's Ray, or none without a complete answer within `limit_s`."""
+    """Return the metric values of a node's Ray, or {} if `limit_s` passes without a complete response."""
     until = time.monotonic() + limit_s
     try:
         with socket.create_connection((address, port), timeout=limit_s) as sock:
@@ -94,7 +98,10 @@ class _Answer:
         self._until = until
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of Ray's answer. Raises OSError after the deadline, ValueError if not valid."""
+        """Return the metric values of Ray's response.
+
+        Raises OSError after the deadline. Raises ValueError if the response is not valid.
+        """
         buffer = self._head()
         figures = RayFigures()
         got, skipping = len(buffer), False
@@ -109,18 +116,18 @@ class _Answer:
             chunk = self._receive()
             if not chunk:
                 if buffer or skipping or (self._length is not None and got != self._length):
-                    raise ValueError("the answer was cut off")
+                    raise ValueError("the metrics response of Ray is incomplete")
                 return figures.result()
             got += len(chunk)
             buffer += chunk
-        raise ValueError("the answer does not end")
+        raise ValueError("the metrics response of Ray exceeds the size limit")
 
     def _head(self) -> bytes:
         data = b""
         while b"\r\n\r\n" not in data:
             chunk = self._receive()
             if not chunk or len(data) > _HEAD_BYTES_MAX:
-                raise ValueError("the answer has no HTTP head")
+                raise ValueError("the metrics response of Ray has no HTTP header")
             data += chunk
         head, _, rest = data.partition(b"\r\n\r\n")
         status, *fields = head.split(b"\r\n")
@@ -130,7 +137,7 @@ class _Answer:
         for field in fields:
             name, _, value = field.partition(b":")
             if name.strip().lower() == b"transfer-encoding":
-                raise ValueError("the answer is chunked, which HTTP/1.0 does not allow")
+                raise ValueError("the metrics response of Ray is chunked, which HTTP/1.0 does not allow")
             if name.strip().lower() == b"content-length":
                 self._length = int(value)
         return rest
@@ -138,7 +145,7 @@ class _Answer:
     def _receive(self) -> bytes:
         left_s = self._until - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("the answer takes too long")
+            raise TimeoutError("the metrics response of Ray did not arrive in time")
         self._sock.settimeout(left_s)
         return self._sock.recv(_CHUNK_BYTES)
 
@@ -160,11 +167,11 @@ def _write(path: str, figures: dict[str, float]) -> None:
 _NAME_BYTES_MAX = 128
 _LABEL = re.compile(r'\s*([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"\s*,?')
 _DRIVER = "f" * 24
-"""Last digits of a driver's worker id, with which Ray pads the id of the job."""
+"""Suffix of a driver's worker id, which Ray pads from the job id."""
 
 
 class _Rule(NamedTuple):
-    """A figure: the sum of a metric's matching lines, or the number of different `distinct` values."""
+    """Rule for one value: sum of the metric's matching lines, or number of different `distinct` labels."""
 
     figure: str
     metric: str
@@ -176,7 +183,8 @@ def _rule(figure: str, metric: str, distinct: str = "", **labels: str) -> _Rule:
     return _Rule(figure, metric, tuple((key, frozenset(values.split())) for key, values in labels.items()), distinct)
 
 
-# Metric names before and after Ray 2.50. Only the head knows placement groups and actors that do not run yet.
+# Each value has one rule per metric name, because Ray 2.50 renamed some metrics. Only the head exports placement groups
+# and pending actors.
 _RULES = (
     _rule("cpus", "ray_resources", Name="CPU", State="USED AVAILABLE"),
     _rule("cpus_used", "ray_resources", Name="CPU", State="USED"),
@@ -219,18 +227,18 @@ _RULES = (
 )
 
 FIGURES = tuple(rule.figure for rule in _RULES)
-"""Names of all possible figures."""
+"""Names of all metric values that a node can report."""
 
 
 class RayFigures:
-    """Collects the figures of one text, line by line."""
+    """Computes the metric values from the lines of one response."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._distinct: dict[str, set[str]] = {}
 
     def add(self, line: bytes) -> None:
-        """Add the value of a line. Ignore metrics that have no rule."""
+        """Add the value of one line. Lines of metrics without a rule have no effect."""
         end = line.find(b"{", 0, _NAME_BYTES_MAX)
         if end < 0:
             end = line.find(b" ", 0, _NAME_BYTES_MAX)
@@ -247,7 +255,7 @@ class RayFigures:
                     self._sums[rule.figure] = self._sums.get(rule.figure, 0.0) + value
 
     def result(self) -> dict[str, float]:
-        """Return the figures that the text contains."""
+        """Return the metric values computed from the added lines."""
         found = {figure: max(0.0, value) for figure, value in self._sums.items()}
         for figure, values in self._distinct.items():
             found[figure] = float(len([value for value in values if value and not value.endswith(_DRIVER)]))
@@ -274,7 +282,7 @@ def _read_line(text: str) -> tuple[dict[str, str], float] | None:
         if not text.startswith("}", at):
             return None
         at += 1
-    words = text[at:].split()  # A timestamp may follow the value.
+    words = text[at:].split()  # A timestamp may follow the metric's value.
     if not words:
         return None
     try:

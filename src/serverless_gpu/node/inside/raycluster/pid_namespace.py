@@ -1,18 +1,19 @@
-"""A family: the processes of a cluster on one node, in their own pid namespace, which end together.
+"""A family: a Ray cluster's processes on one node, which end together in their own pid namespace.
 
     node task (namespace of the rank)
       ├─ init       pid 1 of the namespace: reaps orphans; when it dies, the kernel ends the whole namespace
       ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for all processes with
       └─                        Ray's names, finds only this cluster's processes
 
-The end of a process family does not depend on its pid namespace. Every process below the node task dies with the node
-task (PR_SET_PDEATHSIG), and the stem ends all processes of the run.
+A process family ends completely even without a pid namespace. Every process below the node task dies with the node task
+(PR_SET_PDEATHSIG). The stem ends all processes of the run.
 
-Failure cases: The kernel may refuse a namespace, as it often does in containers. Without a namespace, the node task
-becomes the subreaper of its descendants and ends them one by one. A namespace without its own /proc would be worse than
-no namespace, because Ray would look up its pids in another namespace's process list. A short-lived child therefore
-tries the namespace first. The child has a single thread, but the node task may have more threads, of a library or a
-profiler. If the node task has several threads, users other than root get no namespace (EINVAL).
+Failure cases: The kernel may refuse to create a pid namespace, which often happens in containers. Without a pid
+namespace, the node task becomes the subreaper of its descendants and ends them one by one. A pid namespace without its
+own /proc is unusable, because Ray would look up its pids in another namespace's process list. A short-lived child
+therefore tries to create the pid namespace first. The child has one thread, but a library or profiler may have started
+more threads in the node task. If the node task has several threads, the kernel refuses a pid namespace to users other
+than root (EINVAL).
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ _REASON_BYTES_MAX = 1_024
 
 
 class Family:
-    """A group of processes that this class starts, ends together and reaps.
+    """A group of processes that this class starts, ends and reaps together.
 
-    `refused` is the reason for having no namespace, or "". Raises OSError when no process can start. Raises OSError
-    also when this process is only partly in a namespace. A process that is only partly in a namespace must end.
+    `refused` is the reason for the missing pid namespace, or "". Raises OSError if no process can start. Raises OSError
+    if this process has entered only a part of a namespace. After a partial entry into a namespace, this process must
+    end.
     """
 
     def __init__(self) -> None:
         self.refused = _probe() or _enter()
-        # A child in another namespace cannot check its parent by pid, so every child checks this pidfd.
+        # Every child checks this pidfd, because a child in another namespace cannot check its parent by pid.
         self._alive = os.pidfd_open(os.getpid())
         self._own: set[int] = set()
         if self.refused:
@@ -52,10 +54,10 @@ class Family:
             self._fork(_be_init)
 
     def fork(self, run: Callable[[], int]) -> int:
-        """Start a process of the family. Return its pid in this process's namespace, or raise OSError.
+        """Start a process of the family.
 
-        The new process calls `run` with all descriptors and signal actions of this process. `run` returns the exit
-        code.
+        Return the new process's pid in this process's namespace. Raises OSError. The new process calls `run` with all
+        descriptors and signal actions of this process. The callback `run` returns the exit code.
         """
 
         def run_with_own_proc() -> int:
@@ -65,9 +67,10 @@ class Family:
         return self._fork(run if self.refused else run_with_own_proc)
 
     def reap(self) -> float | None:
-        """Reap ended orphans. Return the seconds until the next call, or None if none is needed.
+        """Reap ended orphans.
 
-        Without a namespace, every orphan of the run becomes a child of this process.
+        Return the seconds until `reap` must be called again, or None if no further call is needed. Without a pid
+        namespace, every orphan of the run becomes a child of this process.
         """
         for pid in linux.children(os.getpid()) if self.refused else ():
             if pid not in self._own:
@@ -76,9 +79,9 @@ class Family:
         return _REAP_S if self.refused else None
 
     def end(self) -> None:
-        """End and reap all processes of the family within a bounded time.
+        """End and reap all processes of the family within a time limit.
 
-        The time is bounded, because a device call may not end.
+        The time limit exists because a device call may hang.
         """
         pause = select.poll()
         for _ in range(_END_TRIES_MAX):
@@ -107,10 +110,10 @@ class Family:
 
 
 def _be_init() -> NoReturn:
-    """Reap orphans until another process ends the init process."""
+    """Reap orphans until another process kills the init process."""
     linux.set_name("sgpu-ray-init")
     linux.leave_descriptors()
-    # SIGCHLD stays pending if it arrives between `waitpid` and `sigwait`.
+    # A SIGCHLD that arrives between `waitpid` and `sigwait` stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -120,7 +123,10 @@ def _be_init() -> NoReturn:
 
 
 def _probe() -> str:
-    """Return "", or the reason why a namespace is not possible. Leave no process behind."""
+    """Return "", or the reason for which the kernel refuses a pid namespace.
+
+    The function leaves no process behind.
+    """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -132,18 +138,18 @@ def _probe() -> str:
     with open(reading, "rb") as answer:
         text = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
     os.waitpid(pid, 0)
-    return "" if text == "ok" else text or "the process that tested the pid namespace ended without an answer"
+    return "" if text == "ok" else text or "the process that tested the pid namespace ended without reporting a result"
 
 
 def _enter() -> str:
-    """Put later children of this process into a new namespace. Return the reason of a refusal, or "".
+    """Create a pid namespace for later children of this process. Return the reason of a refusal, or "".
 
-    Raises OSError when this process is only partly in a namespace.
+    Raises OSError if this process has entered only a part of a namespace.
     """
     try:
         namespaces.unshare_namespaces(_CLONE_NEWPID)
     except OSError as error:
-        # The error concerns a file of a user namespace that this process has already created.
+        # An error with a file name concerns a user namespace that this process has already entered.
         if error.filename is not None:
             raise
         return error.strerror or str(error)
@@ -161,6 +167,6 @@ def _try_out() -> str:
                 code = 0 if os.readlink("/proc/self") == "1" else 1
             os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return "ok" if code == 0 else "cannot mount a /proc for the namespace"
+        return "ok" if code == 0 else "cannot mount /proc in the pid namespace"
     except OSError as error:
         return error.strerror or str(error)

@@ -1,8 +1,8 @@
-"""Finds the installed Ray without importing it, because the import takes a second.
+"""Finds the installed Ray without importing the package, because the import takes a second.
 
 Failure cases: If Ray is not installed, `ray_version` raises ModuleNotFoundError. If Ray is a source tree without
-metadata, the version comes from Ray's own file. Ray before 2.55 makes all nodes of a cluster write to the head's
-directory, so `ray_version` refuses several nodes.
+metadata, this module reads the version from Ray's `_version.py`. Before Ray 2.55, all nodes write to the head's
+directory, so `ray_version` rejects clusters of several nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import site
 from collections.abc import Mapping
 
 OLDEST = (2, 49)
-"""The oldest tested version. Older versions have other options of `ray start`."""
+"""The oldest tested Ray version. Older Ray versions have other options of `ray start`."""
 TOKENS_SINCE = (2, 52)
 DIRECTORIES_SINCE = (2, 55)
 
@@ -26,7 +26,7 @@ _VERSION_BYTES_MAX = 10_000
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, or no numbers if the version has none."""
+    """Return the first two numbers of a version string, or () if the string contains no numbers."""
     return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
 
@@ -34,18 +34,18 @@ def origin() -> str:
     """Return the file that `import ray` would load, or ""."""
     try:
         spec = importlib.util.find_spec("ray")
-    except Exception:  # noqa: BLE001 - the user's finders may raise anything; ValueError means a module without a spec
+    except Exception:  # noqa: BLE001 - the user's import finders may raise any exception
         return ""
     return (spec.origin or "") if spec is not None else ""
 
 
 def version() -> str:
-    """Return the version of the installed Ray, or ""."""
-    with contextlib.suppress(Exception):  # The user's finders may raise any exception.
-        # Import importlib.metadata here, because its import also loads `random`, `bisect` and other modules. A file
-        # beside the caller's script may hide those modules.
+    """Return the installed Ray's version, or "" if unknown."""
+    with contextlib.suppress(Exception):  # The user's import finders may raise any exception.
+        # Import importlib.metadata late, because its import also loads `random`, `bisect` and other modules. A file
+        # beside the caller's script may shadow `random` or `bisect`.
         return str(importlib.import_module("importlib.metadata").version("ray"))
-    file = origin()  # A source tree has no metadata.
+    file = origin()  # A Ray source tree has no package metadata.
     path = os.path.join(os.path.dirname(file), "_version.py") if file else os.devnull
     with contextlib.suppress(OSError), open(path, "rb") as source:
         found = _VERSION.search(source.read(_VERSION_BYTES_MAX).decode(errors="replace"))
@@ -54,33 +54,36 @@ def version() -> str:
 
 
 def ray_version(num_nodes: int = 1) -> str:
-    """Return the version of the installed Ray. A cluster of one node may have an unknown version.
+    """Return the installed Ray's version. A cluster of one node may use a Ray with an unknown version.
 
-    Raises ModuleNotFoundError without Ray. Raises RuntimeError for several nodes if they would all write to the head's
+    Raises ModuleNotFoundError if Ray is not installed. Raises RuntimeError if several nodes would write to the head's
     directory.
     """
     known = version()
     if not origin():
         raise ModuleNotFoundError(
-            "Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray"
+            "Ray is not installed in the run's environment. Run pip install 'ray[default]'", name="ray"
         )
     if num_nodes > 1 and release(known) < DIRECTORIES_SINCE:
-        raise RuntimeError(f"Ray {known} cannot run on {num_nodes} nodes here; use Ray 2.55 or later")
+        raise RuntimeError(f"Ray {known} cannot run on {num_nodes} nodes here. Use Ray 2.55 or later")
     return known or "of an unknown version"
 
 
 def knows_tokens(version: str) -> bool:
-    """Return whether a Ray of this version can refuse clients that lack the cluster's token."""
+    """Return whether Ray of this version can reject clients that lack the cluster's token."""
     return release(version) >= TOKENS_SINCE
 
 
 def can_serve_clients() -> bool:
-    """Return True if Ray can serve `ray://` connections here, which requires the grpc package."""
+    """Return True if Ray can serve `ray://` connections on this node, which requires the grpc package."""
     return _is_there("grpc")
 
 
 def missing_parts() -> list[str]:
-    """Return the missing packages of `ray[default]`. Agents and dashboard need all packages."""
+    """Return the missing packages of `ray[default]`.
+
+    Ray's agents and dashboard require all packages of `ray[default]`.
+    """
     return [name for name in _PARTS if not _is_there(name)]
 
 
@@ -97,5 +100,5 @@ def python_path(variables: Mapping[str, str]) -> dict[str, str]:
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # The user injected a module without a spec.
+    except ValueError:  # The user has inserted a module without a spec into `sys.modules`.
         return True

@@ -1,31 +1,32 @@
-"""Runs `ray start` on this node with ports, environment and arguments, and watches its processes.
+"""Starts Ray on this node with given ports, environment and arguments, and watches Ray's processes.
 
     node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   of the head; without it, the cluster is lost
                   output: ray-start.log           ├─ raylet       without it, this node is lost
                                                   └─ agents, monitor, …   Ray restarts them, or ends with them
 
 Ray is ready when the node's agents have written their ports to files. The raylet registers with the head immediately
-after the agents have written their ports. Ray versions without such files print a line in the output of `ray start`.
-Ray is gone when `ray start`, the raylet or the head's gcs_server has ended. The node task watches all three processes
-by pidfd. `ray start --block` checks its processes only once a second. `ray start` treats a SIGTERM to one of its
-processes as a requested stop.
+after the agents have written their ports. Ray versions without port files print a line to the output of `ray start`
+instead. Ray has failed on a node when `ray start`, the raylet or the head's gcs_server has ended. The node task watches
+`ray start`, the raylet and gcs_server by pidfd. `ray start --block` checks its processes only once a second. `ray
+start` treats a SIGTERM sent to one of its processes as a requested stop.
 
-Ports: The node task names all ports, so that clusters on one machine do not collide. Ray's default ports are fixed
-numbers, or numbers that Ray's processes choose. The node task tests each port by binding it. The node task avoids the
-kernel's ephemeral range, where any connection could use a port before Ray starts.
+Ports: The node task assigns all ports explicitly, so that clusters on one machine do not collide. By default, Ray uses
+fixed ports or lets its processes choose ports. The node task tests each port by binding the port. The node task avoids
+the kernel's ephemeral range, where any connection could take a port before Ray starts.
 
-Environment: The caller's shell may belong to another Ray. The address, token or temporary directory of the other Ray
-would connect this cluster to the other Ray. The node task therefore removes all variables that begin with ``RAY_``,
-except for those that tune libraries. The node task also removes the variables of torch's world, which the supervisor
-sets for every rank. A driver does not belong to torch's world, and Ray Train creates its own worlds.
+Environment: The caller's shell may have environment variables of another Ray cluster. The other cluster's address,
+token or temporary directory would connect this run to the other cluster. The node task therefore removes all variables
+that begin with ``RAY_``, except variables that tune libraries. The node task also removes torch's distributed
+variables, which the supervisor sets for every rank. The driver is not a torch rank, and Ray Train creates its own torch
+process groups.
 
 Failure cases:
 
-* A watched process may end before Ray is ready, because another process took a port or an agent exceeded the raylet's
-  limit of 15 s. The node task then tries again, up to `_TRIES_MAX` tries.
-* If Ray is not ready after `START_S`, the node task does not try again.
+* A watched process may end before Ray is ready, for example because another process took a port. The node task then
+  retries, up to `_TRIES_MAX` attempts.
+* If Ray is not ready after `START_S` seconds, the node task does not retry.
 
-A failed start raises `RayStartFailed`, which contains Ray's last output.
+A failed start raises `RayStartFailed` with Ray's last output.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from .share import SPILL, ClusterShare
 
 
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
-    """Return the arguments that start the head, which is also a node with devices.
+    """Return the `ray start` arguments for the head node, which also offers devices.
 
-    `temporary` is Ray's directory for sessions. `client` means that this Ray can serve `ray://` connections. Without
-    the option for the client port, a Ray with `ray://` support would use a fixed port. A Ray without `ray://` support
-    refuses the option.
+    `temporary` is Ray's session directory. `client` means that this Ray can serve `ray://` connections. Without an
+    explicit client port, Ray with `ray://` support would use a fixed port. Ray without `ray://` support rejects the
+    option for the client port.
     """
     arguments = [
         "--head",
@@ -71,15 +72,15 @@ def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client:
 
 
 def worker_arguments(share: ClusterShare, ports: Ports, temporary: str, address: str) -> list[str]:
-    """Return the arguments that start a node which joins the head at `address`.
+    """Return the `ray start` arguments for a node that joins the head at `address`.
 
-    `temporary` is Ray's directory for sessions.
+    `temporary` is Ray's session directory.
     """
     return [f"--address={address}", *_common_arguments(share, ports, temporary)]
 
 
 def cluster_address(share: ClusterShare, ports: Ports) -> str:
-    """Return the address for a driver's RAY_ADDRESS and for nodes that join."""
+    """Return the head's address, for the driver's RAY_ADDRESS and for joining nodes."""
     return f"{LOOPBACK if share.num_nodes == 1 else share.address}:{ports.gcs}"
 
 
@@ -89,7 +90,10 @@ def listens_at(share: ClusterShare) -> str:
 
 
 def ready_sentence(share: ClusterShare, shares: Sequence[ClusterShare], version: str, page: str) -> str:
-    """Return the message for a ready cluster. `page` is the dashboard's address, or ""."""
+    """Return the message that announces a ready cluster.
+
+    `page` is the dashboard's URL, or "" if the dashboard does not run.
+    """
     devices, cpus = sum(one.devices for one in shares), sum(one.cpus for one in shares)
     nodes = "1 node" if len(shares) == 1 else f"{len(shares)} nodes"
     gpus = f"{devices} {share.accelerator}, " if share.accelerator and devices else ""
@@ -107,7 +111,7 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
         f"--dashboard-agent-grpc-port={ports.agent_grpc}",
         f"--dashboard-agent-listen-port={ports.agent_http}",
         f"--metrics-export-port={ports.metrics}",
-        "--min-worker-port=0",  # The kernel chooses only free ports.
+        "--min-worker-port=0",  # With port 0, the kernel chooses a free port.
         "--max-worker-port=0",
         f"--num-cpus={share.cpus}",
         f"--num-gpus={share.devices if share.accelerator else 0}",
@@ -118,7 +122,8 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
         "--log-style=record",
         "--log-color=false",
     ]
-    if share.accelerator and share.devices:  # Ray itself offers one unit of the type for any number of devices.
+    # By default, Ray offers one unit of the accelerator type regardless of the number of devices.
+    if share.accelerator and share.devices:
         arguments.append("--resources=" + json.dumps({f"accelerator_type:{share.accelerator}": 1}))
     if share.num_nodes > 1:
         arguments.append(f"--node-ip-address={share.address}")
@@ -130,7 +135,7 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
 
 TOKEN_FILE = "token"
 START_S = 180
-"""Seconds for Ray to start. The first import from a slow disk needs most of the time."""
+"""Time limit in seconds for starting Ray. The first import of Ray from a slow disk takes most of the time."""
 LOOPBACK = "127.0.0.1"
 
 _WORLD_VARIABLES = frozenset(
@@ -146,8 +151,7 @@ _WORLD_VARIABLES = frozenset(
         "WORLD_SIZE",
     }
 )
-# Variables that tune libraries of user code, without locating a Ray cluster or granting access to a Ray cluster's
-# processes.
+# Variables that tune user libraries but neither locate a Ray cluster nor grant access to its processes.
 _KEPT_VARIABLES = frozenset(
     {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
@@ -167,15 +171,15 @@ _KEPT_VARIABLES = frozenset(
         "RAY_verbose_spill_logs",
     }
 )
-# Ray Train queries the state API for its controller once a second. The dashboard's process serves this API. Without a
-# dashboard, the workers' output would contain an error line once a second.
+# Ray Train queries the state API for its controller once a second. The dashboard process serves the state API. Without
+# a dashboard, the workers would print an error line once a second.
 _REPEATED_LOG_LINE = "Failed to query Ray Train Controller actor state"
 _KEPT_PREFIXES = ("RAY_AIR_", "RAY_CGRAPH_", "RAY_DATA_", "RAY_EXPERIMENTAL_NOSET_", "RAY_TRAIN_", "RAY_TUNE_")
 _METRIC_PORT_VARIABLES = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
 
 def stripped_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables, except those of another Ray cluster and of torch's world."""
+    """Return the variables without those of another Ray cluster or of torch's rendezvous."""
     return {
         name: value
         for name, value in variables.items()
@@ -191,17 +195,17 @@ def default_variables(share: ClusterShare) -> dict[str, str]:
 
 
 def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
-    """Return the environment of every process of the cluster: Ray's own processes, workers, driver.
+    """Return the environment variables for Ray's own processes, the workers and the driver.
 
-    Ray reads some variables on import. `token` means that this Ray supports tokens.
+    Ray reads some environment variables on import. `token` means that this Ray version supports token authentication.
     """
     variables = {
-        "RAY_USAGE_STATS_ENABLED": "0",  # Usage statistics are on by default and would contact Ray's servers.
+        "RAY_USAGE_STATS_ENABLED": "0",  # Ray enables usage statistics by default and would contact Ray's servers.
         "RAY_raylet_start_wait_time_s": str(START_S),  # Ray's default of 30 s is too short for a busy machine.
     }
     if share.num_nodes == 1:
-        # RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 forbids a cluster of several machines. No other setting makes every
-        # process of Ray listen on loopback only.
+        # RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 forbids a cluster of several machines. Only this setting makes every Ray
+        # process listen on the loopback address only.
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if token:
         variables["RAY_AUTH_MODE"] = "token"
@@ -210,13 +214,13 @@ def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
 
 
 def port_variables(ports: Ports, address: str) -> dict[str, str]:
-    """Return the variables that depend on the ports, for all processes of the cluster.
+    """Return the port-dependent environment variables for all processes of the cluster.
 
-    Tasks also need the address, because Ray Train's actors read it.
+    Tasks also need RAY_ADDRESS, because Ray Train's actors read the variable.
     """
     return {
         "RAY_ADDRESS": address,
-        # `ray start` has no arguments for the next two ports.
+        # `ray start` has no arguments for the autoscaler and dashboard metric ports.
         "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
     }
@@ -225,7 +229,7 @@ def port_variables(ports: Ports, address: str) -> dict[str, str]:
 def token_of(secret: str) -> str:
     """Return the token of a run's cluster, which is the same on all nodes.
 
-    The token only authenticates to Ray.
+    The token authenticates clients only to Ray.
     """
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
 
@@ -233,41 +237,41 @@ def token_of(secret: str) -> str:
 # --- ports ------------------------------------------------------------------------------------------------------------
 
 
-_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # Services use lower ports, and Kubernetes assigns higher ones.
+_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # Services use lower ports, and Kubernetes assigns higher ports.
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _PORT_RANGE_MIN = 1_000
 _PORT_TRIES_MAX = 2_000
 
 
 class Ports(NamedTuple):
-    """The ports of the Ray processes of one node. Only the head uses all ports."""
+    """The ports of Ray's processes on one node. Only the head uses all ports of `Ports`."""
 
-    gcs: int  # Port of the head, part of the cluster's address.
-    object_manager: int  # Port of the raylet for objects.
-    node_manager: int  # Port of the raylet for tasks.
-    runtime_env_agent: int  # Port of the agent that makes the environments of tasks.
+    gcs: int  # Port of the head's gcs_server, part of the cluster's address.
+    object_manager: int  # Port of the raylet for object transfers.
+    node_manager: int  # Port of the raylet for task scheduling.
+    runtime_env_agent: int  # Port of the agent that creates the runtime environments of tasks.
     agent_grpc: int
     agent_http: int
-    metrics: int  # Port for the metrics of this node, with ``ray[default]``.
+    metrics: int  # Port of this node's metrics endpoint, with ``ray[default]``.
     client_server: int  # Port of the head for `ray://` connections.
     autoscaler_metrics: int
     dashboard_metrics: int
-    dashboard: int  # Port of the head's web page, if requested.
+    dashboard: int  # Port of the head's dashboard, if requested.
 
 
 def find_ports(address: str = LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> Ports:
     """Return free ports at `address` ("" for all addresses of this machine). Raises OSError.
 
-    `range_file` holds the kernel's ephemeral range.
+    `range_file` contains the kernel's ephemeral port range.
     """
     lowest, highest = _port_range(range_file)
     chosen: list[int] = []
-    with contextlib.ExitStack() as held:  # Hold all sockets at once, so that no port is chosen twice.
+    with contextlib.ExitStack() as held:  # Keep all sockets open at once, so that the function chooses no port twice.
         for _ in range(_PORT_TRIES_MAX):
             port = random.SystemRandom().randint(lowest, highest)
             sock = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                # The kernel also refuses a port at which a process listens on all addresses.
+                # The kernel also refuses a port on which a process listens at all addresses.
                 sock.bind((address, port))
                 chosen.append(port)
             if len(chosen) == len(Ports._fields):
@@ -285,7 +289,8 @@ def _port_range(range_file: str) -> tuple[int, int]:
         return _LOWEST_PORT, min(low - 1, _HIGHEST_PORT)
     if 65_535 - high >= _PORT_RANGE_MIN:
         return high + 1, 65_535
-    # The ephemeral range covers nearly all ports. Only a retry of `ray start` then resolves a port conflict.
+    # If the ephemeral range covers nearly all ports, the range cannot be avoided. A retry of `ray start` then resolves
+    # port conflicts.
     return _LOWEST_PORT, 65_535
 
 
@@ -302,48 +307,48 @@ _WATCHED = frozenset({"gcs_server", "raylet"})
 _AGENTS = ("dashboard_agent_listen_port_", "runtime_env_agent_port_")
 _STARTED = "Ray runtime started"
 _SLOW = "Ray was not ready"
-# Log files in which Ray gives the reason for the end of a process, and the pattern of the line with the reason.
+# Ray's log files that contain the failure reason of a process, and the pattern of the line with the reason.
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
 _FATAL_CHARACTERS_MAX = 600
-# Lines that `ray start` prints for a user at a terminal, about connecting and stopping.
+# Pattern of the lines that `ray start` prints for terminal users about connecting and stopping.
 _PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
 
 
 class RayStartFailed(Exception):
-    """Ray did not start on this node. The text contains Ray's last output."""
+    """Ray did not start on this node. The exception text contains Ray's last output."""
 
 
 class RayProcesses(NamedTuple):
-    """Ray's processes on this node, once Ray is ready."""
+    """Ray's running processes on this node."""
 
-    pid: int  # Pid of `ray start`.
-    watched: dict[int, str]  # Names by pidfd of all processes on which this node's Ray depends.
+    pid: int  # Pid of the `ray start` process.
+    watched: dict[int, str]  # Names of all processes on which this node's Ray depends, by pidfd.
     ports: Ports
-    temporary: str  # Ray's directory for sessions.
+    temporary: str  # Session directory of this Ray.
 
     def gone(self, timeout_s: float = 0.0) -> str:
         """Return the name of a Ray process that has ended, or "".
 
-        Waits up to `timeout_s` for the end of a process.
+        Wait up to `timeout_s` seconds for a Ray process to end.
         """
         ended = linux.readable(self.watched, timeout_s)
-        # `ray start` ends after another process has ended, so the function returns the name of the other process.
+        # `ray start` ends after another process has ended, so the function returns the other process's name.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
         return names[0] if names else ""
 
     def last_words(self) -> str:
-        """Return Ray's last output that explains why Ray ended."""
+        """Return the part of Ray's last output that explains why Ray ended."""
         return last_words(self.temporary)
 
 
 class RayStartPlan(NamedTuple):
     """Start parameters of Ray on this node."""
 
-    directory: str  # Private directory, in which each try has its own directory.
-    find: Callable[[], Ports]  # Finds the ports of one try.
-    variables: Callable[[Ports], Mapping[str, str]]  # Returns the whole environment for given ports.
-    # Returns the arguments of `ray start` for ports and a directory of sessions.
+    directory: str  # Private directory that contains one directory per start attempt.
+    find: Callable[[], Ports]  # Function that finds the ports for one start attempt.
+    variables: Callable[[Ports], Mapping[str, str]]  # Function that returns the whole environment for given ports.
+    # Function that returns the `ray start` arguments for given ports and a session directory.
     arguments: Callable[[Ports, str], list[str]]
 
 
@@ -352,7 +357,7 @@ def start(
 ) -> RayProcesses | None:
     """Start Ray on this node. Return when Ray is ready, or return None when `stop` returns True.
 
-    Raises RayStartFailed when Ray does not start.
+    Raises RayStartFailed if Ray does not start.
     """
     problem = ""
     for number in range(1, _TRIES_MAX + 1):
@@ -364,8 +369,8 @@ def start(
             return engine
         words = engine.last_words()
         problem = f"{ended}: {words}" if words else ended
-        # End the remaining processes of this try. The agents end with the raylet, and all processes end with the
-        # family.
+        # End the remaining processes of the failed start attempt. The agents end with the raylet, and all processes end
+        # with the process family.
         for pid in (*linux.descendants(engine.pid), engine.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -379,7 +384,7 @@ def start(
 
 
 def last_words(temporary: str) -> str:
-    """Return Ray's last output that explains why Ray ended, or ""."""
+    """Return the part of Ray's last output that explains why Ray ended, or ""."""
     logs = os.path.join(temporary, "session_latest", "logs")
     for name in _LOGS:
         if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
@@ -406,7 +411,7 @@ def _begin(family: Family, plan: RayStartPlan, temporary: str) -> RayProcesses:
 
 
 def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
-    """Return "" when Ray is ready, the reason of a failure, or None when `stop` returns True."""
+    """Return "" when Ray is ready, a failure reason, or None when `stop` returns True."""
     session = os.path.join(engine.temporary, "session_latest")
     until = time.monotonic() + START_S
     while time.monotonic() < until:
@@ -429,7 +434,7 @@ def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
 
 
 def _watch(engine: RayProcesses) -> None:
-    """Also watch the processes on which the node's Ray depends."""
+    """Watch newly started processes on which the node's Ray depends."""
     for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
             name = file.read().strip()
@@ -439,7 +444,7 @@ def _watch(engine: RayProcesses) -> None:
 
 def _program(argv: list[str], variables: dict[str, str], output: str) -> Callable[[], int]:
     def become() -> int:
-        os.setpgid(0, 0)  # Signals to the driver's process group must not reach Ray.
+        os.setpgid(0, 0)  # Ray must not receive signals sent to the driver's process group.
         null = os.open(os.devnull, os.O_RDONLY)
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd, target in ((null, 0), (file, 1), (file, 2)):

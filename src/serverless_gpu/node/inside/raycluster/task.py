@@ -8,23 +8,24 @@
     ready ─▶ driver ◀─ {"env": {…}}; function(*args) ─▶ exec enter returned failed, passed on ─▶ supervisor
     driver ends ─▶ family ends ─▶ task ends as the driver did; the supervisor keeps Ray's logs, removes the directory
 
-Other nodes of a cluster have no driver (`cluster.py`). A node task reports to the supervisor as any rank does. The node
-task passes SIGTERM and the stack signals on to the driver. The node task and the driver have the same memfd for stacks.
-The driver's events go through the node task, because only the node task knows whether Ray ended first.
+The other nodes of a cluster have no driver (`cluster.py`). A node task reports to the supervisor like any rank. The
+node task forwards SIGTERM and the stack signals to the driver. The node task and the driver share one memfd for Python
+stacks. The driver's events pass through the node task, because only the node task knows whether Ray ended first.
 
 Failure cases:
 
-* If Ray does not start on all nodes before the driver has begun, the failure is `start_failed`. No user code has run
-  then, so a retry is safe.
-* If a required process of Ray ends, or another node is lost, the failure is `engine_head_lost`. The failure names node
-  and process. An exception that the driver raises afterwards becomes a note of the failure. The node task ends a driver
-  that hangs after `_CONSEQUENCE_S` seconds.
+* If Ray does not start on all nodes before the driver has begun, the failure kind is `start_failed`. A `start_failed`
+  failure can be retried safely, because no user code has run.
+* If a required Ray process ends or another node is lost, the failure kind is `engine_head_lost`. The failure message
+  names the node and the process. If the driver later raises an exception, the node task adds the exception to the
+  failure as a note. If the driver hangs, the node task ends the driver after `_CONSEQUENCE_S` seconds.
 * If the driver cannot import Ray, the import in the user's function raises the error.
-* If the driver fails or ends without an event, the node task checks whether Ray has ended. The node task then reports
-  the driver's failure as for any rank.
-* If Ray ends after the driver has returned, the result remains valid. The driver then has `_FAREWELL_S` seconds to end.
-* If the disk has no space for the token, or no process can start, the node task reports `start_failed`.
-* If the node task dies, the kernel ends init, driver and Ray (PR_SET_PDEATHSIG).
+* If the driver fails or ends without an event, the node task checks whether Ray has ended. If Ray still runs, the node
+  task reports the driver's failure like the failure of any rank.
+* If Ray ends after the driver has returned, the driver's result remains valid. The driver then has `_FAREWELL_S`
+  seconds to end.
+* If no process can start or the disk has no space for the token, the node task reports `start_failed`.
+* If the node task dies, the kernel ends the init process, the driver and Ray (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -50,31 +51,31 @@ from .share import ClusterShare, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
 _NOT_STARTED = "start_failed"  # Kind of a failure before the driver has begun.
-_CONSEQUENCE_S = 2.0  # Seconds for the driver to notice the end of Ray and to report its own error.
-_SUSPICION_S = 0.5  # Seconds to detect the end of Ray after the driver has failed.
+_CONSEQUENCE_S = 2.0  # Time limit in seconds for the driver to notice the end of Ray and report its own error.
+_SUSPICION_S = 0.5  # Time limit in seconds to detect the end of Ray after the driver has failed.
 _STRANGER_S = 0.1
-# Seconds for a driver with a known outcome to end. Without Ray, the driver's shutdown may take a minute.
+# Time limit in seconds for a driver with a known outcome to end. Without Ray, the driver's shutdown may take a minute.
 _FAREWELL_S = 10.0
-_GATHER_S = 300.0  # Seconds for the other nodes to join once Ray's head runs.
-_KILLED_S = 1.0  # Seconds for a killed driver to end. A hanging device call does not extend this limit.
-# Ray connects by itself at the first task, actor or object, but not for queries about the cluster. The node task makes
-# these functions connect first, so that user code of `ray_launch` needs no `ray.init()`.
+_GATHER_S = 300.0  # Time limit in seconds for the other nodes to join after Ray's head has started.
+_KILLED_S = 1.0  # Time limit in seconds for a killed driver to end. A hanging device call does not extend this limit.
+# Ray connects automatically at the first task, actor or object, but not for cluster queries. The node task patches
+# these query functions to connect first, so that `ray_launch` code needs no `ray.init()`.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
 
 class RayTaskWork(NamedTuple):
-    """The work of a node task for its rank."""
+    """Callbacks and paths that a node task uses for its rank."""
 
     directory: str
-    environment: dict[str, str]  # Variables of the rank, from the caller and from this package.
-    report: protocol.Report  # Sends an event to the supervisor.
-    # The driver calls this function with a function that reports events. Runs the user's function; returns the exit
-    # code.
+    environment: dict[str, str]  # Environment variables of the rank, from the caller and from this package.
+    report: protocol.Report  # Function that sends an event to the supervisor.
+    # Function that runs the user's function in the driver. `drive` takes an event reporting function and returns the
+    # exit code.
     drive: Callable[[protocol.Report], int]
-    finish: Callable[[], int]  # Stores and reports None as the rank's result; returns the exit code.
-    # Stores and reports an exception as the rank's failure; returns the exit code.
+    finish: Callable[[], int]  # Function that reports None as the rank's result and returns the exit code.
+    # Function that stores and reports an exception as the rank's failure and returns the exit code.
     fail: Callable[[BaseException], int]
-    # Stores and reports the record of a failure without an exception; returns the exit code.
+    # Function that stores and reports a failure record without an exception and returns the exit code.
     lose: Callable[[protocol.Message], int]
 
 
@@ -113,13 +114,13 @@ class _Task:
         kept = {**ray_start.default_variables(share), **ray_start.stripped_variables(work.environment)}
         self.environment = {**kept, **ray_start.cluster_variables(share, token=self.tokens)}
         self.without_metrics = metrics.missing()
-        self.outcome = False  # True once the node task has reported the driver's outcome.
-        self.begun = False  # True once a node without a driver has reported its start.
-        self.family = Family()  # Created last, because earlier steps may fail while there is no process to end.
+        self.outcome = False  # True after the node task has reported the driver's outcome.
+        self.begun = False  # True after a node without a driver has reported its start.
+        self.family = Family()  # Create the family last, so that a failure in an earlier step leaves no process to end.
         self._say_what_is_missing()
 
     def head(self) -> int:
-        """Start the head and run the driver to its end.
+        """Start the Ray head and run the driver until it ends.
 
         Return the driver's exit code, or a negative signal number.
         """
@@ -149,10 +150,10 @@ class _Task:
         return self._attend(driver)
 
     def member(self) -> int:
-        """Run a node without a driver until the driver has ended. Return the exit code.
+        """Run a node without a driver until the cluster's driver has ended.
 
-        The node reports its start only after it has joined. Before all nodes have joined, no user code has begun on any
-        node. A negative exit code denotes the end by a signal.
+        Return the exit code, or a negative signal number. The node reports its start only after joining the cluster. No
+        user code starts on any node before all nodes have joined.
         """
         node = cluster.TaskNode(self.share, self.family, self.environment, self.kept)
 
@@ -165,7 +166,7 @@ class _Task:
             return -signal.SIGTERM
         if lost:
             return self._lose(lost, None, _KIND if self.begun else _NOT_STARTED)
-        self._begin()  # The driver may have ended before all nodes had joined.
+        self._begin()  # The driver may have ended before all nodes had joined the cluster.
         self.family.end()
         return self.work.finish()
 
@@ -189,9 +190,9 @@ class _Task:
         return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: RayProcesses | None) -> str:
-        """Wait for the other nodes. Return the reason of a failure, or "".
+        """Wait until the other nodes have joined the cluster. Return a failure reason, or "".
 
-        The wait also ends without a failure if the driver has ended.
+        If the driver ends, the function stops waiting and returns "".
         """
         if engine is not None:
             self.cluster.begin(engine, ray_start.cluster_address(self.share, engine.ports))
@@ -199,7 +200,7 @@ class _Task:
         while not (gone := self.cluster.gone()) and self.cluster.missing() and not driver.has_ended():
             if (left_s := until - time.monotonic()) <= 0:
                 numbers = ", ".join(map(str, self.cluster.missing()))
-                return f"after {_GATHER_S:.0f} s these nodes of the run's Ray cluster had not joined: {numbers}"
+                return f"these nodes did not join the run's Ray cluster within {_GATHER_S:.0f} s: {numbers}"
             linux.readable([driver.pidfd, *self.cluster.fds()], left_s)
         return gone
 
@@ -215,11 +216,12 @@ class _Task:
             return metrics.run(self.share.address, found.metrics, path)
 
         if not self.without_metrics:
-            with contextlib.suppress(OSError):  # If no process can start, the run continues without metrics.
+            # If the metrics process cannot start, the run continues without Ray metrics.
+            with contextlib.suppress(OSError):
                 self.family.fork(read)
 
     def _attend(self, driver: Driver) -> int:
-        """Pass on the driver's events until the driver or Ray has ended."""
+        """Forward the driver's events until the driver or Ray has ended."""
         talks = True
         while True:
             heard = [driver.channel.fileno()] if talks else []
@@ -239,7 +241,10 @@ class _Task:
                 return self._cluster_gone(driver, gone)
 
     def _take(self, event: protocol.Message, driver: Driver) -> int | None:
-        """Pass a driver's event on. Return the exit code if the end of Ray explains a failure."""
+        """Forward a driver's event to the supervisor.
+
+        Return the exit code if the end of Ray explains the driver's failure.
+        """
         if event.get("event") == "failed":
             failure = event.get("failure")
             record = failure if isinstance(failure, dict) else {}
@@ -252,7 +257,7 @@ class _Task:
         return None
 
     def _cluster_gone(self, driver: Driver, gone: str) -> int:
-        """Let the driver report an outcome until a deadline, then end the driver and report the failure."""
+        """Wait for the driver's outcome until a deadline, then end the driver and report the failure."""
         if self.outcome:
             return self._without_ray(driver)
         until = time.monotonic() + _CONSEQUENCE_S
@@ -274,8 +279,8 @@ class _Task:
         return self._lose(gone, consequence)
 
     def _without_ray(self, driver: Driver) -> int:
-        """Wait for a driver with a known outcome to end. The driver's exit code does not change the outcome."""
-        self.cluster.done()  # Otherwise other nodes would treat the end of their Ray as a loss.
+        """Wait until a driver with a known outcome ends. The driver's exit code does not change the outcome."""
+        self.cluster.done()  # Without the message "done", other nodes would treat the end of their Ray as a loss.
         linux.readable([driver.pidfd], _FAREWELL_S)
         driver.kill()
         driver.reap()
@@ -287,14 +292,15 @@ class _Task:
 
     def _pass_signals_to(self, driver: Driver) -> None:
         def terminate(_number: int, _frame: types.FrameType | None) -> None:
-            if not self.outcome:  # Ray's own handler would interrupt the shutdown of a driver that has an outcome.
+            if not self.outcome:  # After an outcome, Ray's SIGTERM handler would interrupt the driver's shutdown.
                 driver.end(signal.SIGTERM)
 
         def look(number: int, _frame: types.FrameType | None) -> None:
             driver.look(number)
 
         faulthandler.unregister(protocol.STACK_SIGNAL)
-        # The file holds the driver's last stack. A repeated signal in this process must not add another stack.
+        # The stack file contains the driver's last stack. If this process receives the signal again, it must not add
+        # its own stack.
         faulthandler.disable()
         signal.signal(signal.SIGTERM, terminate)
         for number in protocol.LOOK_SIGNALS:
@@ -324,9 +330,9 @@ def _not_started(share: ClusterShare, error: Exception) -> str:
 
 
 def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
-    """Return the record of a failure outside of the function.
+    """Return the record of a failure that occurred outside the user's function.
 
-    Adds the function's later error as a note.
+    The record contains the function's later error as a note.
     """
     record: protocol.Message = {
         "type": "EngineHeadLost" if kind == _KIND else "RunError",
@@ -347,10 +353,10 @@ def _record(text: str, consequence: protocol.Message | None, kind: str) -> proto
 
 
 class Driver:
-    """The process on node 0 that runs the function.
+    """The process on node 0 that runs the user's function.
 
-    `variables` is the driver's environment during the import of Ray, which reads some variables then. `drive` takes a
-    function that reports events, runs the user's function and returns the exit code.
+    `variables` is the driver's environment while it imports Ray, because Ray reads some variables on import. `drive`
+    receives an event reporting function, runs the user's function and returns the exit code.
     """
 
     def __init__(self, family: Family, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> None:
@@ -360,17 +366,18 @@ class Driver:
             self.channel.close()
             return _be_driver(theirs, variables, drive)
 
-        self.pid = family.fork(be)  # The driver belongs to the node task's pid namespace.
+        self.pid = family.fork(be)  # The driver runs in the node task's pid namespace.
         theirs.close()
-        self.pidfd = os.pidfd_open(self.pid)  # The pidfd is readable once the driver has ended.
+        self.pidfd = os.pidfd_open(self.pid)  # The pidfd becomes readable when the driver ends.
 
     def begin(self, variables: Mapping[str, str]) -> None:
-        """Let the driver run the function, with additional variables."""
-        with contextlib.suppress(OSError):  # The driver has ended. `_attend` reads this from the pidfd.
+        """Start the user's function in the driver, with additional environment variables."""
+        # If the driver has ended, `_attend` detects the end through the pidfd.
+        with contextlib.suppress(OSError):
             self.channel.send(protocol.encode({"env": dict(variables)}))
 
     def hear(self) -> protocol.Message | None:
-        """Return the driver's next event, or None when the driver sends no more events."""
+        """Return the driver's next event, or None if the driver sends no more events."""
         try:
             received = self.channel.receive()
         except OSError:
@@ -378,33 +385,39 @@ class Driver:
         return None if received is None else protocol.decode(received[0])
 
     def has_ended(self) -> bool:
-        """Return whether the driver has ended, reaped or not."""
+        """Return whether the driver has ended, even if not yet reaped."""
         return bool(linux.readable([self.pidfd], 0))
 
     def end(self, number: int) -> None:
-        """Send the driver a signal, unless it has ended. Never signal a reused pid."""
+        """Send a signal to the driver unless the driver has ended.
+
+        The pidfd ensures that the signal never reaches another process with the same pid.
+        """
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """Kill the driver and wait for its end, so that the driver overwrites no later file."""
+        """Kill the driver and wait for its end, so that the driver cannot overwrite later files."""
         self.end(signal.SIGKILL)
         linux.readable([self.pidfd], _KILLED_S)
 
     def reap(self) -> int:
-        """Wait for the driver's end. Return the driver's exit code, or a negative signal number."""
+        """Wait for the driver's end and reap the driver.
+
+        Return the driver's exit code, or a negative signal number.
+        """
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def look(self, number: int) -> None:
-        """Pass a stack signal on to the driver's main thread, which answers it."""
-        if not self.has_ended():  # Only this thread reaps the driver, so the kernel has not reused its pid.
+        """Forward a stack signal to the driver's main thread, which writes its stack."""
+        if not self.has_ended():  # Only this thread reaps the driver, so the kernel has not reused the driver's pid.
             with contextlib.suppress(OSError):
                 linux.signal_main_thread(self.pid, number)
 
 
 def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> int:
     linux.set_name("sgpu-driver")
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches only the driver's own processes.
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code then reaches only the driver's own processes.
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(Exception):
@@ -412,9 +425,9 @@ def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[
         for name in _ASKED_FIRST:  # Without the patch, these Ray functions would require an explicit `ray.init()`.
             if (function := getattr(ray, name, None)) is not None:
                 setattr(ray, name, _connected(ray, function))
-        # A driver must react to SIGTERM like any rank. Ray's handler would raise SystemExit, even in a function that
-        # checks for a stop itself. `ray.init` would replace a handler that the function has installed. A handler
-        # installed later would call Ray's handler.
+        # A driver must react to SIGTERM like any rank. Ray's SIGTERM handler would raise SystemExit, even in a function
+        # that checks for a stop itself. `ray.init` would replace a SIGTERM handler that the function has installed. A
+        # SIGTERM handler installed after `ray.init` would call Ray's handler.
         utilities = importlib.import_module("ray._private.utils")
         if hasattr(utilities, "set_sigterm_handler"):
             vars(utilities)["set_sigterm_handler"] = lambda _handler: None

@@ -1,11 +1,11 @@
-"""Migrates the tables of an older version to this version.
+"""Migrates the database tables of an older server version to this version.
 
     no tables            created from `server.tables`, equal to the last revision's result (a test compares)
     an older revision    Alembic runs the newer revisions in `versions/`, in order
     this revision        nothing to do; Alembic (300 ms of import) is not loaded
     a newer revision     refused, because an older server would overwrite unknown data
 
-The whole migration is one transaction under the database's own lock.
+The migration is one transaction under a database lock.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.db import tables
 
 HEAD = "0009"
-LOCK = 7_310_227_001  # Key of the migration's advisory lock, a number that no other program locks.
+LOCK = 7_310_227_001  # Key of the migration's advisory lock.
 _PLACE = Path(__file__).parent
 
-_version = sa.Table(  # The definition equals the table that Alembic creates.
+_version = sa.Table(  # Alembic's own definition of its version table.
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
 )
 
 
 def revision(connection: sa.Connection) -> str | None:
-    """Return the revision of a database, or None if the database has no revision."""
+    """Return the database's schema revision, or None for a new database."""
     if not sa.inspect(connection).has_table(_version.name):
         return None
     found: str | None = connection.scalar(sa.select(_version.c.version_num))
@@ -36,12 +36,12 @@ def revision(connection: sa.Connection) -> str | None:
 
 
 def is_current(connection: sa.Connection) -> bool:
-    """Return True if the database has the current revision."""
+    """Return True if the database has the current schema revision."""
     return revision(connection) == HEAD
 
 
 def bring(connection: sa.Connection) -> None:
-    """Migrate a database to this version, in the caller's transaction.
+    """Migrate a database to the current schema revision in the caller's transaction.
 
     Raises:
         ServerProblem: the database has a newer version, or contains tables of another program.
@@ -67,7 +67,7 @@ def _make(connection: sa.Connection) -> None:
 
 
 def upgrade(connection: sa.Connection, to: str = "head") -> None:
-    """Run every missing revision up to the given revision.
+    """Run every missing schema revision up to the given revision.
 
     Raises:
         ServerProblem: the revision of the database is unknown to this version.

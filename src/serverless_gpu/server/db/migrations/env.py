@@ -6,7 +6,7 @@ from alembic import context
 
 from serverless_gpu.server.db.tables import metadata
 
-# SQLite cannot alter a column, so Alembic copies the table. Alembic calls the copy a batch.
+# SQLite cannot alter a column, so Alembic copies the table in batch mode.
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,

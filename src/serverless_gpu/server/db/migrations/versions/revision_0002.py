@@ -1,4 +1,4 @@
-"""Adds the isolation of each pool, and a mark for tokens that their use renews."""
+"""Adds pool isolation, and a flag for tokens whose validity each use extends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns; NULL means an undecided isolation, and a token that its use does not renew."""
+    """Add the columns for pool isolation and token renewal."""
     op.add_column("pools", sa.Column("isolation", sa.String(length=16), nullable=True))
     op.add_column("tokens", sa.Column("renews", sa.Boolean(), nullable=True))

@@ -1,4 +1,4 @@
-"""Adds join tokens and the bindings of nodes' tokens; existing nodes keep their tokens."""
+"""Adds join tokens, and bindings between node tokens and nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOKENS = sa.table("tokens", sa.column("id", sa.String))
 
 
 def upgrade() -> None:
-    """Create the tables, and bind each token to the node that used the token last."""
+    """Create the tables, and bind each node token to the last node that used the token."""
     bindings = op.create_table(
         "node_bindings",
         sa.Column("token", sa.String(length=26), nullable=False),
@@ -52,7 +52,7 @@ def upgrade() -> None:
 
 
 def _bindings(connection: sa.Connection) -> dict[str, dict[str, object]]:
-    """Return the binding of each token: the node that registered with the token and reported last."""
+    """Return each node token's binding to the last node that used the token."""
     query = (
         sa.select(_NODES)
         .join(_TOKENS, _TOKENS.c.id == _NODES.c.token_id)

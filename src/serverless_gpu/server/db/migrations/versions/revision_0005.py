@@ -1,4 +1,4 @@
-"""Adds the identity of the database, and the generation of the server that owns it."""
+"""Adds the database identity and the generation of the owning server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Create the table; the first server that claims the database writes the only row."""
+    """Create the empty server identity table."""
     op.create_table(
         "server_identity",
         sa.Column("name", sa.String(length=16), nullable=False),

@@ -1,4 +1,4 @@
-"""Adds the teams that a run without a team counts for, and the time zone of a team."""
+"""Adds the owner's teams to runs without a team, and a time zone to each team."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OVER = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LOS
 
 
 def upgrade() -> None:
-    """Add the columns, and fill them for runs that have not ended."""
+    """Add the columns, and store the owner's teams for unfinished runs."""
     op.add_column("teams", sa.Column("time_zone", sa.String(length=64)))
     op.add_column("runs", sa.Column("member_of_json", sa.Text()))
     op.add_column("accounts", sa.Column("member_of_json", sa.Text()))

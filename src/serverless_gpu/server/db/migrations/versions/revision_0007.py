@@ -1,4 +1,4 @@
-"""Adds budgets, policies and priority classes."""
+"""Adds checkpoint and duration counters to runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Add columns for the number, the duration and the checkpoints of a run's attempts."""
+    """Add columns for the number, duration and checkpoints of a run's attempts."""
     for name, kind in (
         ("saved", sa.Integer),
         ("unsaved", sa.Integer),

@@ -1,4 +1,4 @@
-"""Adds plain accounts and their ledger sums; the server's loop rebuilds `used_days`."""
+"""Adds accounts without tags (plain accounts) and their ledger sums."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _VALUES = (
     "currency",
     "tags",
 )
-"""Columns that the digest of an account covers, as JSON with sorted keys."""
+"""Account columns in the digest of an account."""
 _ACCOUNTS_AT_ONCE = 10_000
 
 
 def upgrade() -> None:
-    """Set the plain account of each account, and delete the sums, which the server then rebuilds."""
+    """Set the plain account of each account, and delete outdated ledger sums."""
     for table in ("accounts", "utilisations"):
         op.add_column(table, sa.Column("plain_id", sa.BigInteger(), nullable=False, server_default="0"))
     _fill(op.get_bind())
@@ -93,7 +93,7 @@ def _fill(connection: sa.Connection) -> None:
 
 
 def _plain(connection: sa.Connection, accounts: sa.Table, values: dict[str, object], digest: str) -> int:
-    """Return the number of a plain account; create the account if it is missing."""
+    """Return a plain account's number, and create the account if it is missing."""
     found = connection.scalar(sa.select(accounts.c.id).where(accounts.c.sha256 == digest))
     if found is None:
         row = {name: value for name, value in values.items() if name not in ("id", "tags", "plain_id")}

@@ -1,4 +1,4 @@
-"""Adds the tags of accounts as rows, so that reports read them without parsing JSON."""
+"""Adds a table of account tags, so that reports need not parse JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCOUNTS_AT_ONCE = 10_000
 
 
 def upgrade() -> None:
-    """Create the table, and fill it from the accounts."""
+    """Create the table of account tags, and fill the table from the accounts."""
     op.create_table(
         "account_tags",
         sa.Column("key", sa.Text(), nullable=False),
