@@ -115,8 +115,7 @@ def _gate(accounts: Sequence[CrewAccount]) -> str:
     if is_free and len(texts) == 1:
         return f"on each of {len(accounts)} nodes, {texts.pop()}"
     missing = [
-        f"the server does not know the state of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} "
-        f"on {each.node}"
+        f"the state of {'the device' if each.gpus == 1 else f'the {each.gpus} devices'} on {each.node} is not known"
         for each in accounts
         if each.receipt is None
     ]

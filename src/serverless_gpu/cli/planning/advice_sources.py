@@ -114,7 +114,7 @@ def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
     rows, is_cut = _rows(connection, wanted)
     past = of_rows(rows, wanted)
     if is_cut:
-        past.remarks.append(f"rows after the first {ROWS_MAX:,}(choose a shorter time with --last)")
+        past.remarks.append(f"rows after the first {ROWS_MAX:,} (choose a shorter time with --last)")
     return past
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.isolation.grafts import Graft, graft
+from serverless_gpu.node.isolation.views import gpu_nodes
 
 STOP_FILE = "stop_reason"
 _WRITABLE = (("results", sandbox.RESULTS), ("failures", sandbox.FAILURES), ("work", sandbox.WORK))
@@ -51,15 +53,19 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     made: Sequence[Path] = ()
     grafts: Sequence[Graft] = ()
 
-    def show(self, stem_pidfd: int, cluster: str = "") -> None:
-        """Mount the files into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
+    def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> None:
+        """Mount the files and the GPUs into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
 
         `cluster` is the directory of the attempt's Ray cluster, or "".
         """
         if not self.uid:
             return
-        more = [Graft(cluster, sandbox.CLUSTER, writable=True)] if cluster else []
-        for path in (*self.made, *(Path(each.source) for each in more)):
+        own = [*self.made, *([Path(cluster)] if cluster else [])]
+        gpus = gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
+        more = [Graft(path, path, device=True) for path in gpus]
+        if cluster:
+            more.append(Graft(cluster, sandbox.CLUSTER, writable=True))
+        for path in own:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chown(path, self.uid, self.uid)
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)

@@ -188,7 +188,7 @@ class LocalGang:
         if spec.ray is not None:
             self._cluster = AttemptCluster(self.launch, devices, network, ranks_path=self._files.ranks_cluster)
             holds = (*holds, self._cluster.fd)
-        self._files.show(self.stem_pidfd, "" if self._cluster is None else self._cluster.own)
+        self._files.show(self.stem_pidfd, devices, "" if self._cluster is None else self._cluster.own)
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for local, rank in enumerate(self.numbers):

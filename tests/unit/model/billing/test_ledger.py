@@ -22,7 +22,7 @@ from tests.support.golden import golden
 from tests.support.model.ledger import FULL, GPUS
 
 PRICE = Tariff(gpu_micros_per_hour=3_000_000)
-PRICE_HINT = 'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
+PRICE_HINT = 'hint: write the price of one GPU-hour in USD, for example {"H100": 2.99}'
 
 
 def fact(
@@ -354,7 +354,7 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
         "1 of 2 GPUs not free: GPU-b: pid 4 holds 2.0 GiB",
         "not known: the run's supervisor ended before it could check",
         "n1: 2 GPUs verified free: no process; n2: not known: the run's supervisor ended before it could check",
-        "the server does not know the state of the 2 devices on n2; n1: 2 GPUs verified free: no process",
+        "the state of the 2 devices on n2 is not known; n1: 2 GPUs verified free: no process",
     ],
 )
 def test_23B7_devices_of_which_nothing_is_known_are_not_called_free(gate: str) -> None:

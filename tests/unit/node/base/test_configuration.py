@@ -88,7 +88,7 @@ def test_unknown_tables_are_named(tmp_path: Path) -> None:
         (
             "[prices]\nH100 = -1\n",
             "prices: the price of H100 is -1.0, not between 0 and 100000\n"
-            'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}',
+            'hint: write the price of one GPU-hour in USD, for example {"H100": 2.99}',
         ),
         ("[retention]\ndays = -1\n", "retention: days must be a number of at least 0, not -1.0"),
     ],

@@ -60,7 +60,7 @@ def test_planted_file_is_refused_and_its_target_untouched(
         else:
             locks.try_lock(["GPU-0", "GPU-1"], 2, ME)
 
-    assert "then remove it" in caught.value.hint
+    assert "then remove the lock file" in caught.value.hint
     assert os.listdir("/proc/self/fd") == before
     assert os.listdir(tmp_path) in (["locks", "victim"], ["victim", "locks"])
     assert victim.read_text() == "precious"

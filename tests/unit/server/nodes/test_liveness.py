@@ -86,5 +86,5 @@ def test_a_fault_point_does_nothing_unless_it_is_named(monkeypatch: pytest.Monke
     assert reached == []
     faults.reach("after_commit_before_launch")
     assert reached == ["after_commit_before_launch"]
-    with pytest.raises(ValueError, match="no fault point"):
+    with pytest.raises(ValueError, match="unknown fault point"):
         faults.reach("somewhere")
