@@ -45,6 +45,12 @@ class PoolService:
         self._database = database
         self._hub = hub
         self._nodes = nodes
+        # A copy in memory, because a public route sends the value without a look at the database.
+        self.has_sandboxes = False
+
+    def load(self) -> None:
+        """Read whether runs of a pool start in sandboxes."""
+        self.has_sandboxes = self._database.read(pools.have_sandboxes)
 
     def put(self, who: Caller, name: str, asked: PoolRequest) -> PoolView:
         """Create or change a pool, and move nodes into it. Runs on moved nodes continue.
@@ -63,7 +69,7 @@ class PoolService:
             )
         at_ns = self._clock.wall_ns()
 
-        def work(connection: sa.Connection) -> None:
+        def work(connection: sa.Connection) -> bool:
             before = pools.find(connection, name) or StoredPool(name=name, kind=ON_DEMAND, created_ns=at_ns)
             pool = _changed(before, asked)
             pools.put(connection, pool)
@@ -73,8 +79,9 @@ class PoolService:
             decided = {} if asked.isolation is None else {"isolation": asked.isolation}
             detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
             audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
+            return pools.have_sandboxes(connection)
 
-        self._database.write(work)
+        self.has_sandboxes = self._database.write(work)
         self._hub.touch(SCHEDULER)
         return next(pool for pool in self._nodes.view_pools() if pool.name == name)
 
@@ -96,6 +103,7 @@ class PoolService:
             audit.record(connection, who=who, action=Action.POOL_DELETE, subject=name, now_ns=at_ns)
 
         self._database.write(work)
+        self.load()
         self._hub.touch(SCHEDULER)
         return views[name]
 

@@ -222,6 +222,7 @@ def assembled(
             engines.append(engine)
             stack.callback(engine.close)
         stack.enter_context(_looking_after(services, engine, database, beside, mark, operator.renewed))
+        services.pools.load()
         yield AssembledServer(
             leader_lock=database.leader_lock,
             services=services,

@@ -49,6 +49,7 @@ class Version(Answer, frozen=True, kw_only=True):
             caller configured no MLflow.
         joinable: True if other machines can join the server. A run may then start on a machine without the caller's
             files.
+        sandboxes: True if runs of a pool start in sandboxes, which do not show the caller's files.
     """
 
     version: str
@@ -56,6 +57,7 @@ class Version(Answer, frozen=True, kw_only=True):
     machine: str
     mlflow: str = ""
     joinable: bool = False
+    sandboxes: bool = False
     protocols: tuple[int, ...] = ()
 
 

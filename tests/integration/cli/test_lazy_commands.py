@@ -44,6 +44,7 @@ LIST = START | {
     ".model.billing.pricing",
     ".model.calendars",
     ".model.hardware",
+    ".model.isolation",
     ".model.lifecycle",
     ".model.lifecycle.attempt",
     ".model.markup",

@@ -23,9 +23,8 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.remote.profile import TOKEN, ServerProfile, find_profile, patience_s, reread
 from serverless_gpu.environment.service_messages import StoreLocation
-from serverless_gpu.errors import NotAllowed, NotAuthenticated
+from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.cost import Cost
-from serverless_gpu.model.isolation import SANDBOX
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.access import PrincipalView
@@ -138,13 +137,6 @@ class RemoteServer:
             connection = self._patient if patiently else self._prompt
             self._version = connection.ask("GET", "/version", answer=Version)
         return self._version
-
-    def has_sandboxes(self) -> bool:
-        """Return True if runs of a pool start in sandboxes. The answer is never cached."""
-        try:
-            return any(pool.isolation == SANDBOX for pool in self.pools())
-        except NotAllowed:  # Only roles that may submit runs may list pools.
-            return False
 
     def principal(self) -> str:
         """Return the caller's cached principal name."""

@@ -160,7 +160,8 @@ def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
         return spec.environment
     if not _is_beside(server):
         return "snapshot"
-    return "snapshot" if server.version().joinable or server.has_sandboxes() else "live"
+    version = server.version()
+    return "snapshot" if version.joinable or version.sandboxes else "live"
 
 
 def _is_beside(server: RemoteServer) -> bool:

@@ -143,7 +143,7 @@ def find_node(connection: sa.Connection, name: str) -> StoredNode:
     """Return a node by its name or identifier."""
     node = nodes.named(connection, name) or nodes.get(connection, name)
     if node is None or node.forgotten_ns is not None:
-        raise NotFound(f"there is no node {name[:64]!r}", hint="list all nodes: sgpu node list")
+        raise NotFound(f"the server has no node {name[:64]!r}", hint="list all nodes: sgpu node list")
     return node
 
 

@@ -41,6 +41,7 @@ from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.records import audit, charges, nodes, pools
 from serverless_gpu.server.records.crews import CrewId
+from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
@@ -275,7 +276,7 @@ async def metrics(call: Call, measures: ServerMetrics, server_health: ServerHeal
 
 
 @routes.get("/version", needs=PUBLIC)
-def version(call: Call, settings: Settings) -> Version:
+def version(call: Call, settings: Settings, pools: PoolService) -> Version:
     """Return the server's version and the protocols that it supports."""
     return Version(
         version=__version__,
@@ -284,4 +285,5 @@ def version(call: Call, settings: Settings) -> Version:
         machine=ambient.machine(),
         mlflow=settings.mlflow_url,
         joinable=settings.ray is not None,
+        sandboxes=pools.has_sandboxes,
     )

@@ -86,6 +86,11 @@ def level(connection: sa.Connection, name: str) -> Level:
     return NONE if found is None else found.level
 
 
+def have_sandboxes(connection: sa.Connection) -> bool:
+    """Return True if runs of any pool start in sandboxes."""
+    return any(pool.level == SANDBOX for pool in every(connection))
+
+
 def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
     """Insert an on-demand pool with this name unless a pool with this name exists."""
     if find(connection, name) is None:

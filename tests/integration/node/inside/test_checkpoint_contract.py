@@ -122,7 +122,7 @@ def test_a_later_attempt_that_finds_nothing_says_so_once(fence: str, rank: str, 
     given = {"SGPU_CHECKPOINT_DIR": str(tmp_path / "run" / fence), "SGPU_FENCE": fence, "RANK": rank}
     done = in_a_run("print(rt.resume_dir(), rt.resume_dir())", tmp_path, **given)
     assert done.stdout == "None None\n"
-    assert done.stderr.count(f"no earlier attempt left checkpoints in {tmp_path / 'run'};") == says
+    assert done.stderr.count(f"no earlier attempt left checkpoints in {tmp_path / 'run'}") == says
 
 
 def given(run_id: str, fence: int) -> ServerAttempt:

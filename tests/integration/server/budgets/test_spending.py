@@ -129,7 +129,7 @@ def test_two_that_are_placed_together_do_not_both_get_the_last_of_a_budget(spent
         return said
 
     first, second = spent.database.write(enter)
-    assert first == "" and "does not cover" in second
+    assert first == "" and "does not yet cover" in second
     assert look(spent)["llm"].held.micros == 60 * UNIT  # the transaction may not be over yet
     spent.services.spending.entered()
     assert look(spent)["llm"].held.micros == 0  # nothing came of it

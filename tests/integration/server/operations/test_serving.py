@@ -128,7 +128,7 @@ def test_a_server_without_the_key_of_its_secrets_does_not_start_unless_told(tmp_
     wrong = pytest.raises(ServerProblem, match=re.escape(golden("server.serving.secrets-sealed-another")))
     with wrong as refused, served(tmp_path, database=database_url):
         pass
-    assert "restore the file" in refused.value.hint and "--key-lost" in refused.value.hint
+    assert "restore the key file" in refused.value.hint and "--key-lost" in refused.value.hint
     another = key.read_bytes()
     key.write_bytes(right)
     with served(tmp_path, database=database_url) as server:  # nothing was taken away

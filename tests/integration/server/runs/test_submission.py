@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
     "zero byte": (lambda: request(call=None, payload=Command(argv=("a\0b",))), InvalidValue, "zero byte"),
     "team": (lambda: request(team="others"), InvalidValue, "alice is not a member of team 'others'"),
     "secret": (lambda: request(secrets=("../TOKEN",)), InvalidValue, "a secret cannot be named '../TOKEN'"),
-    "secrets": (lambda: request(secrets=("TOKEN",) * 2), InvalidValue, "named twice"),
+    "secrets": (lambda: request(secrets=("TOKEN",) * 2), InvalidValue, "names a secret twice"),
     "variable": (
         lambda: request(secrets=("A",), secret_variables={"A": "SGPU_X"}),
         InvalidValue,
