@@ -73,7 +73,7 @@ class RemoteServer:
         self._principal = profile.principal
 
     def close(self) -> None:
-        """Close all connections except those of event streams."""
+        """Close all connections except event stream connections."""
         self._patient.close()
         self._prompt.close()
 
@@ -110,7 +110,7 @@ class RemoteServer:
                 other = f"store a new token with `sgpu login {self.profile.url}` in a terminal"
                 if self._environ.get(TOKEN):
                     other = f"set {TOKEN} of this process to a new token"
-                say(f"{ended.message}: {other}; the client waits for the new token, and the run continues")
+                say(f"{ended.message}: {other}; the run continues while the client waits for the new token")
             if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
                 return False
         return True
@@ -140,7 +140,7 @@ class RemoteServer:
         return self._version
 
     def has_sandboxes(self) -> bool:
-        """Return True if runs of a pool start in sandboxes. The answer is never cached."""
+        """Return True if runs of a pool start in sandboxes. The client never caches the answer."""
         try:
             return any(pool.isolation == SANDBOX for pool in self.pools())
         except NotAllowed:  # Only roles that may submit runs may list pools.
