@@ -1,4 +1,4 @@
-"""Provides the package's only clocks and new identifiers.
+"""Provides all clocks and all new identifiers of the package.
 
 Pure functions receive times and identifiers as arguments. All other code calls `ambient`.
 Durations and deadlines use `boottime_ns`, which counts during suspend and never jumps. `wall_ns` serves only
@@ -94,7 +94,7 @@ def created_wall_ns(run_id: str) -> int | None:
     if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
         return None
     value = 0
-    for letter in run_id[:10]:  # Ten characters encode 50 bits. The time uses the lower 48.
+    for letter in run_id[:10]:  # Ten characters encode 50 bits. The time uses the lower 48 bits.
         value = value << 5 | _ALPHABET.index(letter)
     return value * 1_000_000
 

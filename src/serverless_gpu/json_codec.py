@@ -1,9 +1,9 @@
 """Thread-safe decoding of JSON and MessagePack to typed values.
 
 msgspec inspects a struct type on first use. If a second thread decodes the type during the inspection, msgspec 0.22.0
-reads missing fields and the process ends with SIGSEGV. A restore crashed because four threads decoded their first
-environment unit at the same time. Therefore `json_codec` prepares each type under a lock before the first decoding.
-Decoders that a module creates at import are also safe, unless several threads import modules.
+reads missing fields and crashes with SIGSEGV. A restore crashed because four threads decoded their first environment
+unit at the same time. Therefore `json_codec` prepares each type under a lock before the first decoding. Decoders that a
+module creates at import are also safe, unless several threads import modules.
 """
 
 from __future__ import annotations

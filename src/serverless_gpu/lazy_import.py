@@ -2,10 +2,10 @@
 
     serverless_gpu.distributed  ──▶  __getattr__  ──▶  load("serverless_gpu.client.decorator")
 
-Failure case: A user's file may have the name of a standard library module. Python then imports the user's file, and the
-import often raises an AttributeError. Python's `from … import …` would turn the AttributeError into a "cannot import
-name" error about this package. `lazy_import` imports only modules that Python loads before any program runs, so no user
-file can shadow its imports.
+Failure case: A user's file may have the name of a standard library module. Python then imports the user's file, which
+often raises an AttributeError. Python's `from … import …` would turn the AttributeError into a "cannot import name"
+error about this package. No user file can shadow the imports of `lazy_import`, because Python loads those modules
+before any program runs.
 
 On Windows, `load` raises the same error for all modules except the exceptions, the GPU types and the CLI output.
 """

@@ -1,8 +1,8 @@
 """Checks the operating system, the limit of threads, the limit of inodes and the kind of files.
 
-Linux supports all features. macOS supports only the client of a server. Windows is not supported. Code that needs Linux
-calls `require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client
-needs (fcntl, resource, termios).
+On Linux, all features work. On macOS, only the client of a server works. Windows is not supported. Code that needs
+Linux calls `require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the
+client needs (fcntl, resource, termios).
 
 Failure cases: If a container or user has reached its thread limit, `start_thread` raises HardwareError. A disk can have
 free bytes but no free inodes (`lacks_inodes`). More free bytes do not help a disk without free inodes.

@@ -1,8 +1,9 @@
-"""Public API for Ray: `ray_launch` starts a private cluster, and `ray_init` connects to the cluster.
+"""Public API for Ray: `ray_launch` and `ray_init`.
 
-`ray_launch` runs a function as the driver of the cluster.
+`ray_launch` starts a private cluster and runs a function as the driver of the cluster. `ray_init` connects to the
+cluster.
 
-Drivers and Ray's workers import this module too, so `serverless_gpu.ray` imports nothing before first use.
+`serverless_gpu.ray` imports nothing before first use, because drivers and Ray's workers import this module too.
 """
 
 from __future__ import annotations

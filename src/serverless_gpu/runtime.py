@@ -12,7 +12,7 @@ By default SIGTERM ends a process at once. After the first call of `should_stop`
 process has the run's grace period to save its state.
 
 Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal handler.
-The supervisor then kills the process at the end of the grace period (see docs/how-to/checkpoints-and-stopping.md). A
+The supervisor kills a blocked process at the end of the grace period (see docs/how-to/checkpoints-and-stopping.md). A
 child that a rank forked receives no stop request and keeps the default SIGTERM handler. A forked child can still call
 `stop_reason`.
 """

@@ -44,7 +44,7 @@ def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
 
 
 def format_duration_ms(ms: int) -> str:
-    """Format a duration for people: ``34 ms``, ``0.4 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Format a duration for people, such as ``34 ms``, ``0.4 s``, ``3 min 05 s`` or ``2 h 10 min``."""
     if ms < 0:
         return "-" + format_duration_ms(-ms)
     if ms < 100:
@@ -60,16 +60,16 @@ def format_duration_ms(ms: int) -> str:
 
 
 def format_days_ms(ms: int) -> str:
-    """Format a long duration for people:
+    """Format a long duration for people, such as ``30 days``.
 
-    ``30 days``. Durations below two days have the format of `format_duration_ms`.
+    Durations below two days have the format of `format_duration_ms`.
     """
     days = ms // MS_PER_DAY
     return format_duration_ms(ms) if days < 2 else f"{days} days"
 
 
 def format_bytes(size: int) -> str:
-    """Format a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes)."""
+    """Format a size for people in decimal units, such as ``512 B`` or ``1.2 GB`` (1 GB = 10^9 bytes)."""
     if size < 0:
         return "-" + format_bytes(-size)
     if size < 1000:
@@ -86,7 +86,7 @@ def format_bytes(size: int) -> str:
 
 
 def format_gpu_memory(size: int) -> str:
-    """Format GPU memory in nvidia-smi's units: ``512 MiB``, or ``61.3 GiB`` from 1 GiB (2^30 bytes)."""
+    """Format GPU memory in nvidia-smi's units, such as ``512 MiB`` or ``61.3 GiB`` (1 GiB = 2^30 bytes)."""
     if size < 0:
         return "-" + format_gpu_memory(-size)
     if size < _GIB:
@@ -96,7 +96,7 @@ def format_gpu_memory(size: int) -> str:
 
 
 def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
-    """Format an amount of money: ``1.23 USD``.
+    """Format an amount of money, such as ``1.23 USD``.
 
     Amounts below one cent have all digits, so that no cost looks like zero.
     """
@@ -116,7 +116,7 @@ def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
 
 
 def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
-    """Format device-milliseconds: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``."""
+    """Format device-milliseconds, such as ``0.040 GPU-seconds`` or ``1.5 GPU-hours``."""
     if gpu_ms < 0:
         return "-" + format_gpu_ms(-gpu_ms, unit=unit)
     if 0 < gpu_ms < 100:
@@ -129,7 +129,7 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
 
 
 def format_joules(joules: float) -> str:
-    """Format energy: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``.
+    """Format energy, such as ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh`` or ``12.3 kWh``.
 
     The format of energy below 0.05 Wh is ``0.0 Wh``.
     """

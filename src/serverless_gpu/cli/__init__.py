@@ -1,7 +1,7 @@
 """The command line program `sgpu`. `program.py` lists the commands of `sgpu`.
 
-`cli/__init__.py` imports only modules that Python loads at startup. Loading the `sgpu` commands takes 0.1 s, and the
-user may press Ctrl-C meanwhile.
+`cli/__init__.py` imports only modules that Python loads at startup. Loading the `sgpu` commands takes 0.1 s, in
+which the user may press Ctrl-C.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     sgpu runs                 imports `cli/runs/run_table.py` alone
     sgpu nodes                a renamed command: prints a notice on stderr and runs `sgpu node list`
 
-Importing all commands takes 30 times as long as starting Python. A test compares the summaries in the table with the
-docstrings of the commands.
+Importing all commands takes 30 times as long as starting Python. A test compares the summaries in the command table
+with the commands' docstrings.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class LazyGroup(click.Group):
         if not ctx.resilient_parsing:
             root = ctx.find_root().info_name
             old = f"{ctx.command_path} {args[0]}"
-            click.echo(f"sgpu: `{old}` is now called `{root} {new}`. The next release removes the old name", err=True)
+            click.echo(
+                f"sgpu: `{old}` is now called `{root} {new}`. The next release removes the former name", err=True
+            )
         path = new.split()
         own = ctx.command_path.split()[1:]
         return super().resolve_command(ctx, [*path[len(own) :], *args[1:]])

@@ -110,8 +110,8 @@ def show_node(name: str, as_json: bool) -> None:
 def forget(name: str, certain: bool) -> None:
     """Declare a dead node and its runs lost.
 
-    By default, the server waits until an unreachable node must have stopped its runs. Use `sgpu node forget` only if
-    you know that the machine is off. If the machine is still on, its runs may execute twice.
+    By default, the server waits until the partition grace of an unreachable node's runs has ended. Use `sgpu node
+    forget` only if you know that the machine is off. If the machine is still on, its runs may execute twice.
     """
     if not certain:
         raise click.UsageError("the node's runs may still be running. If the machine is off, add --i-know-it-is-dead")
@@ -158,9 +158,9 @@ def approve(name: str) -> None:
 def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
     """Write a join file for new nodes.
 
-    By default, the join file admits one machine within one day. The options --uses and --for change these limits. With
-    NAME, the join file admits only a machine with that name. Copy the join file to each new machine. On the new
-    machine, run: sgpu join HOST --token-file FILE.
+    By default, the join file admits one machine within one day. The option --uses changes the number of machines. The
+    option --for changes the lifetime of the join file. With NAME, the join file admits only a machine with that name.
+    Copy the join file to each new machine. On the new machine, run: sgpu join HOST --token-file FILE.
     """
     body = InviteRequest(name=name, uses=uses, expires_s=duration_s("--for", lifetime))
     join_file = load("serverless_gpu.engines.ray.pool_join")
@@ -235,7 +235,7 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
         say(f"{view.name} gets no new runs. {_runs_text(view)}")
         if view.runs and view.rules.drain is not None and view.rules.drain.stop:
             say(
-                "the server stops these runs. Runs with the option resume continue on another node. "
+                "the server stops the node's runs. Runs with the option resume continue on another node. "
                 "Other runs end as drained"
             )
         clock, said = SystemClock(), len(view.runs)
@@ -289,8 +289,8 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
 
     Without options, the command prints the node's owner and calendar. The server keeps the current value of each
     omitted option. Five minutes before the node's shared time ends, the server warns the runs of other users. At the
-    end of the shared time, the server stops the warned runs with their grace period. Stopped runs with the option
-    `resume` continue on another node.
+    end of the shared time, the server sends SIGTERM to other users' runs and grants their grace period. Stopped runs
+    with the option `resume` continue on another node.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:

@@ -134,11 +134,12 @@ def set_pool(
 ) -> None:
     """Create or change a pool.
 
-    Without NAME, the command changes the pool `default`. Omitted options keep their value. A new pool is on-demand:
-    every run that names no pool may use it. The nodes of a new pool run only code of the server's first administrator.
-    Runs of other principals wait with the reason `isolation`. With --isolation sandbox, each principal has its own
-    operating-system user, and each attempt has private files, processes and devices. The nodes of the pool must run as
-    root. With --isolation none, you accept that runs of several principals share one operating-system user.
+    Without NAME, the command changes the pool `default`. Omitted options keep their value. A new pool is on-demand.
+    Every run that names no pool may use an on-demand pool. The nodes of a new pool run only code of the server's first
+    administrator. Runs of other principals wait with the reason `isolation`. With --isolation sandbox, each principal
+    has a separate operating-system user. Each attempt in a sandbox has private files, processes and devices. The nodes
+    of a sandbox pool must run as root. With --isolation none, you accept that runs of several principals share one
+    operating-system user.
     """
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
@@ -157,7 +158,7 @@ def set_pool(
             err=True,
         )
     elif isolation == SANDBOX:
-        say("new runs of every principal now start in a sandbox; running ones continue without one")
+        say("new runs of every principal now start in a sandbox. Running runs continue without a sandbox")
     elif isolation == "unset":
         say("new runs of principals other than the first administrator now wait. Running runs continue")
 
@@ -199,7 +200,7 @@ def list_shares(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.shares:
-        say("no weight is set and no usage is recorded, so all shares are equal")
+        say("all shares are equal, because no weight is set and no usage is recorded")
         return
     rows = [["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE", "COUNTED"]]
     for each in found.shares:

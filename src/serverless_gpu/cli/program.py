@@ -108,7 +108,7 @@ class _Commands(LazyGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command. Raise an error if the command needs Linux and this machine does not run Linux."""
-        # On Windows, `load` already raises an error for these commands.
+        # On Windows, `load` already raises an error for node and server commands.
         if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):
             load("serverless_gpu.operating_system").require_linux(f"nodes and servers (`sgpu {cmd_name}`)")
         return super().get_command(ctx, cmd_name)

@@ -249,8 +249,8 @@ def _outside_lines(settings: Settings, running: UvicornServer) -> list[str]:
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
         ended = (
-            "warning: the certificate has expired, so other machines cannot reach this server. Renew the certificate, "
-            "then send SIGHUP to the server"
+            "warning: other machines cannot reach this server, because its certificate has expired. Renew the "
+            "certificate, then send SIGHUP to the server"
         )
         return [others, ended] if running.is_certificate_over else [others]
     if settings.behind_proxy:
@@ -275,8 +275,8 @@ def refuse_incomplete() -> None:
 def down(wait: str) -> None:
     """Stop the server of this home.
 
-    Before stopping, the server completes open requests. Running runs continue. After the next server start, the nodes
-    report these runs to the server.
+    Before stopping, the server completes open requests. Running runs continue. Nodes report the continued runs to the
+    server after the next server start.
     """
     limit_s = duration_s("--wait", wait)
     directory = durable_home(_HOME_REASON).root / "server"
@@ -384,9 +384,9 @@ def resume() -> None:
 def backup(directory: Path) -> None:
     """Back up the server into DIRECTORY.
 
-    The server can keep running during the backup. The backup contains the database, the key, tokens, rank output, parts
-    and environments. Protect the backup like the server's own files. The command links unchanged files to the previous
-    backup. The backup does not include a PostgreSQL database, so dump the database first.
+    The server can keep running during the backup. The backup contains the database, the key, tokens, rank output,
+    payload parts and environments. Protect the backup like the server's own files. The command links unchanged files to
+    the previous backup. Before the backup, dump a PostgreSQL database, which the backup does not include.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -410,8 +410,8 @@ def backup(directory: Path) -> None:
 def check(as_json: bool) -> None:
     """Check the invariants of the database.
 
-    The command changes nothing, and the server can keep running. After a violation, the command exits with 1. The
-    command also reports a database rollback, and files of runs that are missing from the database.
+    The command changes nothing. The server can keep running during the check. After a violation, the command exits with
+    1. The command also reports a database rollback, and files of runs that are missing from the database.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -461,9 +461,10 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     """Restore a server from BACKUP.
 
     The home directory must not contain a server. Start the restored server with `sgpu up`. A waiting run in the backup
-    may have started after the backup. Therefore the server marks waiting runs as LOST, and their owners must submit
-    these runs again. A running run continues if its node still executes the run. The restore reactivates tokens and
-    secrets that you revoked or deleted after the backup. Revoke these tokens and delete these secrets again.
+    may have started after the backup. Therefore the server marks waiting runs as LOST. The owners of LOST runs must
+    submit the runs again. A running run continues if its node still executes the run. The restore reactivates tokens
+    and secrets that you revoked or deleted after the backup. Revoke reactivated tokens and delete reactivated secrets
+    again.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -491,8 +492,8 @@ def rotate(certain: bool) -> None:
 
     Rotate the key if code of several principals shared one operating-system user. Also rotate the key if other users
     could read the server's directory. Stop the server first. The command encrypts secrets and environment variables of
-    unended runs with the new key. The secret values remain the same, so change each secret at its source. The command
-    revokes every token and creates new tokens for this machine's administrator and node. If the rotation is
+    unended runs with the new key. Change each secret at its source, because the rotation does not change secret values.
+    The command revokes every token and creates new tokens for this machine's administrator and node. If the rotation is
     interrupted, run the command again. `sgpu up` refuses to start until the rotation is complete.
     """
     refuse_incomplete()
@@ -507,7 +508,7 @@ def rotate(certain: bool) -> None:
         f"{_count_text(len(rotated.secrets), 'secret')} and variables of unended runs are encrypted with the new key"
     )
     say(f"the server has a new key. {sealed}")
-    say(f"this machine's new tokens are in {settings.directory}. `sgpu up` installs these tokens")
+    say(f"this machine's new tokens are in {settings.directory}. `sgpu up` installs the new tokens")
     for name, count in rotated.revoked:
         say(f"{name}: {_count_text(count, 'token')} revoked. Create a new token with: sgpu token create --for {name}")
     for node in rotated.nodes:
@@ -659,7 +660,7 @@ def _log_line_text(line: bytes) -> str:
     found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
-    # The message of an access log line already contains these fields.
+    # The message of an access log line already contains the fields `method` and `route`.
     said = (*_LOG_FIELDS, "method", "route") if found.get("logger") == "access" else _LOG_FIELDS
     about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
     told = f"{found.get('ts', '')} {found.get('level', '')!s:<7} {found.get('logger', '')}: {found.get('msg', '')}"

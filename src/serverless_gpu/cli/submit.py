@@ -5,11 +5,11 @@
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
 The command validates the command line before submitting the run. A mistyped option, a program name with a leading dash,
-or a missing script or module raises an error. The command also raises an error if this machine can tell that the ranks
-will not find the program.
+or a missing script or module raises an error. The command also raises an error if checks on this machine show that the
+ranks cannot find the program.
 
 `--dry-run` prints the request, the server, and the estimated start and cost. A dry run sends only an estimate request.
-If the server would reject the run, the dry run prints the known values. The dry run then exits with the message and
+If the server would reject the run, the dry run prints the known values. A rejected dry run exits with the message and
 exit code of the rejected submission. If no node can ever execute the run, the dry run exits with 1. If the server is
 unreachable, the dry run prints an unknown start and the reason.
 """
@@ -347,7 +347,7 @@ def _rank_environment(home: Home, environment: str, store: StoreLocation | None)
     """Return the ranks' environment without capturing a snapshot."""
     if environment != "snapshot":
         return _RankEnvironment(environment=environment)
-    with contextlib.suppress(EnvironmentProblem):  # Submitting the run would report the problem.
+    with contextlib.suppress(EnvironmentProblem):  # An actual submission reports the problem.
         recognition = snapshot_environment.Recognition(home, capture=False, store=store)
         try:
             wanted = recognition.wanted()

@@ -168,7 +168,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     ok: bool
-    problem: str = ""  # Reason why the server is unusable; "" if usable.
+    problem: str = ""  # Reason why the server is unusable, or "" for a usable server.
     principal: str = ""  # Name and role of the caller; "" if unknown.
     version: str = ""
     waiting: int = 0  # Number of queued runs that the caller may see.

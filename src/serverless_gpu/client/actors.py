@@ -5,7 +5,7 @@
 
 All method calls use a single run of the session. The run's ranks connect to a Unix socket in the client's private
 directory. Method calls and answers bypass the agent, the supervisor and the server. The ranks exit when the client
-closes the socket or exits. The supervisor then verifies and releases the devices of the run.
+closes the socket or exits. After the exit of all ranks, the supervisor verifies and releases the devices of the run.
 
 If a method raises an exception in a rank, the client raises the same exception. The ranks keep running. After a rank
 fails, the client cancels the run if another rank does not answer within the grace period. For example, another rank may
@@ -108,7 +108,7 @@ class Actors:
         self.close()
 
     def close(self) -> None:
-        """End the ranks, and wait until the run's devices are free. Further calls do nothing."""
+        """End the ranks, and wait until the run's devices are free. Further calls of `close` do nothing."""
         self._end("the caller closed the actors")
         with contextlib.suppress(ServerlessGpuError):  # A run without a supervisor may have no receipt.
             self.run.receipt()
@@ -129,7 +129,7 @@ class Actors:
                         send_frame(sock, request)
                 answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
                 for rank, (is_value, failure) in answers.items():
-                    if not is_value:  # Answers are in order of arrival, so raise the first failure.
+                    if not is_value:  # Raise the first failure in order of arrival.
                         raise self._with_note(self._error(rank, failure), len(answers))
                 return [answers[rank][1] for rank in sorted(answers)]
             except KeyboardInterrupt:

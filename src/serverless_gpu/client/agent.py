@@ -63,5 +63,5 @@ def _retire(channel: Channel, greeting: protocol.Greeting) -> None:
         if not select.select([process], [], [], _END_S)[0]:
             signal.pidfd_send_signal(process, signal.SIGKILL)
             raise AgentUnavailable(
-                f"the agent (pid {greeting.pid}) did not exit within {_END_S:.0f} s, so the client killed the agent"
+                f"the client killed the agent (pid {greeting.pid}), which did not exit within {_END_S:.0f} s"
             )

@@ -3,8 +3,8 @@
     local: devices of this machine (`outlook`)                    ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-An estimate runs the same checks as a call and raises the same errors. If the start time is unknown, the estimate says
-why. For a local run, the client computes the start time from the runs that hold the devices:
+An estimate runs the same checks as a call and raises the same errors. If the start time is unknown, the estimate
+contains the reason. For a local run, the client computes the start time from the runs that hold the devices:
 
     locks: holder of each device ─┬─ of this home ─▶ time limit ────────────────────────────▶ latest end
     tickets: waiting runs ────────┤              └─▶ durations of earlier runs of its name ─▶ expected end

@@ -6,9 +6,9 @@
 
 `resolve` neither imports MLflow nor uses the network, because every call waits for `resolve`. The tracking data
 contains no credentials, because the client stores the data in the run directory and sends it to servers. If MLflow is
-not installed in the caller's environment, only the server's MLflow tracks the run. Only the MLflow library can use some
-tracking URIs. The client passes such a URI to the ranks unchanged and prints a warning. The client determines the
-program name, the user name and the Git commit without starting another program. Unknown values are "".
+not installed in the caller's environment, only the server's MLflow tracks the run. If only the MLflow library can use a
+tracking URI, the client passes the URI to the ranks unchanged and prints a warning. The client determines the program
+name, the user name and the Git commit without starting another program. Unknown values are "".
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _RUN = re.compile(r"[a-zA-Z0-9][\w-]{0,255}")
 _EXPERIMENT = re.compile(r"[a-zA-Z0-9][\w-]{0,63}")
 _EXPERIMENT_CHARACTERS_MAX = 250
 _URI_CHARACTERS_MAX = 2_000
-_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # MLflow URIs with these schemes need no path.
+_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # Schemes of MLflow URIs that need no path.
 _MEMORY = ("", ":memory:")
 _LOCAL_HOSTS = frozenset({"", "localhost"})
 _NOWHERE = (
-    f"this server does not track runs: {URI} names no MLflow server, and the server runs no MLflow server "
-    "(start MLflow: `sgpu up --mlflow`)"
+    f"this server does not track runs, because it runs no MLflow server and {URI} names none. "
+    "Start MLflow with `sgpu up --mlflow`"
 )
 _shown_notices: set[str] = set()
 INTERACTIVE = "interactive"
@@ -146,7 +146,7 @@ def place_of(uri: str, directory: str) -> TrackingStore:
     """Return the MLflow store of a tracking URI. Relative paths refer to `directory`."""
     text = uri.strip()
     if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
-        return TrackingStore(problem=f"{URI} is not a valid MLflow address, so serverless-gpu tracks no runs")
+        return TrackingStore(problem=f"run tracking is disabled, because {URI} is not a valid MLflow address")
     scheme, colon, rest = text.partition(":")
     scheme = scheme.lower()
     if scheme not in _MLFLOW_SCHEMES and (not colon or "/" in scheme):
@@ -158,8 +158,8 @@ def place_of(uri: str, directory: str) -> TrackingStore:
     if scheme.partition("+")[0] == "sqlite":
         return _database(scheme, rest, directory)
     return TrackingStore(
-        problem=f"only MLflow's own client can use {scheme}:…: ranks use this address unchanged, and "
-        "serverless-gpu does not track runs there"
+        problem=f"run tracking is disabled for {scheme}:… addresses, which only MLflow's own client can use. "
+        "Ranks use the address unchanged"
     )
 
 
@@ -170,7 +170,7 @@ def _server(text: str) -> TrackingStore:
     except ValueError:
         host = None
     if not host or not text.isascii():
-        return TrackingStore(problem=f"{URI} is not a valid MLflow address, so serverless-gpu tracks no runs")
+        return TrackingStore(problem=f"run tracking is disabled, because {URI} is not a valid MLflow address")
     # The stored tracking URI omits the user, the password and the query, because a query may contain a password.
     return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
@@ -180,7 +180,7 @@ def _directory(rest: str, directory: str) -> TrackingStore:
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in _LOCAL_HOSTS:
-            return TrackingStore(problem=f"MLflow's directory file:{rest} is remote, so serverless-gpu tracks no runs")
+            return TrackingStore(problem=f"run tracking is disabled, because MLflow's directory file:{rest} is remote")
         path = slash + path
     return TrackingStore(store=_path(directory, unquote(path)))
 
@@ -188,7 +188,7 @@ def _directory(rest: str, directory: str) -> TrackingStore:
 def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
     path, question, query = rest.removeprefix("//").removeprefix("/").partition("?")
     if path in _MEMORY or not rest.startswith("//"):
-        return TrackingStore(problem="MLflow's SQLite database is in memory, so serverless-gpu tracks no runs")
+        return TrackingStore(problem="run tracking is disabled, because MLflow's SQLite database is in memory")
     if not path.startswith("/"):
         path = quote(os.path.join(directory, "")) + path
     return TrackingStore(store=f"{scheme}:///{os.path.normpath(path)}{question}{query}")

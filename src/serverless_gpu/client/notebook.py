@@ -5,16 +5,16 @@
     dist.init_process_group("gloo")
     rank * 10                               the cell's result is the list of these values: [0, 10]
 
-Variables that the cell assigns exist only in the ranks. Any error stops the notebook at the cell. Tracebacks omit the
-frames of IPython and of serverless-gpu.
+Variables of the cell exist only in the ranks. Any error stops the notebook at the cell. Tracebacks omit the frames of
+IPython and of serverless-gpu.
 
 The `%%distributed` magic splits the cell's code into parts that pickle accepts:
 
     text ─▶ statements · last expression · required notebook names ─▶ `distributed_cell(…)` in each rank
 
 The cell magic determines the required names statement by statement. The cell magic does not send names that the cell
-always binds before their first use (`model = …`, imports, loop variables). The notebook's value of such a name may be
-large or impossible to pickle. If the cell magic cannot determine where the cell binds a name, the magic sends the
+always binds before their first use (`model = …`, imports, loop variables). The notebook's value of a rebound name may
+be large or impossible to pickle. If the cell magic cannot determine where the cell binds a name, the magic sends the
 name's value. The cell magic refuses invalid Python and notebook syntax (`%magic`, `!command`, top-level `await`). The
 error message quotes the invalid line.
 """
@@ -47,7 +47,7 @@ from serverless_gpu.units import parse_duration_s
 GIVEN = frozenset({"rank", "world_size"})
 # Names that IPython defines and whose values pickle refuses. Ranks define `exit` and `quit` themselves.
 _SHELL = frozenset({"get_ipython", "exit", "quit"})
-# Names that Python reads for a class or an annotation. Each rank defines these names itself.
+# Names that Python reads for a class or an annotation. Each rank defines `__name__` and `__annotations__` itself.
 _OF_ANY_MODULE = {"__name__", "__annotations__"}
 _SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
 _NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
@@ -92,8 +92,8 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
     """
     with _shown_briefly():
         options, output = parse_line(line)
-        # Newer IPython versions increment the cell number before running a cell. Older versions increment the number
-        # afterwards.
+        # Newer IPython versions increment the cell number before running a cell. Older IPython versions increment the
+        # cell number after the cell has run.
         history = getattr(shell.history_manager, "input_hist_raw", [])
         stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
         name = f"<%%distributed In[{len(history) - 1 if stored else shell.execution_count}]>"
@@ -124,7 +124,7 @@ def _seconds(text: str) -> object:
         return text
 
 
-# Options of `distributed`, with a parser for each value. None stands for an option without a value.
+# Options of `distributed`, with a parser for each value. None denotes an option without a value.
 VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "gpus": (int, "a whole number"),
     "gpu_type": (str, "a name"),
@@ -211,12 +211,12 @@ def _value(word: str, rest: str | list[str]) -> str:
     return rest.pop(0)
 
 
-_HELP = f"""Run the cell on every rank. The result is a list of the value of the last expression in each rank.
+_HELP = f"""Run the cell on every rank. The result is a list with each rank's value of the last expression.
 
     %%distributed --gpus 8 --gpu-type H100 --ranks-log all -o results
 
 The cell can use the notebook's variables and functions, and `rank` and `world_size`.
-Variables that the cell assigns stay in the ranks.
+Variables of the cell exist only in the ranks.
 
     -o NAME              also put the list of results into a variable
     {
@@ -341,7 +341,7 @@ def _refusal(text: str, error: SyntaxError) -> UsageError:
 
 
 def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> None:
-    """Add unbound names that statements read to `needed`, and names that statements bind to `bound`."""
+    """Extend `needed` with unbound names that statements read, and `bound` with names that they bind."""
     for statement in statements:
         match statement:
             case ast.For():
@@ -434,7 +434,7 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
 def _reference_function(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
     """Return a function that refers to the given globals, so that pickle includes the globals.
 
-    No code calls the function.
+    No code calls the returned function.
     """
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))

@@ -6,8 +6,8 @@
 
 A session process on the node (`node/supervisor/session.py`) holds the devices while the client process is connected.
 Between calls, a daemon thread of the client reads the session process's messages: idle warnings and the session's end.
-A call in an ended session raises an error with the reason. When the client process exits, the session ends, but its
-runs continue.
+A call in an ended session raises an error with the reason. When the client process exits, the session ends. The
+session's runs continue.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Session:
             KeyboardInterrupt: the user pressed Ctrl-C during the wait. The devices are free, and the runs were
                 cancelled unless `on_interrupt` detaches them.
         """
-        # A forked child process has a copy of the Session object, but only the parent process owns the session.
+        # Only the parent process owns the session, even if a forked child process has a copy of the Session object.
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True

@@ -1,7 +1,7 @@
 """Checks the Python environment: imports, incompatible packages, and files that hide modules.
 
-Several checks use the facts about package imports. Each of these checks reports the import failures whose error text it
-recognizes. The check `imports` reports all remaining import failures.
+Several checks use the facts about package imports. A check reports the import failures whose error text matches the
+check's pattern. The check `imports` reports all remaining import failures.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _requirements(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]
 @about(lambda facts: facts.interpreter)
 def _shadowed(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]:
     if not facts.cwd:
-        return warning("the working directory no longer exists, so the client refuses calls from it", "cd")
+        return warning("the client refuses calls, because the working directory no longer exists", "cd")
     findings = []
     for shadow in found.shadows:
         whose = f"the standard library's {shadow.name}" if shadow.is_stdlib else shadow.other

@@ -92,8 +92,8 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str = ""
     # Seconds since the node's last message by the server's clock, or None if unknown.
     silent_s: float | None = None
-    clock: str = ""  # Text about the node's clock difference, which follows the node's name, or "" if the clocks agree.
-    drained: bool = False  # True if an operator has drained the node, which then starts no new runs.
+    clock: str = ""  # Text about the clock difference between node and server, or "" if the clocks agree.
+    drained: bool = False  # True if an operator has drained the node. A drained node starts no new runs.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -282,8 +282,8 @@ CHECKS = (
             "needs (fcntl: No locks available)",
         ),
         cause="serverless-gpu uses file locks for devices, supervisors and databases. Lustre supports file locks "
-        "if mounted with -o flock, and NFS if its lock service runs. Some FUSE file systems do not support "
-        "file locks.",
+        "if mounted with -o flock. NFS supports file locks if its lock service runs. Some FUSE file systems do not "
+        "support file locks.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk   (for the server only: sgpu up --database "
         "postgresql://…)",
         probe=_locks,
@@ -307,7 +307,7 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="Temporary files",
         symptoms=("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', …]",),
-        cause="Sockets of runs are in /tmp, and libraries create temporary files in ranks. A container with a "
+        cause="Sockets of runs are in /tmp. Libraries in ranks create temporary files. A container with a "
         "read-only root file system has no writable temporary directory.",
         mend="mount a volume at /tmp (Kubernetes: emptyDir; docker run --tmpfs /tmp …)   (or set TMPDIR and "
         "SERVERLESS_GPU_SOCKETS to writable directories)",
@@ -344,7 +344,7 @@ CHECKS = (
             "HardwareError: this machine cannot run ranks: this build of Python has no os.pidfd_open",
         ),
         cause="The supervisor uses pidfds, so that it never signals an unrelated process that reuses a process "
-        f"id. Linux supports pidfds since {OLDEST}, Docker's seccomp profile since 20.10.",
+        f"id. The oldest versions that support pidfds are Linux {OLDEST} and Docker 20.10.",
         mend=f"run Linux {OLDEST} or newer; in a container: Docker 20.10 or newer, or docker run --security-opt "
         "seccomp=unconfined …",
         probe=_kernel,
@@ -393,8 +393,8 @@ CHECKS = (
             "mount environments: …",
         ),
         cause='With env="snapshot" the agent mounts a restored environment in a separate namespace, which takes '
-        "milliseconds. If the kernel refuses namespaces, the agent uses hard links. The content is the "
-        "same, but each change of the environment then needs a new directory tree and a cold start.",
+        "milliseconds. If the kernel refuses namespaces, the agent uses hard links. With hard "
+        "links, each change of the environment requires a new directory tree and a cold start.",
         mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
         "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
         "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …; as root of a container: "
@@ -431,8 +431,8 @@ CHECKS = (
             "AgentUnavailable: the agent of this node did not come up within 30 s",
             "AgentUnavailable: the agent of this node (pid …) did not answer within 10 s",
         ),
-        cause="One agent per user and home starts runs. An agent that is stopped (Ctrl-Z, SIGSTOP) or swapped out "
-        "cannot answer.",
+        cause="One agent starts all runs of a user in a home directory. An agent that is stopped (Ctrl-Z, SIGSTOP) or "
+        "swapped out cannot answer.",
         mend="kill -9 PID, with the PID from the message   (running attempts continue)",
         probe=_agent,
     ),
@@ -451,7 +451,7 @@ CHECKS = (
         title="Cgroups",
         symptoms=("notes: memory= is not enforced: no memory controller can be written to on this machine",),
         cause="With a writable cgroup v2, the supervisor limits and ends the whole process tree of a run at once. "
-        "Without a cgroup, the supervisor ends one process at a time, and memory= may have no effect.",
+        "Without a cgroup, the supervisor ends one process at a time. Without a cgroup, memory= may have no effect.",
         mend="start the caller in a delegated cgroup: systemd-run --user --scope -p Delegate=yes …   (or mount "
         "/sys/fs/cgroup writable in the container)",
         probe=_cgroups,

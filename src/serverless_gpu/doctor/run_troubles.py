@@ -26,7 +26,7 @@ CHECKS = (
             "serverless-gpu: every rank loads the … that this call to … carries; largest: …",
             "each call becomes slower as the notebook holds more data",
         ),
-        "The function captures a data set or model, and the client sends the captured object with each call.",
+        "The function captures a data set or model. The client sends the captured object with each call.",
         "load the data inside the function, or pass a file path as an argument",
     ),
     _row(
@@ -145,7 +145,7 @@ CHECKS = (
         "debugger",
         "breakpoint() in a rank",
         ("bdb.BdbQuit",),
-        "A rank has no terminal, so the debugger reaches the end of standard input and exits.",
+        "The debugger reaches the end of standard input and exits, because a rank has no terminal.",
         "`python <run directory>/_air.py` repeats rank 0 in a terminal, where breakpoint() stops; debugpy "
         "attaches an editor to a rank: docs/how-to/debugging.md",
     ),
@@ -153,7 +153,7 @@ CHECKS = (
         "result-does-not-travel",
         "A result that the client cannot receive",
         ("ResultNotSerializable: …", "ResultTooLarge: …", "ResultUnavailableHere: …"),
-        "A rank pickles the function's result, and the client unpickles the result. The client must have every "
+        "A rank pickles the function's result. The client unpickles the result. The client must have every "
         "module that the result needs.",
         "return numbers, tensors, state dictionaries or file paths",
     ),

@@ -1,9 +1,9 @@
 """Checks the server for remote calls, the Ray cluster of a pool, and MLflow servers.
 
 If no server is configured, the report contains a single line about servers. On a machine outside all pools, the pool
-checks return no findings (P-33). Tracking problems never prevent a run, so the tracking checks report warnings. If an
-early check finds an unreachable server, the later checks return no findings. An unreachable server therefore causes one
-failure instead of six.
+checks return no findings (P-33). The tracking checks report only warnings, because tracking problems never prevent a
+run. If an early check finds an unreachable server, the later checks return no findings. An unreachable server therefore
+causes one failure instead of six.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ CHECKS = (
         title="Clocks of server and client",
         symptoms=("`sgpu runs` shows future times or negative durations",),
         cause="The clocks of the server and the client differ. Limits and leases do not depend on other machines' "
-        "clocks, but displayed times and token expiry do.",
+        "clocks. Displayed times and token expiry depend on both clocks.",
         mend="run `timedatectl set-ntp true` on the machine whose clock is wrong",
         probe=_clock,
     ),
@@ -376,7 +376,7 @@ POOL_CHECKS = (
         group=CheckGroup.SERVER,
         title="Protection of the pool's Ray from ranks",
         symptoms=("sgpu join: Ray exited after …; the keeper restarts Ray",),
-        cause="Ranks run as the same user as Ray, so `ray stop` in a rank ends every Ray process on the machine. "
+        cause="Because ranks run as the same user as Ray, `ray stop` in a rank ends every Ray process on the machine. "
         'On Linux 6.12 or newer, ranks of root and ranks with env="snapshot" can signal only processes that they '
         "started.",
         mend='use env="snapshot" or a newer kernel   (runs continue even if Ray ends)',

@@ -61,13 +61,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer for a gang whose nodes the engine has reserved. The nodes' agents start within seconds."""
+    """Answer for a gang after the engine has reserved its nodes. The nodes' agents start within seconds."""
 
     gang: Gang
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer for a gang that must wait for the reason in `sentence`. The scheduler tries again later."""
+    """Answer for a gang that must wait for the reason in `sentence`.
+
+    The scheduler submits the gang again later.
+    """
 
     sentence: str
 

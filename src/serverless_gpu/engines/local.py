@@ -1,10 +1,11 @@
-"""Implements the engine for the server's machine, a single node whose uplink the engine keeps running.
+"""Implements the engine for a single node, the server's machine.
 
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
                                                else         ─▶ start it detached: it outlives this process
 
-The uplink reports the node's devices to the server and starts gangs. The scheduler, not the engine, records the devices
-of each gang. The engine stores each reservation as an empty file, which the next server process reads.
+The engine keeps the node's uplink running. The uplink reports the node's devices to the server and starts gangs. The
+scheduler, not the engine, records the devices of each gang. The engine stores each reservation as an empty file, which
+the next server process reads.
 
 Failure cases: If the uplink is killed, the engine starts another uplink, which resumes control of running attempts. If
 the uplink cannot start, for example because of a full disk, the engine reports the node as lost. After a successful

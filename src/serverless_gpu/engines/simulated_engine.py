@@ -234,7 +234,7 @@ class Observer(Protocol):
         ...
 
     def seen(self, run_id: str, fence: int, until_ns: int) -> None:
-        """Record that user code is running at a time in nanoseconds since 1970."""
+        """Record that user code was still running at `until_ns`, in nanoseconds since 1970."""
         ...
 
     def ended(self, run_id: str, fence: int, reason: Reason) -> None:
@@ -305,8 +305,8 @@ class SimulatedAgent:
         # `reaches` is True if requests arrive at the server. `hears` is True if answers arrive at the agent.
         self.reaches = self.hears = self.alive = True
         self.forgets_to_acknowledge = False  # True if the agent never acknowledges orders.
-        # Stale gangs, which the agent has stopped. The agent preserves a stale gang's files and never reports the gang
-        # again.
+        # Stale gangs, which the agent has stopped. The agent preserves the files of a stale gang, and never reports the
+        # gang again.
         self.kept: list[CrewKey] = []
         self.observer: Observer | None = None  # Observer of the node's gangs, for example telemetry.
         self.pool = ""
@@ -410,7 +410,7 @@ class SimulatedAgent:
         gang = (order.run_id, order.fence)
         attempt = self._attempts.get(gang)
         if isinstance(order, ReportNow):
-            return False  # The agent sends a report at each step regardless.
+            return False  # The agent sends a report at each step, with or without a ReportNow order.
         if isinstance(order, Stop):
             if attempt is not None:
                 self._stop(attempt, order.reason, now_ns)

@@ -8,16 +8,16 @@
              └ packs, blocks, places: where the bytes of the rows lie in the store          not part of the address
 
 Each row's path starts with an area. `site/` is the directory on `sys.path`. `prefix/` is the directory above `site/`
-that contains `bin` and `share`. Relative paths make a unit independent of Python versions, machines and users, so the
-same wheel has the same address everywhere. The address of a unit is the BLAKE3 digest of its rows, sorted by path.
+that contains `bin` and `share`. Relative paths make a unit independent of Python versions, machines and users. The same
+wheel therefore has the same address everywhere. The address of a unit is the BLAKE3 digest of its rows, sorted by path.
 
 A snapshot's address covers the interpreter, the roots with ordered units, the generated files, and the snapshot's
 origin. The address does not cover facts that have no effect on a restore (`UNADDRESSED_FACTS`). `snapshot_address_1`
 computes version 1 addresses, which cover fewer facts.
 
 `Packages` lists the installed packages for comparing two environments. The list omits the project's code, which may
-differ, and distributions without modules, such as an editable install of the project. Captures and restores report
-progress as `ProgressPoint`.
+differ. The list also omits distributions without modules, such as an editable install of the project. Captures and
+restores report progress as `ProgressPoint`.
 
 Code that reads from a store uses `stores/blobs.py`, which validates each document with `snapshot_validation.py`.
 """
@@ -42,7 +42,7 @@ BLOCK_BYTES = 4 * 1024 * 1024
 PACK_BYTES = 16 * 1024 * 1024
 """Number of compressed bytes at which the packer closes a pack. Each pack is one object in a store."""
 _LISTED_MAX = 5
-"""Maximum number of packages that `difference` names. The function only counts further packages."""
+"""Maximum number of packages that `difference` names. `difference` only counts further packages."""
 
 RowKind = Literal["f", "x", "l", "d"]  # Kinds of rows: file, executable file, link, empty directory.
 UnitKind = Literal["distribution", "unowned", "code"]
@@ -55,8 +55,8 @@ class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     path: str  # UTF-8 path that starts with the area, for example ``site/numpy/__init__.py``.
     kind: RowKind = "f"
-    size: int = 0  # Content size in bytes; 0 for links and directories.
-    sha256: bytes = b""  # SHA-256 of the content, 32 bytes; empty for links and directories.
+    size: int = 0  # Content size in bytes, or 0 for links and directories.
+    sha256: bytes = b""  # SHA-256 of the content, or empty for links and directories.
     target: str = ""
 
     @property
@@ -98,11 +98,11 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     """The interpreter of an environment."""
 
-    implementation: str  # ``cpython``
+    implementation: str  # Name of the implementation, for example ``cpython``.
     version: str  # Version of Python, for example ``3.11.7``.
     abi: str  # ABI of extension modules, for example ``cpython-311-x86_64-linux-gnu``.
     platform: str  # Platform tag, for example ``linux-x86_64``.
-    glibc: str = ""  # Version of glibc on the captured machine, for example ``2.36``; "" without glibc.
+    glibc: str = ""  # Version of glibc on the captured machine, for example ``2.36``, or "" without glibc.
 
     @property
     def minor(self) -> str:
@@ -125,11 +125,11 @@ class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that contains machine-specific paths. Each restore generates the file."""
+    """A small text file that contains machine-specific paths. Each restore generates this text file."""
 
     path: str
-    # Content with placeholders: Placeholders: ``{{sgpu:2}}`` is the site area of root 2, ``{{sgpu:python}}`` is the
-    # interpreter.
+    # Content with placeholders. The placeholder ``{{sgpu:2}}`` is the site area of root 2. The placeholder
+    # ``{{sgpu:python}}`` is the interpreter.
     text: str
     executable: bool = False
 
@@ -158,7 +158,7 @@ class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
     originals: tuple[str, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
     loaded: tuple[tuple[str, ...], ...] = ()
-    variables: tuple[str, ...] = ()  # Names of set start-up variables, without values.
+    variables: tuple[str, ...] = ()  # Names, without values, of the start-up variables that the environment sets.
     left_out: tuple[str, ...] = ()  # Messages about omitted files, with the reason for each omission.
 
 
@@ -212,7 +212,7 @@ def snapshot_address(snapshot: Snapshot) -> str:
         (facts.python, facts.prefix, facts.originals, tuple(tuple(sorted(notes.items())) for notes in facts.notes)),
     )
     try:
-        # msgpack encodes the lengths of lists and strings, so different snapshots never have the same encoding.
+        # Different snapshots never have the same encoding, because msgpack encodes the lengths of lists and strings.
         content = msgspec.msgpack.encode(covered)
     except UnicodeEncodeError:
         # The validation rejects text that is not UTF-8, with an error that names the position.
@@ -291,9 +291,9 @@ class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: Phase
     bytes_done: int = 0  # Number of content bytes processed so far.
-    bytes_total: int = 0  # Total number of content bytes; 0 while unknown.
+    bytes_total: int = 0  # Total number of content bytes, or 0 while unknown.
     files_done: int = 0
-    files_total: int = 0  # Total number of files; 0 while unknown.
+    files_total: int = 0  # Total number of files, or 0 while unknown.
     moved_bytes: int = 0  # Number of compressed bytes transferred so far.
     name: str = ""  # Item in progress, for example ``torch 2.13.0``, or "".
     waits_for: str = ""  # Item that another process is fetching, or "".

@@ -9,7 +9,7 @@ After a capture or an unchanged check, a forked process places watches on the li
 watch reports an event, the service only runs the gate and does not check every file.
 
 The service reads, hashes and compresses all files outside of the user's process. The service has one thread and opens
-only directory stores. Forked children do all slow operations, so the service answers the next question at once.
+only directory stores. The service answers the next question at once, because forked children do all slow operations.
 Concurrent questions about the same environment share one capture. An environment check answers only questions that
 arrived before the check started. All questions that arrive during a check share the next check.
 
@@ -161,7 +161,7 @@ class Service:
         return True
 
     def _safely(self, asks: Sequence[EnvironmentQuestion], work: Callable[[], None]) -> None:
-        """Answer questions with the block's error if the `with` block raises one."""
+        """Run `work`, and answer the questions with the error if `work` raises an error."""
         try:
             work()
         except ServerlessGpuError as error:
@@ -429,7 +429,7 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
     tell(_found(ask, last, scan, blobs))
     taken = capture(scan, blobs, level=level, report=report)
     tell(_summary(ask.number, taken, (clock.boottime_ns() - started_ns) // 1_000_000))
-    # Callers do not wait for this write, except for a question that arrives before the write ends.
+    # A caller waits for the index write only if its question arrives during the write.
     recogniser.remember(taken.scan)
 
 
@@ -471,8 +471,8 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
     """Return True if a store still contains a snapshot and its units.
 
-    The function returns True for remote stores without querying them. A later restore queries remote stores, and the
-    check of all files queries a server's store.
+    The function returns True for remote stores without querying them. A later restore queries remote stores. The check
+    of all files queries a server's store.
     """
     return is_remote(ask.store) or _has(ask, snapshot)
 

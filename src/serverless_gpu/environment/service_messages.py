@@ -20,7 +20,7 @@ class StoreLocation(NamedTuple):
 
     url: str
     token: str = ""
-    ca: str = ""  # CA certificate file for a server's store; "" for the system's certificates
+    ca: str = ""  # CA certificate file for a server's store, or "" for the system's certificates
 
 
 class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -34,7 +34,7 @@ class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store: str
     environ: dict[str, str] = {}
     token: str = ""
-    ca: str = ""  # CA certificate file for a server's store; "" for the system's certificates
+    ca: str = ""  # CA certificate file for a server's store, or "" for the system's certificates
     capture: bool = True
 
 

@@ -9,19 +9,20 @@ The validation functions do no I/O and run in linear time. A reader validates a 
 Texts from a snapshot occur in paths, in generated files and in terminal output. The module therefore validates every
 text of a snapshot.
 
-A unit contains only regular files, links inside of its tree, and empty directories. The unit format has no modes,
-owners, devices, hard links or times, so no rule covers them. Restore gives each file the mode 0444 or 0555.
+A unit contains only regular files, links inside of its tree, and empty directories. No rule covers modes, owners,
+devices, hard links and times, because the unit format does not contain them. Restore gives each file the mode 0444 or
+0555.
 
 A path must identify the same file on every file system. Names that differ only in case or Unicode form are one file on
-some machines, so the rules reject such names everywhere. The link check follows each component of a link's target
-through the tree of rows. Every directory on the target path must be a real directory, so the check agrees with the
-kernel.
+some machines. The rules therefore reject colliding names everywhere. The link check follows each component of a link's
+target through the tree of rows. The link check agrees with the kernel, because every directory on the target path must
+be a real directory.
 
-No two blocks share a byte of a pack, and no two files share a byte of a block. The number of compressed bytes therefore
+Blocks never share a byte of a pack. Files never share a byte of a block. The number of compressed bytes therefore
 limits a unit's content by a fixed ratio. zstd compresses 4 MiB of zeros to 150 bytes. A limit per block would also
 reject weights that were initialised with zeros. A unit may have 200 content bytes for each compressed byte, plus 256
-MiB. This limit accepts a file with 256 MiB of zeros, but rejects 1 GB of zeros in 1 MB. Real distributions have
-compression ratios of 2 to 20.
+MiB. The limit of a unit accepts a file with 256 MiB of zeros, and rejects 1 GB of zeros in 1 MB. Real distributions
+have compression ratios of 2 to 20.
 
 Failure case: The exception `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
 """
@@ -104,7 +105,7 @@ FACT_BYTES_MAX = 8 * 1024
 def check_snapshot(snapshot: Snapshot) -> None:
     """Validate the whole content of a snapshot, including its address.
 
-    The snapshot must already be decoded, but its content is untrusted.
+    The function accepts a decoded snapshot with untrusted content.
     """
     if not is_digest(snapshot.address):
         refuse("a snapshot", snapshot.address, "the address must be 64 hexadecimal digits")
@@ -156,15 +157,15 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
                     "the listed size and number of files differ from those of its unit",
                 )
             for row in unit.rows:
-                # Units may share directories and files, because the order of overlay layers determines precedence. This
-                # check therefore covers only generated files.
+                # Units may share directories and files, because the order of overlay layers determines precedence. The
+                # collision check therefore covers only generated files.
                 tree.meet(row.path, row.kind)
 
 
 def check_unit(unit: Unit) -> None:
     """Validate the whole content of a unit: its address, its rows, and the position of their bytes.
 
-    The unit must already be decoded, but its content is untrusted.
+    The function accepts a decoded unit with untrusted content.
     """
     if not is_digest(unit.address):
         refuse("a unit", unit.address, "the address must be 64 hexadecimal digits")
@@ -356,7 +357,7 @@ class RowTree:
     def meet(self, path: str, kind: str) -> None:
         """Check that no generated file is at, above or below the path of a unit's row."""
         there = self._taken.get(_fold_path(path))
-        # Other units may also contain the empty directory, like any directory.
+        # An empty directory of a unit may also exist in other units.
         if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
             refuse(self._what, there, f"a generated file collides with a unit's path {path!r}")
         directory = path.rpartition("/")[0]
@@ -441,7 +442,7 @@ def _check_row(row: FileRow, what: str) -> None:
     if len(row.sha256) != 32 or (row.size == 0 and row.sha256 != EMPTY_SHA256):
         refuse(what, row.path, "a digest must be the content's SHA-256, with 32 bytes")
     if row.path.endswith(".pyc") and row.path.rpartition("/")[0].endswith("/__pycache__"):
-        # Python would run this bytecode instead of the source code that users read.
+        # Python would run the unit's bytecode instead of the source code that users read.
         refuse(what, row.path, "nodes compile bytecode themselves, so a unit must not contain it")
 
 
@@ -554,5 +555,5 @@ def fold_name(name: str) -> str:
     """Return a form of a name that ignores differences in case and Unicode form."""
     if name.isascii():
         return name.lower()
-    # Case folding can undo Unicode normalization, so the function normalizes before and after folding.
+    # The function normalizes before and after case folding, because case folding can undo Unicode normalization.
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

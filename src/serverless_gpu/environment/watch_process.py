@@ -4,8 +4,9 @@
             ── "?" ──▶ queue of events, stats ─────── "=": unchanged · "!" and a reason ───▶
                        └ a change in between: "!" and a reason; the process ends
 
-Placing watches takes as long as a full check. Removing 50,000 watches takes the kernel tens of milliseconds. The
-separate process spares the service both delays. If the watch process does not answer, the service checks every file.
+Placing watches takes as long as a full check. Removing 50,000 watches takes the kernel tens of milliseconds. In a
+separate process, placing and removing watches does not delay the service. If the watch process does not answer, the
+service checks every file.
 
 Failure cases: If the kernel refuses the watches, the watch process sends "!" and the reason. If the watch process dies,
 the service reads an end of file. If the watch process does not answer within a second, the service kills the watch
@@ -32,7 +33,7 @@ from serverless_gpu.errors import ServerlessGpuError
 ANSWER_S_MAX = 1.0
 """Seconds that the service waits for an answer before it checks every file.
 
-A watch check takes a tenth of the limit.
+A watch check takes a tenth of `ANSWER_S_MAX`.
 """
 LOOKS_MAX = 15
 """Maximum number of full checks between two attempts to place watches."""

@@ -19,7 +19,7 @@ A node's token belongs to exactly one node, with one name and one home directory
 
 The server recognises a node's home directory by its instance, a random value that the agent stores in the directory. A
 restarted container counts as another machine with the same home directory. Each agent process generates a random number
-at startup. The number lets the server distinguish two agent processes that use the same home directory.
+at startup. The random number lets the server distinguish two agent processes that use the same home directory.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class Resource(StrEnum):
     PRICES = "prices"
     BUDGETS = "budgets"  # Budgets. The reach "team" covers the caller and the caller's teams.
     USAGE = "usage"  # Device usage and its cost. The reach "team" covers the caller and the caller's teams.
-    # Objects of captured environments. The reach "own" permits reading by address, and "all" also listing and deletion.
+    # Objects of captured environments. The reach "own" permits reading by address. The reach "all" also permits listing
+    # and deletion.
     ENVIRONMENTS = "environments"
     BLOBS = "blobs"  # Chunks of payloads and outputs, addressed by digest.
     AGENTS = "agents"  # Requests that a node sends about itself, such as join and heartbeat.
-    # A join token permits only joining a machine as a node. After the join, the server issues the machine a token with
-    # the scope "agent". An agent token cannot admit further machines.
+    # A join token only lets a machine join as a node. After the join, the server issues the machine a token with the
+    # scope "agent". An agent token cannot admit further machines.
     JOINING = "joining"
     # Orders that the server sends to a node. Only the node's own token can read the orders, because orders contain
     # callers' environment variables and attempts' tokens. Reading orders requires write access, because the server
@@ -213,7 +214,8 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     machine: str  # The machine that currently stores the node's home directory.
-    # Random identifier of the node's home directory. Empty if an old agent version reports no instance.
+    # Random identifier of the node's home directory. The identifier is empty if an old agent version reports no
+    # instance.
     instance: str = ""
 
 

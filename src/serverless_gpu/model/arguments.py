@@ -1,8 +1,8 @@
 """Formats a call's arguments as short texts, for users who view the run.
 
-The module formats only values whose text is cheap to compute, short and free of secrets. The `repr` of a user's class
-may take seconds or raise, so this module never calls it. The module omits names and values that look like secrets,
-because the server shows the texts to other users.
+The module formats only values whose text is cheap to compute, short and free of secrets. This module never calls the
+`repr` of a user's class, because such a `repr` may take seconds or raise. The module omits names and values that look
+like secrets, because the server shows the texts to other users.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ def number_of(date: datetime.date) -> int:
 
 
 def format_day(day: int) -> str:
-    """Return a day as text: ``2026-11-30``."""
+    """Return a day as text, such as ``2026-11-30``."""
     return date_of(day).isoformat()
 
 
 def week_of(day: int) -> int:
-    """Return the week number of a day. Weeks begin on Monday, and 1970-01-01 is in week 0."""
+    """Return the week number of a day. Weeks begin on Monday. Week 0 contains 1970-01-01."""
     return (day + SINCE_MONDAY) // 7
 
 
@@ -62,7 +62,7 @@ def days_of_week(week: int) -> range:
 
 
 def format_week(week: int) -> str:
-    """Return a week as text: ``2026-W48``. Week 0 is the first week of 1970."""
+    """Return a week as text, such as ``2026-W48``. Week 0 is the first week of 1970."""
     year, number, _ = date_of(max(0, days_of_week(week)[0])).isocalendar()
     return f"{year}-W{number:02d}"
 
@@ -75,7 +75,7 @@ def days_of_month(day: int) -> range:
 
 
 def format_month(day: int) -> str:
-    """Return the month of a day as text: ``2026-11``."""
+    """Return the month of a day as text, such as ``2026-11``."""
     return format_day(day)[:7]
 
 
@@ -118,9 +118,8 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
 WINDOWS_MAX = 32
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES = 24 * 60
-# Numbers of days to search for the next sharing change, first the short search and then the long search. The next
-# sharing change is usually within 4 days. A sharing window recurs after a week, or after two weeks if a clock change
-# skips the window.
+# Numbers of days that the short search and the long search for the next sharing change cover. The next sharing change
+# is usually within 4 days. A sharing window recurs after a week, or after two weeks if a clock change skips the window.
 _AHEAD_DAYS = (4, 17)
 _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
@@ -201,7 +200,7 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
 
 
 def _seconds(calendar: Calendar, now: int, days: int) -> tuple[list[int], int]:
-    """Return possible times of sharing changes in seconds, and the second up to which they are complete.
+    """Return possible sharing changes in seconds, and the second up to which the list is complete.
 
     Sharing may change at the start or end of a window and at a clock change.
     """

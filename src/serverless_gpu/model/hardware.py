@@ -127,7 +127,7 @@ def time_unit(gpu_types: Iterable[str] = ()) -> str:
     """Return the unit of device time, without the suffix ``-seconds`` or ``-hours``.
 
     The unit is ``"GPU"``, ``"CPU slot"``, or ``"device"`` for a mix of GPUs and CPU slots. Unknown device types count
-    as a mix of both.
+    as a mix of GPUs and CPU slots.
     """
     types = set(gpu_types)
     if types == {CPU}:

@@ -25,7 +25,7 @@ _URL = re.compile(r"https?://[^\s<>\"'`\\]{1,2000}")
 _BOX = "font-size:13px;line-height:1.45;margin:2px 0 4px 0;"
 _FAINT = "opacity:0.7;"
 _MONO = "font-family:monospace;white-space:pre;overflow-x:auto;"
-# Some front ends do not apply the page's text colour and size to tables, so the style sets colour and size.
+# The style sets colour and size, because some front ends do not apply the page's text colour and size to tables.
 _TABLE = "border-collapse:collapse;border:none;margin:4px 0 0 0;color:inherit;font-size:inherit;"
 _EDGE = "border:none;border-top:1px solid rgba(128,128,128,0.3);background:transparent;vertical-align:top;"
 _LABEL = f"{_EDGE}{_FAINT}text-align:left;padding:2px 16px 2px 0;white-space:nowrap;"

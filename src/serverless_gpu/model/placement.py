@@ -63,8 +63,8 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
     """Return the devices that a caller may use, as CUDA reads the caller's ``CUDA_VISIBLE_DEVICES``.
 
     The function returns the devices in the order of the variable's entries. Like CUDA, the function stops at an entry
-    that names no device. If two entries name the same device, the function returns no CUDA devices. CUDA cannot hide
-    CPU slots, so CPU slots are last in the result.
+    that names no device. If two entries name the same device, the function returns no CUDA devices. CPU slots are last
+    in the result, because CUDA cannot hide CPU slots.
 
     `cuda_visible_devices` is None if the variable is not set.
     """
@@ -193,7 +193,7 @@ def default_variables(devices: Sequence[Device]) -> dict[str, str]:
     """Return the default environment variables of a rank, which the caller can override.
 
     On CPU slots, Accelerate and the Hugging Face Trainer would run as separate single processes by default. The
-    returned variables make both libraries use the CPU and form one gang.
+    returned variables make Accelerate and the Trainer use the CPU and form one gang.
     """
     return {} if any(device.kind is DeviceKind.GPU for device in devices) else {"ACCELERATE_USE_CPU": "true"}
 
@@ -329,7 +329,7 @@ def numbered(crew: CrewPlace, *, per_node: bool) -> range:
     """Return the process numbers of a node, which identify logs, results and failures.
 
     The process numbers are global ranks. If one process uses all devices of a node, the node number is the process
-    number. A per-node command and a Ray driver are such single processes.
+    number. A per-node command and a Ray driver are single processes for all devices of a node.
     """
     first, count = (crew.number, 1) if per_node else (crew.first_rank, crew.gpus)
     return range(first, first + count)

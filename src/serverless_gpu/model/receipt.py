@@ -136,7 +136,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def nodes_text(nodes: Sequence[str]) -> str:
-    """Return the names of a run's nodes, or the number of nodes: ``"n1, n2"``, ``"8 nodes"``."""
+    """Return a run's node names, such as ``"n1, n2"``, or the number of nodes, such as ``"8 nodes"``."""
     return ", ".join(nodes) if len(nodes) <= _NODES_NAMED else f"{len(nodes)} nodes"
 
 
@@ -240,7 +240,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return {label: value for label, value in rows.items() if value}
 
     def devices_text(self) -> str:
-        """Return the count and type of the devices: ``8 H100``, ``1 CPU slot``."""
+        """Return the count and type of the devices, such as ``8 H100`` or ``1 CPU slot``."""
         count = len(self.gpus)
         if self.kind is DeviceKind.CPU:
             return f"{count} CPU slot{'' if count == 1 else 's'}"
@@ -302,7 +302,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         shown = [(label, _printable(value)) for label, value in self.rows().items()]
         return markup.table(self.state, _printable(_joined(self.reason or "", *_names(self))), shown)
 
-    # IPython displays a receipt with this method.
+    # IPython displays a receipt with `_repr_html_`.
     _repr_html_ = html
 
     def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
@@ -373,7 +373,7 @@ def _idle_count(uses: Sequence[DeviceUse]) -> int:
 
 
 def _summary(receipt: Receipt) -> str:
-    """Return the summary of a call: ``2 × H100 · 41 s · 0.02 USD · verified free in 21 ms``.
+    """Return a call's summary, such as ``2 × H100 · 41 s · 0.02 USD · verified free in 21 ms``.
 
     The summary of an unsuccessful run begins with the run's state. The summary of a session begins with the session's
     name.

@@ -30,12 +30,12 @@ class Pinned(msgspec.Struct, frozen=True, kw_only=True):
     """Pinned version of a secret for one attempt."""
 
     name: str
-    version: int  # Version number of the secret: 1, 2, 3 …
+    version: int  # Version number of the secret, counted from 1.
     team: str = ""  # Team that owns the secret, or "" for a secret of the run's owner.
 
     @property
     def text(self) -> str:
-        """Return the secret's name and version: ``HF_TOKEN@3``, or ``search/HF_TOKEN@3`` for a team's secret."""
+        """Return the name and version, such as ``HF_TOKEN@3`` or ``search/HF_TOKEN@3`` for a team's secret."""
         return f"{self.team}/{self.name}@{self.version}" if self.team else f"{self.name}@{self.version}"
 
 
@@ -59,7 +59,7 @@ def check_name(name: str) -> str:
 
 def check_value(name: str, value: bytes) -> bytes:
     """Return a secret's value unchanged if valid. Raises InvalidValue for an empty or too long value."""
-    if not 0 < len(value) <= VALUE_BYTES_MAX:  # Callers stop reading a longer value once it exceeds the limit.
+    if not 0 < len(value) <= VALUE_BYTES_MAX:  # Callers stop reading a value at the limit.
         has = f"more than {VALUE_BYTES_MAX} bytes" if value else "no bytes"
         raise InvalidValue(f"secret {name} has {has}", hint=f"a secret has 1 to {VALUE_BYTES_MAX} bytes")
     return value

@@ -191,7 +191,7 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     object_store_bytes: int | None = None
 
     def text(self) -> str:
-        """Return the request as text: ``Ray cluster with dashboard, object store 20.0 GB``."""
+        """Return the request as text, such as ``Ray cluster with dashboard, object store 20.0 GB``."""
         store = "" if self.object_store_bytes is None else f"object store {format_bytes(self.object_store_bytes)}"
         extras = ", ".join(filter(None, ("dashboard" if self.dashboard else "", store)))
         return f"Ray cluster with {extras}" if extras else "Ray cluster"
@@ -280,7 +280,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def per_node(self) -> bool:
-        """Return True if a node runs one process for all its devices, which starts further processes."""
+        """Return True if one process per node uses all devices and starts further processes."""
         return self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
 
     def processes(self, world_size: int) -> int:
@@ -371,7 +371,7 @@ def check_command(command: Command) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Return True if UTF-8 can encode a string. Lone surrogates cannot be encoded."""
+    """Return True if UTF-8 can encode a string. UTF-8 cannot encode lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -389,7 +389,7 @@ def hang_warning_s(text: str | None) -> float:
     value = -1.0
     with contextlib.suppress(ValueError):
         value = float(text)
-    if not 0 <= value <= SECONDS_MAX:  # The comparison also refuses NaN.
+    if not 0 <= value <= SECONDS_MAX:  # The range check also refuses NaN.
         raise InvalidValue(f"{HANG_WARNING}={text!r} is not a number of seconds", hint="use 0 to disable the warning")
     return value
 
@@ -444,7 +444,7 @@ def seconds(name: str, value: object) -> float:
             value = parse_duration_s(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidOption(f"{name} must be seconds, or text such as '5m', not {value!r}")
-    if not 0 < value < float("inf"):  # The comparison also refuses NaN.
+    if not 0 < value < float("inf"):  # The range check also refuses NaN.
         raise InvalidValue(f"{name} must be a positive number of seconds, not {value}")
     if value > SECONDS_MAX:
         raise InvalidValue(f"{name} must be at most {SECONDS_MAX} seconds, ten years")

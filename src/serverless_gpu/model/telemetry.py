@@ -198,7 +198,7 @@ _DOUBLINGS_MAX = 8
 
 
 def interval_ns(rows: int) -> int:
-    """Return the sampling interval after the given number of rows: 1 s in the first hour, then longer.
+    """Return the sampling interval after the given number of rows, which is 1 s in the first hour.
 
     The interval doubles every 3600 rows, up to 256 s. A run of ten days produces fewer than 29,000 rows.
     """

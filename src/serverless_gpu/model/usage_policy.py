@@ -27,7 +27,8 @@ from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, RunSpec
 
 MAX_RUN_S = 7 * 86_400.0
-"""Maximum seconds of an attempt without a policy limit. With `resume`, the run then continues as another attempt."""
+"""Maximum seconds of an attempt without a policy limit. With `resume`, a run over the limit continues as another
+attempt."""
 HolderKind = Literal["user", "service", "team"]
 HOLDER_KINDS: tuple[HolderKind, ...] = get_args(HolderKind)
 _NAMED_MAX = 20

@@ -28,10 +28,10 @@ _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\
 class XidKind(StrEnum):
     """Consequence of an Xid error for the run and the GPU."""
 
-    LOST = "lost"  # The run ends, the agent quarantines the GPU, and the node accepts no new runs.
-    UNCORRECTABLE = "uncorrectable"  # The run ends, and the agent quarantines the GPU.
-    CONTAINED = "contained"  # The run ends, and the GPU stays usable.
-    PENDING = "pending"  # The run continues, and the agent quarantines the GPU after the run.
+    LOST = "lost"  # The node ends the run, quarantines the GPU and accepts no new runs.
+    UNCORRECTABLE = "uncorrectable"  # The node ends the run and quarantines the GPU.
+    CONTAINED = "contained"  # The node ends the run without a quarantine of the GPU.
+    PENDING = "pending"  # The node lets the run continue and quarantines the GPU after the run.
     USER = "user"  # The user receives only a hint, because user code is the likely cause.
     OTHER = "other"  # The agent records the error without further action.
 
@@ -61,7 +61,7 @@ TABLE: Mapping[int, tuple[XidKind, str]] = {
     119: (XidKind.UNCORRECTABLE, "the GPU's system processor does not answer"),
     120: (XidKind.UNCORRECTABLE, "error of the GPU's system processor"),
     136: (XidKind.UNCORRECTABLE, "NVLink could not be trained"),
-    140: (XidKind.UNCORRECTABLE, "memory error that could not be recovered from"),
+    140: (XidKind.UNCORRECTABLE, "unrecoverable memory error"),
     143: (XidKind.UNCORRECTABLE, "the GPU could not be initialised"),
     158: (XidKind.UNCORRECTABLE, "fatal timeout in the GPU"),
 }

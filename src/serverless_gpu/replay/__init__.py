@@ -1,4 +1,4 @@
-"""Replays a trace through a scheduler: `simulate` and its types.
+"""Replays a trace through a scheduler with the function `simulate`.
 
     traces.py      a file, or a seed → jobs        clusters.py    "8x8", or a file → nodes
     simulation.py  the planner, driven by the jobs baselines.py   schedulers to compare with

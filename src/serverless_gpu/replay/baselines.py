@@ -6,9 +6,9 @@
     srsf        least remaining GPU time first   ┘ cluster, in that order; jobs that do not fit are skipped
 
 `srtf` and `srsf` know the duration of each job, and preempt and resume jobs at no cost. A real scheduler does not know
-durations and cannot preempt for free, so `srtf` and `srsf` show the possible improvement. A job that fits on one node
-starts on the first node with enough free GPUs. A larger job gets whole free nodes, and its remaining GPUs come from the
-next node with enough free GPUs.
+durations and cannot preempt for free. `srtf` and `srsf` therefore show the possible improvement. A job that fits on one
+node starts on the first node with enough free GPUs. A larger job gets whole free nodes. The remaining GPUs of a larger
+job come from the next node with enough free GPUs.
 
 A job that does not fit the empty cluster never reaches this module, because `simulation` leaves out such jobs.
 """
@@ -158,9 +158,9 @@ Rank = tuple[float, tuple[int, int, int]]
 class _PlacedAgain:
     """Replays jobs and places all jobs again after each job arrival and end.
 
-    Waiting jobs keep their key, so each job size has a heap of waiting jobs. Each job arrival and end sorts the running
-    jobs. A pass sorts jobs with equal keys by their key in the previous pass, smaller key first. A waiting job had the
-    same key in the previous pass, while a running job had a larger key.
+    Each job size has a heap of waiting jobs, because waiting jobs keep their key. Each job arrival and end sorts the
+    running jobs. A pass sorts jobs with equal keys by their key in the previous pass, smaller key first. A waiting job
+    had the same key in the previous pass, while a running job had a larger key.
     """
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, key: Key) -> None:

@@ -3,7 +3,7 @@
     replays  GPUs in use over time · waiting jobs over time · share of the jobs that waited less than …
     advice   share of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the minimum
 
-`charts.py` imports Matplotlib, so the commands import `charts.py` on demand. The charts use Matplotlib's object
+The commands import `charts.py` on demand, because `charts.py` imports Matplotlib. The charts use Matplotlib's object
 interface instead of `pyplot`, whose state belongs to the caller. The charts set all colours explicitly.
 """
 

@@ -52,7 +52,7 @@ class ReplayState(NamedTuple):
     at_s: float
     used: int
     waiting: int  # Number of waiting jobs.
-    smallest: float  # GPUs of the smallest waiting job, or infinity.
+    smallest: float  # Number of GPUs of the smallest waiting job, or infinity without waiting jobs.
 
 
 def figures_of(jobs: Sequence[Job], spans: Spans, *, gpus: int, gang_gpus: int) -> Figures:

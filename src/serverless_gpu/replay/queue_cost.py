@@ -4,8 +4,8 @@
     waiting costs      GPU-hours waited × price of one GPU-hour of waiting, which only the owner can estimate
     waiting is better  while that price is below   on-demand cost ÷ GPU-hours waited
 
-A replay covers only the latest runs, and the report states this limit. All results cover the time from the start of the
-first replayed run to the end of the last replayed run.
+A replay covers only the latest runs. The report mentions omitted earlier runs. All results cover the time from the
+start of the first replayed run to the end of the last replayed run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     p95_wait_s: float
     avoided_micros: int  # On-demand cost of the GPUs beyond the pool.
     waiting_micros: int | None  # Cost of waiting; None without a price of waiting.
-    # Waiting is cheaper than on-demand GPUs below this price of one GPU-hour of waiting. None if no run waited.
+    # Waiting is cheaper than on-demand GPUs below this price of one GPU-hour of waiting. The price is None if no run
+    # waited.
     worth_micros: int | None
 
 

@@ -220,7 +220,7 @@ class PlannerReplay:
                 arrived += 1
             decision = self._decide(changes, now_ns)
             idle = arrived == len(jobs) and not self._since
-            # The planner's state can no longer change, so the remaining jobs will never run.
+            # The remaining jobs will never run, because the planner's state can no longer change.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:

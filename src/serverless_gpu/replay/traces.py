@@ -12,7 +12,7 @@ A generated trace matches real traces only in the figures that determine the beh
                 the jobs of the mean hour; gaps between jobs vary 3 to 13 times as much as their mean
     people      few users of few teams have most of the jobs
 
-Failure cases: A file that cannot be read, or is not a valid trace, raises `InvalidValue` with its name and the expected
+Failure cases: For an unreadable or invalid file, the reader raises `InvalidValue` with the file's name and the expected
 format. The reader leaves out invalid rows (never ran, no GPUs, no end) and counts the rows by reason.
 """
 

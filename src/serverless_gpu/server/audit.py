@@ -1,20 +1,21 @@
 """Chains and verifies the entries of the audit, and serves the route that lists entries.
 
-`records/audit.py` writes an entry in the transaction of the change that the entry describes. A second later,
-`AuditChainWriter` assigns a number and a digest to the entry (`model/audit_chain.py`). `ChainCheck` verifies the chain
-page by page.
+`records/audit.py` writes an entry in the transaction of the change that the entry describes. About a second after the
+insertion, `AuditChainWriter` assigns a number and a digest to the entry (`model/audit_chain.py`). `ChainCheck` verifies
+the chain page by page.
 
     a request's transaction ── audit row ─▶ database ── each second ─▶ rows without a number ─▶ number, digest
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ last entry, then new entries ─▶ `begin_again` ─▶ from entry 1
                                           └ remembered: the last entry and its digest
 
-PostgreSQL assigns a row's number before the commit, so rows become visible out of order. Every ten seconds the chain
-writer searches a few thousand earlier rows for entries without a number. A newly started writer searches all rows.
-Between two searches, the chain writer reads only the newest row number by its key.
+Rows become visible out of order, because PostgreSQL assigns a row's number before the commit. Every ten seconds the
+chain writer searches a few thousand earlier rows for entries without a number. A newly started writer searches all
+rows. Between two searches, the chain writer reads only the newest row number by its key.
 
 In each round, `ChainCheck` compares the chain with the previous round. If a valid chain has a different digest, a
-process has rewritten the chain. If the chain is shorter, a process has removed its last entries. A server that has just
-started remembers no previous round, so operators keep copies of the audit (`sgpu audit export`).
+process has rewritten the chain. If the chain is shorter than in the previous round, a process has removed its last
+entries. A server that has just started remembers no previous round. Operators therefore keep copies of the audit
+(`sgpu audit export`).
 
 Failure cases:
 * If the writer is killed, the next server continues at the end of the chain. Entries are durable before the writer adds

@@ -193,7 +193,7 @@ def compose(resources: ServerResources) -> Services:
     parts = dict(vars(resources))
     for name, kind in kinds(Services).items():
         if name not in parts:
-            # The `principals` package must not import `budgets`, so `compose` passes the budget callback.
+            # `compose` passes the budget callback, because the `principals` package must not import `budgets`.
             own = {"budgets_changed": resources.spending.change} if kind is PrincipalService else {}
             parts[name] = _build(kind, parts, **own)
     return Services(**parts)

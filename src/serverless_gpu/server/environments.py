@@ -5,15 +5,15 @@
 
 A store first condemns an unused object and deletes the object in a later collection (`blobs.py`,
 `environment/stores/collection.py`). The garbage collector reads the object references of runs only after the store has
-listed its objects. The collector keeps young and recently requested objects, so requests never wait for a collection.
-The collector also keeps snapshots that a run used within the last month.
+listed its objects. Requests never wait for a collection, because the collector keeps young and recently requested
+objects. The collector also keeps snapshots that a run used within the last month.
 
-An object's key is a capability, so callers with the reach `own` can use any known key. Only operators (reach `all`) can
-list keys or read collection records.
+Callers with the reach `own` can use any known key, because an object's key is a capability. Only operators (reach
+`all`) can list keys or read collection records.
 
 Failure cases:
 * A store does not answer. The garbage collector logs the failure and retries six hours later.
-* Another server's collection runs in the same store. The garbage collector then skips its collection.
+* Another server's collection runs in the same store. The garbage collector skips its own collection.
 * The server stops during a collection. The next collection finishes the deletions.
 """
 

@@ -5,8 +5,8 @@ Submission and estimation of a run call `PolicyAdmission`. `model/usage_policy.p
     spec, caller ─▶ policies attached to the caller ─▶ applicable policy ─▶ within limits? ─▶ effective spec, pool
 
 Callers of `PolicyAdmission` run in a transaction. A concurrent policy change therefore applies to a run completely or
-not at all. Transactions must not wait for the environment store, so `PackagesNotLoaded` ends the transaction. The
-caller then reads the environments' packages (`read_packages`) and repeats the transaction.
+not at all. `PackagesNotLoaded` ends the transaction, because a transaction must not wait for the environment store.
+After `PackagesNotLoaded`, the caller reads the environments' packages (`read_packages`) and repeats the transaction.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _check_tags(policy: UsagePolicy) -> None:
         raise InvalidValue(f"a policy can have {TAGS_MAX} tags at most")
     for key in (*policy.required_tags, *policy.default_tags):
         check_text("a tag", key, TAG_CHARACTERS_MAX)
-        if not key or "=" in key:  # Users write tags as `key=value`.
+        if not key or "=" in key:  # Users write tags in the form `key=value`.
             raise InvalidValue(f"a policy cannot have the tag key {key!r}", hint="a key without '='")
     for key, values in policy.required_tags.items():
         if len(values) > NAMED_MAX:
@@ -295,7 +295,7 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
     for kind in strange:
         if kind not in there:
             raise UnknownGpuType(
-                f"there is no GPU type {kind[:64]!r}, and no node has such a GPU",
+                f"there is no GPU type {kind[:64]!r} on any node",
                 hint=f"nodes have: {', '.join(sorted(there)) or 'nothing'}",
             )
 
@@ -305,7 +305,7 @@ class AdmittedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: RunSpec  # The spec that the server stores, with the policy's name, default tags and limits.
     policies: tuple[NamedPolicy, ...]  # Policies of the run, with the chosen policy first.
-    pool: str  # Pool of the run; "" for any on-demand pool.
+    pool: str  # Pool of the run, or "" for any on-demand pool.
 
 
 class PackagesNotLoaded(Exception):
@@ -320,9 +320,9 @@ class PackagesNotLoaded(Exception):
 class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Environment data for the admission of a run, in addition to the run's spec."""
 
-    snapshot: str = ""  # Address of the run's environment; "" without a package check.
+    snapshot: str = ""  # Address of the run's environment, or "" without a package check.
     packages: Mapping[str, Packages | None] = {}
-    """Packages by environment address; None for a deleted environment."""
+    """Packages by environment address, with None for a deleted environment."""
 
 
 class PolicyAdmission:
@@ -358,7 +358,7 @@ class PolicyAdmission:
         return AdmittedRun(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
-        """Return packages by environment; None for a missing environment. Callers must not hold a transaction."""
+        """Return packages by environment, or None for a missing environment. Call outside of transactions."""
         found: dict[str, Packages | None] = {}
         for address in addresses:
             try:

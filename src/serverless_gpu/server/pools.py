@@ -63,7 +63,7 @@ class PoolService:
         if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
             hint = f"levels: {', '.join(_ISOLATIONS)}"
             raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
-        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # The comparison refuses NaN.
+        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # The range check refuses NaN.
             raise InvalidValue(
                 f"a pool cannot wait {asked.return_s} s for the return of lent GPUs", hint="1 s to 7 days"
             )
@@ -154,11 +154,11 @@ def find_pool(connection: sa.Connection, name: str) -> StoredPool:
 
 def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
     kind = before.kind if asked.kind is None else asked.kind
-    # An on-demand pool already serves all users, so it cannot lend devices.
+    # An on-demand pool cannot lend devices, because the pool already serves all users.
     lends = (before.lends and kind == RESERVED) if asked.lends is None else asked.lends
     if lends and kind != RESERVED:
         raise InvalidValue(
-            f"pool {before.name!r} is on-demand and cannot lend: all users can already use it",
+            f"pool {before.name!r} is on-demand and cannot lend, because all users can already use the pool",
             hint=f"reserve it: sgpu pool set {before.name} --reserved --lend",
         )
     return StoredPool(
@@ -175,7 +175,7 @@ def _kind(kind: str) -> ShareKind:
     for known in SHARE_KINDS:
         if kind == known:
             return known
-    raise InvalidValue(f"a {kind[:64]!r} cannot have a share", hint=f"these can have shares: {', '.join(SHARE_KINDS)}")
+    raise InvalidValue(f"a {kind[:64]!r} cannot have a share", hint=f"valid kinds of shares: {', '.join(SHARE_KINDS)}")
 
 
 def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:

@@ -4,16 +4,16 @@
     SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
     SIGHUP ─▶ reload the certificate; open connections keep the old one. With a terminal: like SIGTERM
 
-The server can restore all state in memory from disk or from nodes, so a killed server starts like a stopped server.
+A killed server starts like a stopped server, because the server can restore all state in memory from disk or nodes.
 After the start, clients and nodes reconnect. After a second stop signal, the server stops without waiting for requests.
 
 Failure cases:
-* Another server uses the same home directory: the error names the other server.
-* The configured port is taken: the error names the process that uses the port.
-* The database does not answer: the server waits (`startup.py`).
-* The database has a newer version: the server reports this version and does not start.
-* Another server owns the database, at the start or later: the server stops (`leader_lock.py`).
-* Requests do not finish before the stop deadline: the server cancels them.
+* If another server uses the same home directory, the error names the other server.
+* If the configured port is taken, the error names the process that uses the port.
+* If the database does not answer, the server waits (`startup.py`).
+* If the database has a newer version, the server reports this version and does not start.
+* If another server owns the database, at the start or later, the server stops (`leader_lock.py`).
+* If requests do not finish before the stop deadline, the server cancels the requests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
 """Maximum seconds for canceled requests to end."""
 SWITCH_S = 0.001
-"""Interpreter switch interval between threads, in seconds; Python's default is 0.005."""
+"""Interpreter switch interval between threads in seconds, below Python's default of 0.005."""
 _LOOK_S = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|_KEY$")
@@ -153,8 +153,8 @@ class UvicornServer(uvicorn.Server):
         """Begin to serve requests, and notify the caller and systemd."""
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            # A server in the main thread is the only user of its process, so it may tune the garbage collector and
-            # thread switching.
+            # A server in the main thread may tune garbage collection and thread switching, because no other code uses
+            # its process.
             gc.freeze()  # A full collection would visit all imported objects, which takes about 100 ms.
             # A short switch interval speeds up requests, which often wait for the interpreter lock.
             sys.setswitchinterval(SWITCH_S)
@@ -254,7 +254,7 @@ def serve(
         if faults.named():
             _logger.warning("%s", faults.warning())
         if other:
-            _logger.warning("%s. The database allows only one of the two servers to work", other)
+            _logger.warning("%s. The database allows only one server at a time", other)
         certificate = _certificate(settings, clock)
 
         def waiting(line: str) -> None:

@@ -395,15 +395,13 @@ def _check_key(database: Database, sealer: Sealer) -> None:
     if sealed and not any(sealer.is_mine(context) for context in sealed):
         raise ServerProblem(
             "the server's key does not belong to its database: unfinished runs were sealed with another key",
-            hint=f"{_PUT_BACK}, or start with --key-lost: the server then ends those runs, and you have to set "
-            "secrets again",
+            hint=f"{_PUT_BACK}, or start with --key-lost, which ends the unfinished runs and deletes the secrets",
         )
     others = database.read(lambda connection: stored_secrets.sealed_by_another(connection, sealer))
     if names := sorted({name for _whose, name, _version in others}):
         raise ServerProblem(
             f"the server's key does not belong to its database: secrets were sealed with another key ({_some(names)})",
-            hint=f"{_PUT_BACK}, or start with --key-lost: the server then deletes those secrets, and you have to "
-            "set them again",
+            hint=f"{_PUT_BACK}, or start with --key-lost, which deletes the secrets, and set the secrets again",
         )
 
 

@@ -19,7 +19,7 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """The tracker is unavailable. With `is_doubtful`, it may have executed the request."""
+    """The tracker is unavailable. With `is_doubtful`, the tracker may have executed the request."""
 
     def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
         self.is_doubtful = is_doubtful
@@ -27,7 +27,7 @@ class TrackerAway(Exception):
 
 
 class TrackerRefused(Exception):
-    """The tracker refuses the request for the reason in the message. A retry would fail again."""
+    """The tracker refuses a request and would refuse every retry. The message contains the reason."""
 
 
 class Metric(NamedTuple):

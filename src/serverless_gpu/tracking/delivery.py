@@ -5,9 +5,9 @@
          └─▶ DeliveryListener.tracked        tracking-<node rank>.state: cursor and steps, for the next process
 
 The first node of an attempt creates the MLflow run, unless an earlier attempt or process has created a run with the
-same tag. All other nodes wait for the MLflow run. Repeating a delivery step changes nothing in MLflow, so the delivery
-repeats uncertain steps. Only the delivery of the last attempt sets the state of the MLflow run. Deliveries of earlier
-attempts add their points and files.
+same tag. All other nodes wait for the MLflow run. The delivery repeats uncertain steps, because repeating a delivery
+step changes nothing in MLflow. Only the delivery of the last attempt sets the state of the MLflow run. Deliveries of
+earlier attempts add their points and files.
 
 While MLflow is unavailable, the delivery retries with backoff and sends one notice. The file of telemetry samples
 serves as the buffer. If more than 64 MB of samples are unsent, the delivery drops the oldest points and sends a notice.
@@ -21,7 +21,7 @@ delivery sends receipt.json as the last file. The delivery skips an unreadable f
 invalid UTF-8. The delivery never sends results, because results may contain any data.
 
 Failure cases: With a full disk, a deleted directory or an unreadable state file, the delivery keeps its state in
-memory. The next process then repeats uncertain steps, which changes nothing in MLflow.
+memory. A later process repeats uncertain steps, which changes nothing in MLflow.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _BYTES_MAX = 1 << 20
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
-_FRESH_NS = 5 * 10**9  # Nanoseconds after a call during which no earlier request can have created its MLflow run.
+_FRESH_NS = 5 * 10**9  # Nanoseconds after a call within which no earlier process can have created the run.
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
@@ -294,7 +294,7 @@ class MlflowDelivery:
                     self._tracker.resume(self._known)
 
     def _has_later(self) -> bool:
-        """Return True if a later attempt has begun, which then sets the MLflow run's state."""
+        """Return True if a later attempt has begun, because only the last attempt sets the MLflow run's state."""
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
@@ -355,7 +355,7 @@ class MlflowDelivery:
 
         If MLflow refuses the file, send its text as a tag. Raises TrackerAway if the step must be retried.
         """
-        if self._suspicious.get(name):  # Raises TrackerAway if MLflow does not answer other requests either.
+        if self._suspicious.get(name):  # Raises TrackerAway if MLflow also fails to answer a simpler request.
             self._refusable(lambda: self._tracker.tags(self._known))
         try:
             self._tracker.upload(self._known, f"{self._folder}{name}", data)
@@ -499,7 +499,7 @@ class MlflowDelivery:
 
 
 class _NotYet(TrackerAway):
-    """MLflow answers, but the expected MLflow run does not exist yet."""
+    """The expected MLflow run does not exist yet, although MLflow answers."""
 
 
 class SharedDeliveryState:

@@ -1,6 +1,6 @@
 """Implements a client for MLflow's REST API.
 
-The client does not import `mlflow`, so users may install any version of the package.
+Users may install any version of the package `mlflow`, because the client does not import the package.
 
     begin, find   experiments/get-by-name, experiments/create, runs/search, runs/create, runs/get
     log           runs/log-batch, at most 1000 points, 100 parameters or 100 tags at once
@@ -18,9 +18,9 @@ deleted experiment. The client refuses `upload` if the server's files are in a b
 Failure cases: After a refused connection, a timeout, or a status of 408, 425, 429 or 5xx except 501, MLflow counts as
 unavailable. An error message from MLflow about the request is a refusal. The result of any other error depends on the
 server's earlier answers. If the server has never answered like MLflow, the client raises `TrackerRefused` with a hint.
-Common causes of such answers are a wrong address, a login page, a wrong password or an untrusted certificate. A server
-that has answered like MLflow before is probably under maintenance and counts as unavailable. The client aborts a
-request after twice its timeout, except while reading the headers.
+Common causes of answers unlike MLflow's are a wrong address, a login page, a wrong password or an untrusted
+certificate. A server that has answered like MLflow before is probably under maintenance and counts as unavailable. The
+client aborts a request after twice its timeout, except while reading the headers.
 
 The client reads credentials from the caller's MLflow environment variables. The client sends credentials only to the
 server that these variables name. The client follows no redirects. Error messages contain neither credentials nor a
@@ -499,7 +499,7 @@ class RestClient:
 
 
 def make_ready() -> None:
-    """Import the modules that the first request needs (100 ms), so that the first request is fast."""
+    """Import the modules for the first request early, because the import takes 100 ms."""
     httpx2.Client(verify=False, trust_env=False).close()
 
 

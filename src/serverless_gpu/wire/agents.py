@@ -20,9 +20,9 @@ node acknowledges `Start` after it has durably recorded the start in the attempt
 
 The node sends each report with the token of the attempt. In an attempt on several nodes, each node reports about its
 own ranks. The server applies a report completely or not at all. The server identifies log pieces by their offset, and
-facts and files by their name. A node can therefore repeat a report, which never restores an earlier state of the
-attempt. An answer with `stale` states that the attempt has ended. The node must then stop the attempt's processes and
-send no more reports.
+facts and files by their name. A repeated report therefore never restores an earlier state of the attempt. An answer
+with `stale` states that the attempt has ended. After an answer with `stale`, the node must stop the attempt's processes
+and send no more reports.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ PROTOCOLS = (1, 2)
 
 Operators upgrade the server before nodes and clients.
 
-    1    first version, recorded in tests/support/server/recorded/ for the tests of later servers.
+    1    The first protocol version, recorded in tests/support/server/recorded/ for the tests of later servers.
     2    A node reports its clock difference (`Heartbeat.clock`). `Report.exec_ns` uses the server's time.
 """
 BODY_BYTES_MAX = 8 << 20

@@ -63,7 +63,8 @@ class Connection(HttpClient):
     ) -> Iterator[Any]:
         """Yield events of type `answer` until the server ends the stream.
 
-        Raises ServerUnavailable if the connection breaks. The reader must then resume from its position.
+        Raises ServerUnavailable if the connection breaks. After a broken connection, the reader must resume from its
+        position.
         """
         decode = decoder(answer).decode
         headers = {**self._headers(), "Accept": "text/event-stream"}
@@ -90,7 +91,7 @@ class Connection(HttpClient):
             raise ServerProblem(f"an event of {self.url}{API}{path} cannot be understood: {error}") from None
 
     def close(self) -> None:
-        """Close all connections. Requests that wait for the server then raise an exception."""
+        """Close all connections. After this call, requests that wait for the server raise an exception."""
         super().close()
         self._client.close()
 

@@ -152,7 +152,7 @@ class HttpClient(abc.ABC):
         return True
 
     def close(self) -> None:
-        """Refuse further requests. Requests that wait for the server then raise an exception."""
+        """Refuse further requests. After this call, requests that wait for the server raise an exception."""
         self._closed.set()
 
     # --- requests and retries ------------------------------------------------------------------------------------

@@ -225,8 +225,8 @@ class AttemptList(Answer, frozen=True, kw_only=True):
 
 # --- the stream -------------------------------------------------------------------------------------------------------
 # After a connection failure, the client sends `after`, the last `seq` that it received, and `offsets` =
-# "<fence>.<rank>.<stream>:<next byte>,…". The server then resumes the stream exactly at the reader's position. With
-# `ranks` = "all" or "0,3,…", the reader requests the output of other ranks than the run's live ranks
+# "<fence>.<rank>.<stream>:<next byte>,…". The server resumes the stream exactly at the position in `after` and
+# `offsets`. With `ranks` = "all" or "0,3,…", the reader requests the output of other ranks than the run's live ranks
 # (`spec.ranks_log`). One event stream contains at most `LIVE_STREAMS_MAX` output streams.
 
 

@@ -137,7 +137,7 @@ def _check_followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> Chain
 
 
 def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry], file: Path) -> Iterator[ChainedEntry]:
-    """Yield the server's audit entries. Raise AuditBroken if the copy differs or has more entries."""
+    """Yield the server's audit entries. Raise AuditBroken if the copy differs or has additional entries."""
     known: ChainedEntry | None = None
     for link in links:
         known = next(copied, None)

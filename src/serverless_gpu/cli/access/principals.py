@@ -161,8 +161,8 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
 def logout() -> None:
     """Delete this home's server address and token.
 
-    The deleted token stays valid until you revoke it with `sgpu token revoke`. At its next start, a server that uses
-    this home directory writes its address there again.
+    The deleted token stays valid until you revoke it with `sgpu token revoke`. A server that uses this home directory
+    writes its address to the directory again at the next server start.
     """
     home = durable_home("`sgpu login` stores the token in the home directory").root
     profile = remove_profile(home)
@@ -171,7 +171,7 @@ def logout() -> None:
         return
     say(f"{home} no longer uses {profile.url}; revoke the token with `sgpu token revoke`")
     if SERVER in os.environ:
-        say(f"sgpu: unset {SERVER}, because commands still use its server {os.environ[SERVER]}", err=True)
+        say(f"sgpu: unset {SERVER}, because commands still use the server {os.environ[SERVER]}", err=True)
 
 
 @click.command()

@@ -111,7 +111,7 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
     on this machine.
     """
     with _interruptible(
-        "the directory was not created. The cache keeps the downloaded files, and the next restore downloads the rest"
+        "the directory was not created. The cache keeps the downloaded files. The next restore downloads the rest"
     ):
         _module("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 

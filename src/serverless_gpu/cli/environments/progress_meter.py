@@ -4,9 +4,9 @@ r"""Progress of a capture or a restore: bytes, files, rate and remaining time.
                         └──▶ Meters on stderr              a terminal: redrawn in place, at most ten times a second
                                                            a file or a pipe: a plain line every five seconds
 
-Several threads report progress, up to a thousand times a second. The displayed rate covers the last five seconds and
-shows when a slow network follows a fast disk. The meter shows no rate or remaining time in the first second. If writing
-to stderr fails, for example on a full disk, the meter stops drawing and the capture or restore continues.
+Several threads report progress, up to a thousand times a second. The displayed rate covers the last five seconds, to
+reveal a slow network after a fast disk. The meter shows no rate or remaining time in the first second. If writing to
+stderr fails, for example on a full disk, the meter stops drawing. The capture or restore continues without the meter.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
 
     last: Snapshot | None  # Snapshot of the last capture; None before the first capture.
     now: Snapshot
-    sources: Mapping[str, LocalUnit]  # Local units by address; empty if no file was scanned.
+    sources: Mapping[str, LocalUnit]  # Local units by address, or an empty mapping without a scan.
     times: dict[str, int]  # Step durations in milliseconds, by step name.
 
     @property

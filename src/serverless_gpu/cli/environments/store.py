@@ -100,7 +100,7 @@ def restore_into(
     order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
-        # Progress reports name units by address, so replace each address with the unit's title.
+        # Replace each unit address in a progress report with the unit's title.
         def report(progress: ProgressPoint) -> None:
             meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
 

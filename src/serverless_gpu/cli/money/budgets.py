@@ -134,10 +134,10 @@ def set_budget(
 @budget.command("reopen")
 @click.argument("name", shell_complete=complete_budget)
 def reopen_budget(name: str) -> None:
-    """Reopen a hard budget that stopped runs.
+    """Reopen a hard budget that has stopped runs.
 
     The server starts new runs until the budget is used up. If the budget is already used up, raise the budget instead
-    (sgpu budget set). Runs that the budget stopped do not restart.
+    (sgpu budget set). The server does not restart runs that the budget has stopped.
     """
     with server() as connection:
         found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)

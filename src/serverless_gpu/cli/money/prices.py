@@ -123,8 +123,8 @@ def set_price(
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
     """End a price.
 
-    After the price of a pool ends, new attempts use the price for all pools, if that price exists. The command also
-    withdraws planned prices of the resource.
+    If a price for all pools exists, new attempts use it after the pool's own price ends. The command also withdraws
+    planned prices of the resource.
     """
     query = {"pool": pool} if pool else {}
     until_ns = None if until is None else moment_ns("--at", until)

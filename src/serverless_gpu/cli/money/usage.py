@@ -172,7 +172,7 @@ def _window(asked: dict[str, Any]) -> DayRange:
 def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
     where: dict[str, str] = {}
     for text in texts:
-        # A tag key may contain any character except =, so the first = ends the field.
+        # The first = ends the field, because a tag key contains no =.
         field, equals, value = text.partition("=")
         if not equals:
             raise click.BadParameter(
@@ -284,7 +284,7 @@ def _remarks(view: UsageView) -> list[str]:
             found.append(f"{used} belong to running attempts, which are not in the ledger yet")
     if view.is_going_cut:
         found.append(
-            f"more than {view.going} attempts are running, and the report omits the usage of some of these attempts"
+            f"the report omits the usage of some running attempts, because more than {view.going} attempts are running"
         )
     return found
 

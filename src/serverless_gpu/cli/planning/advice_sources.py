@@ -6,7 +6,7 @@
 
 The demand curve moves each run's GPU time to the run's submission time. The advice therefore assumes that no run waits
 in the queue. A session counts only while no run uses the session's devices, because runs count separately. The command
-omits rows beyond the limit and incomplete receipts. A remark reports these omissions.
+omits rows beyond the limit and incomplete receipts. A remark in the report lists omitted rows and receipts.
 """
 
 from __future__ import annotations

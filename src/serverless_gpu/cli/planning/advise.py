@@ -184,11 +184,10 @@ def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: F
         reserved = _price("--reserved", options["reserved"], book, gpu_type)
     if on_demand is None:
         return None, (
-            f"{gpu_type} has no on-demand price, so no advice is possible. Add `--on-demand 2.99`, or run `sgpu "
-            f"price set {gpu_type} 2.99`"
+            f"{gpu_type} has no on-demand price. Add `--on-demand 2.99`, or run `sgpu price set {gpu_type} 2.99`"
         )
     if billed == 0:
-        return None, f"the server billed no usage of {gpu_type}, so do not reserve any GPUs"
+        return None, f"do not reserve any GPUs, because the server billed no usage of {gpu_type}"
     if on_demand == 0:
         return None, f"{gpu_type} costs nothing on demand, so do not reserve any GPUs"
     if reserved is None:

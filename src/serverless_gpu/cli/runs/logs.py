@@ -145,7 +145,7 @@ def _show(
     """Print existing output, and new output until the run ends. Without a display, print raw bytes."""
     last, look_s = False, _LOOK_S
     while not last:
-        last = not goes_on()  # Check before reading, to print the last output of a run that ends.
+        last = not goes_on()  # Checking the run state before reading ensures complete output.
         look_s = min(look_s_max, 1.5 * look_s)
         for source in sources:
             for data in source.pieces():

@@ -37,8 +37,8 @@ def attach(run: str | None) -> None:
     """Follow a run until it ends.
 
     RUN is a run identifier, or the beginning or end of a run identifier. Without RUN, the command selects the latest
-    run. Ctrl-C ends the command, and the run continues. The command exits with the same codes as `sgpu submit`, and
-    with 130 after Ctrl-C.
+    run. Ctrl-C ends the command but not the run. The command exits with the same codes as `sgpu submit`, and with 130
+    after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
     error = handle.follow(only_looks=True, raises=False)

@@ -121,7 +121,7 @@ def _story(home: Home, record: RunRecord) -> str:
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
     link = _mlflow_link(record)
-    if link and (record.receipt is None or not record.receipt.tracked):  # The link can arrive after the receipt.
+    if link and (record.receipt is None or not record.receipt.tracked):  # MLflow's link can arrive late.
         parts.append(f"tracked: {link}")
     uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
     if uses:
@@ -297,7 +297,7 @@ def failure_text(view: RunView) -> str:
 
 
 def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
-    """Return the receipt of the last attempt or of its node `crew`, or None if the receipt is missing."""
+    """Return the receipt of the last attempt or of node `crew`, or None if the receipt is missing."""
     query = {} if crew is None else {"fence": str(view.fence), "crew": str(crew)}
     with patient_server(this_home().root) as connection:
         try:

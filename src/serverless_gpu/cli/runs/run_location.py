@@ -5,8 +5,8 @@ latest run. A local run exists only in the home directory of this machine. Comma
 if this machine has the run directory.
 
 If the server is unreachable, commands report the unreachable server instead of a missing run. If a named run is not on
-this machine, the command waits for the server (`cli/server_connection.py`). A command that lists runs prints the local
-runs and then fails.
+this machine, the command waits for the server (`cli/server_connection.py`). If the server is unreachable, a command
+that lists runs prints the local runs and then fails.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def locate(home: Home, wanted: str | None) -> LocatedRun:
 def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
     """Return the matching server runs, and the end of the error message if no run matches.
 
-    A complete identifier needs one request. A prefix can match any server run, and a suffix can match only the latest
+    A complete identifier needs one request. A prefix can match any server run. A suffix can match only the latest
     server runs. Without `wanted`, the function does not wait for the server, because the user can name a local run.
     """
     if not is_configured(home.root, os.environ):
@@ -171,7 +171,7 @@ def queued_runs(home: Home) -> tuple[str, ...]:
 def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, elsewhere: str = "") -> str:
     """Return the identifier of the requested run, or of the newest run without `wanted`.
 
-    `elsewhere` is appended to the error message.
+    The error message for an unknown run ends with `elsewhere`.
     """
     ids = run_ids(home.runs) if ids is None else ids
     if wanted is None:

@@ -126,13 +126,13 @@ class NotebookDisplay(LineDisplay):
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
         """Print the amount of omitted output and the log location."""
         screen = self._screens.by_stream.get((rank, stream))
-        # The omitted output may contain a newline, so start a new line.
+        # Start a new line, because the omitted output may contain a newline.
         if screen is not None and not screen.moving:
             self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         _write("stderr", self._missing(rank, stream, bytes_, lost))
 
     def say(self, sentence: str) -> None:
-        """Show a message in the status display before the run starts, and on stderr afterwards."""
+        """Show a message in the status display before the run's start, and on stderr after the start."""
         if self._state in _BEFORE and not self._finished:
             self._sentence = sentence
             self._show()
@@ -197,7 +197,7 @@ class NotebookDisplay(LineDisplay):
 
     def _show(self) -> None:
         if self._quiet or self._accounted or not (self._finished or self._status.due):
-            return  # This early return keeps frequent output calls fast.
+            return  # An early return keeps frequent output calls fast.
         state, sentence, lines = self._state, self._told(), self._progress()
         tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
         plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
@@ -234,7 +234,7 @@ class NotebookDisplay(LineDisplay):
 
 def _write(stream: str, text: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
-    # The kernel flushes the stream five times per second, and an explicit flush would block on a kernel thread. The run
+    # The kernel flushes the stream five times per second. An explicit flush would block on a kernel thread. The run
     # must continue even if user code has closed or replaced the stream.
     with contextlib.suppress(Exception):
         if target is not None:

@@ -137,7 +137,10 @@ class Display:
         """Show a piece of a rank's decoded output. The piece may have any size."""
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Report omitted output at the current position. `lost` means that the log lacks the output too."""
+        """Report omitted output at the current position.
+
+        `lost` means that the log also lacks the omitted output.
+        """
 
     def say(self, sentence: str) -> None:
         """Show a message of serverless-gpu."""

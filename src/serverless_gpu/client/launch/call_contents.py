@@ -234,7 +234,7 @@ def _reduced_parts(value: object) -> Iterator[_Part]:
         reduced = value.__reduce_ex__(5)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - user code may raise, and some types refuse to be pickled
+    except BaseException:  # noqa: BLE001 - user code and unpicklable types may raise any exception
         return
     if isinstance(reduced, str):
         return

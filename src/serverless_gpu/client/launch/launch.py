@@ -6,8 +6,8 @@
 The client launches a session like a run, but without a function.
 
 If the launch fails, the client removes the run directory. If the environment has changed, the client withdraws the
-launch before user code starts. The client then launches the run again with the current files. If the stored environment
-is damaged, the client captures the environment again and launches a new run.
+launch before user code starts. The client launches the withdrawn run again with the current files. If the stored
+environment is damaged, the client captures the environment again and launches a new run.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def check_call(
     arguments = bind_arguments(function, args, kwargs)
     if spec.ray is not None:
         check_ray(spec.ray)
-    # The arguments of a cell function are code objects, so the client does not display them.
+    # The client does not display the arguments of a cell function, which are code objects.
     is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)
     return {} if is_cell else arguments
 
@@ -187,8 +187,8 @@ def _try_place(
                 with contextlib.suppress(OSError):
                     protocol.send(channel, protocol.Confirm())
         except BaseException:
-            # Ctrl-C may arrive just after the client has sent the launch, when a supervisor may already exist. Such a
-            # supervisor reads the withdrawal message.
+            # Ctrl-C may arrive just after the client has sent the launch, when a supervisor may already exist. A
+            # supervisor that already exists reads the withdrawal message.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
             secret_files.remove(directory)
@@ -253,7 +253,7 @@ def _in_environment(message: protocol.Launch, recognition: snapshot_environment.
         wanted = recognition.wanted(display)
     finally:
         display.finish()
-    # A session runs no user code, so its environment needs no check.
+    # A session's environment needs no check, because a session runs no user code.
     confirmed = recognition.verified or message.idle_timeout_s is not None
     return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
 

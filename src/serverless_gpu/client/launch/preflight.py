@@ -15,7 +15,7 @@ without their trainer.
 Before a Ray cluster starts, the preflight checks refuse a missing or outdated Ray installation and references to other
 clusters. The preflight checks also refuse a user's file or directory named `ray`, because ranks would import the file
 instead of Ray. The preflight checks do not import Ray, because importing Ray takes a second. Some problems, such as
-missing metadata, appear only when a rank imports Ray. The rank then reports the problem.
+missing metadata, appear only when a rank imports Ray. A rank reports the problems of its Ray import.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ def find_ray() -> RayInstallation:
 def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
     """Return a pickle reducer that refuses objects of the caller's own Ray cluster, or None.
 
-    Pickle accepts a reference to an object of the caller's Ray cluster, but the run's driver cannot use the reference.
-    The run's driver belongs to a different Ray cluster, which cannot resolve the reference.
+    Pickle accepts references to objects of the caller's Ray cluster. The run's driver belongs to a different Ray
+    cluster, which cannot resolve references to the caller's cluster.
     """
     ray = sys.modules.get("ray")
     found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))

@@ -24,7 +24,7 @@ def explain(error: NoSuitableNode, syntax: Syntax) -> None:
 
 
 def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
-    """Return the error for a command `typed` that needs a server. `instead` is another hint."""
+    """Return the error for a command `typed` that needs a server. The error's hint ends with `instead`."""
     hint = "start a server on this machine with `sgpu up`, or connect to an existing server with `sgpu login`"
     return ServerNotConfigured(
         f"`{typed}` needs a server, and none is configured", hint="; ".join(filter(None, (hint, instead)))

@@ -72,7 +72,7 @@ class _Service:
                 environ=os.environ,
                 fds=(theirs.fileno(),),
             )
-            process.wait()  # The started process detaches at once, so the client waits only briefly.
+            process.wait()  # The client waits only briefly, because the started process detaches at once.
         except OSError as error:
             self._channel.close()
             raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
@@ -102,7 +102,7 @@ class _Service:
 
         Raise _ServiceEnded if the service has exited.
 
-        If several threads wait, one of them reads the answers for all threads.
+        If several threads wait, one thread reads the answers for all threads.
         """
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
@@ -140,11 +140,11 @@ class _Service:
         self._channel.close()
 
     def _read(self, within_s: float) -> None:
-        """Read one message before the timeout. Other threads may use this object during the read."""
+        """Read one message before the timeout. Other threads may send requests during the read."""
         self._turn.release()
         received = None
         try:
-            # `select` supports only descriptors below 1024, and a client may have thousands of descriptors.
+            # `select` supports only descriptors below 1024. A client may have thousands of descriptors.
             poller = select.poll()
             poller.register(self._channel, select.POLLIN)
             if not poller.poll(within_s * 1000):
@@ -234,7 +234,7 @@ class Recognition:
                 self.close()
             elif isinstance(
                 answer, service_messages.UnknownEnvironment
-            ):  # The environment service died, and the client sent the request again.
+            ):  # The client sent the request again after the death of the environment service.
                 return ("installed packages or the project's code",)
         return ()
 
@@ -332,7 +332,7 @@ class _CaptureNotices:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # This value survives a service restart, so that the display shows the changes only once.
+            None  # `_found` survives a service restart, so that the display shows the changes only once.
         )
 
     def take(self, answer: service_messages.Answer) -> None:

@@ -5,8 +5,8 @@
 
 A reader thread transfers messages from the server to a queue. The run handle reads the message queue, writes files and
 updates displays. The message queue is bounded. If the queue is full, the reader thread stops reading the event stream.
-The server then stores the messages. Each event stream has a separate connection, so that closing one stream affects no
-other stream.
+While the message queue is full, the server stores the messages. Each event stream has a separate connection, so that
+closing one stream affects no other stream.
 
 The reader thread prints one notice about a broken connection and reconnects for up to `SERVERLESS_GPU_PATIENCE`
 seconds. If the server refuses the request, the reader thread passes the server's error to the run handle. If the token
@@ -193,7 +193,7 @@ class EventStream:
 
     def _wake(self) -> None:
         if not self._closed.is_set():
-            # A full wakeup pipe is already readable, so the run handle wakes up anyway.
+            # The run handle wakes up anyway, because a full wakeup pipe is already readable.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._writable, b"\0")
 

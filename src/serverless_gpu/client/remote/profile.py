@@ -121,7 +121,7 @@ def patience_s(environ: Mapping[str, str]) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 86_400:  # Any comparison with NaN is False, so the range check also refuses NaN.
+    if not 0 <= value <= 86_400:  # The range check also refuses NaN, because any comparison with NaN is False.
         raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
     return value
 

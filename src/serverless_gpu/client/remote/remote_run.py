@@ -11,8 +11,8 @@ server determines the run's final state.
 loads only results of the caller's own runs, because loading a result executes code. Loading another principal's results
 requires `allow_pickle_from="bob"`.
 
-The copies on the caller's disk have the layout of a local run directory. The client therefore reads local and remote
-results in the same way:
+The copies on the caller's disk have the layout of a local run directory. The common layout lets the client read local
+and remote results in the same way:
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
@@ -135,7 +135,7 @@ class RemoteRun(RunSource):
                     self._is_over_there = self._is_over_there or self._look()
                     if not self._is_over_there:
                         break
-                # A client that attaches waits for the stream's first messages, or for the final state of an ended run.
+                # An attaching client waits for the stream's first messages, or for the final state of an ended run.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
                 heard = self._open_stream().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
@@ -229,7 +229,7 @@ class RemoteRun(RunSource):
         try:
             return self._server.cost(self.run_id)
         except NotFound:
-            # The run exists, so status 404 means that the server is too old for the cost route.
+            # Status 404 for an existing run means that the server is too old for the cost route.
             self._server.run(self.run_id)
             url = self._server.profile.url
             raise ServerProblem(f"the server at {url} is too old to report the cost of runs") from None

@@ -72,7 +72,7 @@ class RemoteServer:
         self._principal = profile.principal
 
     def close(self) -> None:
-        """Close all connections except those of event streams."""
+        """Close all connections except event stream connections."""
         self._patient.close()
         self._prompt.close()
 
@@ -109,7 +109,7 @@ class RemoteServer:
                 other = f"store a new token with `sgpu login {self.profile.url}` in a terminal"
                 if self._environ.get(TOKEN):
                     other = f"set {TOKEN} of this process to a new token"
-                say(f"{ended.message}: {other}; the client waits for the new token, and the run continues")
+                say(f"{ended.message}: {other}; the run continues while the client waits for the new token")
             if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
                 return False
         return True

@@ -4,12 +4,13 @@
                                                                               its answer is the stream ┘
 
 `launch.py` launches local runs. The client writes the run's identifier to disk before sending the request. If the
-server's answer is lost, the client repeats the request with the same identifier, which starts no second run. If the
-server refuses the run, the client deletes the run's files. A request without an answer may have started a run, so the
-client stores and prints the run's identifier. Ctrl-C during the request cancels any run that the request has started.
-If the environment changes during the environment check, the client repeats the check.
+server's answer is lost, the client repeats the request with the same identifier. The repeated request starts no second
+run. If the server refuses the run, the client deletes the run's files. The client stores and prints the run's
+identifier, because a request without an answer may have started a run. Ctrl-C during the request cancels any run that
+the request has started. If the environment changes during the environment check, the client repeats the check.
 
-The client uploads a large payload in parts that are named by their digests, so that an interrupted upload can resume:
+The client uploads a large payload in parts, so that an interrupted upload can resume. The client names each part by its
+digest:
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ ask for missing parts ──▶ send these ──▶ BlobReference
 
@@ -264,7 +265,7 @@ def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
             server.stop(run_id, StopReason.CANCEL, patiently=False)
         except AlreadyFinished:
             return True
-        except NotFound:  # The server does not know the run, but the interrupted request may still arrive.
+        except NotFound:  # The interrupted request may still arrive at the server.
             if clock.boottime_ns() > until_ns:
                 return True
             pause.wait(_STOP_PAUSE_S)

@@ -53,7 +53,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     if not all(isinstance(name, str) for name in trusted):
         raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
     home = find_home(os.environ)
-    # The identifier becomes part of a path, so `attach` accepts only valid identifiers.
+    # `attach` accepts only valid identifiers, because the identifier becomes part of a path.
     is_identifier = run_id.isascii() and run_id.isalnum()
     record = read_run(home.runs, run_id) if is_identifier else None
     elsewhere = ""
@@ -85,7 +85,7 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
         run._nothing_more()
     else:
         if not run._hear(SNAPSHOT_S) and record.live:
-            # The supervisor is busy, so `attach` reads the state from the run's files.
+            # `attach` reads the state from the run's files, because the supervisor is busy.
             run._state = State(record.state)
         if run._refused is not None:
             raise AgentUnavailable(f"{run._refused.message}; the run continues", hint=run._refused.hint)
@@ -118,6 +118,6 @@ def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
         message = f"run {run_id} is still queued behind {len(status.attempts)} other runs of this home directory"
         raise AgentUnavailable(message, hint="attach after the run has started; `sgpu status` shows the queue")
     if is_held(directory / "supervisor.lock"):
-        message = f"run {run_id} continues, but this process cannot reach its supervisor"
+        message = f"this process cannot reach the supervisor of the running run {run_id}"
         hint = f"use the same SERVERLESS_GPU_SOCKETS and /tmp as the run; the run's outcome will be in {directory}"
         raise AgentUnavailable(message, hint=hint)

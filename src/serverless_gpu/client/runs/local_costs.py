@@ -45,7 +45,7 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
     stopped = read_ending(directory)
     meter, _ = meter_of(directory)
     if live and facts and receipt is None:
-        first = facts[0]  # The supervisor is running, so the device usage lasts until now.
+        first = facts[0]  # While the supervisor is running, the device usage lasts until now.
         now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
         alive_ns = max(first.boottime_ns, now_ns)
         meter.add(msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=alive_ns))

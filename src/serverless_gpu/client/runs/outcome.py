@@ -130,7 +130,7 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
     try:
         return payload.load(str(path))
     except FileNotFoundError as error:
-        if path.exists():  # The result file exists, so unpickling failed to find some other file.
+        if path.exists():  # Unpickling failed to find some file other than the result file.
             raise _not_loadable(error, path, rank, run_id) from error
         raise _files_deleted(directory, path, rank, run_id) from None
     except KeyboardInterrupt:
@@ -262,7 +262,7 @@ def _files_deleted(directory: Path, path: Path, rank: int, run_id: str) -> Resul
 
 def _rank_exception(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
     record = _record(directory, rank)
-    if not record:  # The disk was full, so only the short description of the failure exists.
+    if not record:  # On a full disk, only the short description of the failure exists.
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
     if origin.untrusted:
         record["untrusted"] = origin.untrusted
@@ -311,7 +311,7 @@ def _run_error(
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail and with_tail:
-            # Python prints exception notes unchanged, so control characters in notes would reach the terminal.
+            # Control characters in notes would reach the terminal, because Python prints exception notes unchanged.
             lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
             error.add_note(f"last output of rank {rank}:\n{lines}")
     return error
@@ -534,7 +534,7 @@ class NotebookTraceback:
 def in_notebooks(error: E) -> E:
     """Attach `NotebookTraceback` to an exception that IPython shows, and return the exception.
 
-    Internal errors of serverless-gpu bypass `in_notebooks`, so IPython shows all frames of internal errors.
+    IPython shows all frames of serverless-gpu's internal errors, which bypass `in_notebooks`.
     """
     if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
         with contextlib.suppress(Exception):  # The user's exception class may refuse new attributes.

@@ -1,11 +1,11 @@
 """Implements the run handle, with methods for results, cancellation, receipts and logs.
 
 Each method of a run handle processes new messages in the caller's thread. The run handle gets messages and files from a
-`RunSource`: a local supervisor or a server. The source stores messages until the handle reads them, so an unused handle
-consumes no CPU time. An unused handle may miss live output, but the log files contain all output.
+`RunSource`: a local supervisor or a server. An unused handle consumes no CPU time, because the source stores messages
+until the handle reads them. An unused handle may miss live output. The log files contain all output.
 
 A run with a damaged stored environment does not start. The client captures the environment again and launches a new
-run, to which the run handle then refers.
+run. The run handle refers to the new run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 own_sessions: set[str] = set()
 """Identifiers of the sessions that are open in this process."""
 R = TypeVar("R")
-# Most calls do not need this module, so the client imports it at first use.
+# The client imports the module `futures` at first use, because most calls do not need the module.
 _FUTURES = "serverless_gpu.client.runs.futures"
 # Repairing a damaged snapshot may reveal damaged environment units. Repairing units may reveal damaged packs.
 _RELAUNCHES = 3
@@ -193,7 +193,7 @@ class Run(Generic[R]):
         """Return a `concurrent.futures.Future` of the results.
 
         Each call of `future` returns the same object. The future works with `concurrent.futures.wait`, callbacks and
-        `asyncio.wrap_future`. The future cannot be cancelled, but `Run.cancel` stops the run.
+        `asyncio.wrap_future`. To stop the run, call `Run.cancel`, because the future cannot be cancelled.
         """
         self._refuse_session()
         if self._future is None:
@@ -248,7 +248,7 @@ class Run(Generic[R]):
         Raises:
             ServerUnavailable: the server does not answer, so the run continues.
         """
-        # A thread that waits for the run may hold the lock, so `cancel` does not acquire the lock.
+        # `cancel` does not acquire the lock, because a thread that waits for the run may hold the lock.
         if self._stopped is None:
             self._source.stop(StopReason.CANCEL)
 
@@ -373,7 +373,7 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._interrupted(display)
             raise
-        except ServerProblem:  # The server did not receive the stop request, so the run continues.
+        except ServerProblem:  # Without the stop request, the server continues the run.
             raise
         except BaseException:  # The user's signal handler or the notebook has interrupted the wait.
             if self._spec.on_interrupt == "cancel":
@@ -497,7 +497,7 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            # The caller is waiting, so the client prints this note even without a display.
+            # The client prints a connection note even without a display, because the caller is waiting.
             case ConnectionNote(sentence=sentence):
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked):
@@ -568,7 +568,9 @@ class Run(Generic[R]):
             return False
         if self._relaunches_left == _RELAUNCHES:
             display = self._display or TerminalDisplay(quiet=self._spec.quiet)
-            display.say("the stored environment is damaged, so the client captures a new one and restarts the run")
+            display.say(
+                "the client captures a new environment and restarts the run, because the stored environment is damaged"
+            )
         self._relaunches_left -= 1
         launched = self._relaunch()
         if launched is None:

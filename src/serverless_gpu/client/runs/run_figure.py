@@ -4,10 +4,10 @@
     2 to 8       a row for each: use | memory           ├─ marks as lines through all, explained below the panels
     more         two heat maps, a row for each device   ┘
 
-Event markers show failures and stop requests. Only figure modules import Matplotlib, and callers import figure modules
-at first use. Figure modules do not use `pyplot`, because `pyplot` would change the caller's global state. Figure
-modules set all colours explicitly, so that the caller's Matplotlib style has no effect. If the run has no samples, the
-figure contains a message. Names appear without control characters and without math mode for ``$``.
+Event markers show failures and stop requests. Only figure modules import Matplotlib. Callers import figure modules at
+first use. Figure modules do not use `pyplot`, because `pyplot` would change the caller's global state. Figure modules
+set all colours explicitly, so that the caller's Matplotlib style has no effect. If the run has no samples, the figure
+contains a message. Names appear without control characters and without math mode for ``$``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serverless_gpu.client.runs import timeline
 from serverless_gpu.client.runs.timeline import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
-ROWS_MAX = 8  # Maximum number of devices with curves. A figure of more devices contains heat maps.
+ROWS_MAX = 8  # Maximum number of devices with curves. For more devices, the figure contains heat maps.
 MARKS_MAX = 8
 _LITTLE = 3  # Minimum number of samples for drawing a curve as a line instead of points.
 _WIDTH_IN = 10.0

@@ -4,9 +4,9 @@
                         └─ RemoteRun   a server: its event stream, and copies of its files (`remote/remote_run.py`)
 
 Every source returns messages of `node.protocol`, so that local and remote run handles behave the same. If the agent
-dies while a run is queued, `LocalRun` loses its connection before a supervisor accepts the run. `LocalRun` then sends
-the launch to a new agent, because no user code has run. If the connection closes before the final message, `LocalRun`
-reads the final state from the run directory. If the run directory contains no final state, the supervisor was killed.
+dies while a run is queued, `LocalRun` loses its connection before a supervisor accepts the run. `LocalRun` sends a lost
+launch to a new agent, because no user code has run. If the connection closes before the final message, `LocalRun` reads
+the final state from the run directory. If the run directory contains no final state, the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-# Most calls do not need this module, so the client imports it at first use.
+# The client imports `timeline` and `supervisor_loss` at first use, because most calls need neither module.
 _TIMELINE = "serverless_gpu.client.runs.timeline"
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
@@ -43,7 +43,7 @@ Reconnect = Callable[[], Channel]
 
 
 class ConnectionNote(NamedTuple):
-    """A message about the connection to the server or supervisor instead of the run."""
+    """A message about the connection to the server or supervisor, not about the run."""
 
     sentence: str
 
@@ -244,7 +244,7 @@ class LocalRun(RunSource):
         match message:
             case protocol.Accepted() | protocol.Stopped():
                 self._accepted = True
-            # The run has started no process, so the client removes the run directory.
+            # The client removes the run directory, because the run has started no process.
             case protocol.Refused() if not self._accepted:
                 remove_at_once(self.directory.parent)
             case _:

@@ -117,8 +117,8 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
         sums[column] += value
         counts[column] += 1
     row = [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
-    # An old run's samples are far apart, so each value fills the heat map columns up to the next sample. A value does
-    # not extend across a gap.
+    # Each value fills the heat map columns up to the next sample, because an old run's samples are far apart. A value
+    # does not extend across a gap.
     for is_hole, (moment, following), value in zip(_holes(times), pairwise(times), values, strict=False):
         if not is_hole:
             first, last = (min(columns - 1, max(0, int((at - begin) / width))) for at in (moment, following))
@@ -190,7 +190,7 @@ def _scale(curve: Curve, factor: float) -> Curve:
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return True for each step between samples that is a gap, by comparison with the two previous steps."""
+    """Return, for each step between samples, True if the step is a gap."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)
@@ -243,7 +243,7 @@ def read_attempt_times(directory: Path) -> AttemptTimes:
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None
     failed_ns = None
-    # Facts from the same boot record both the wall clock time and the boot time.
+    # Facts from the same boot contain both the wall clock time and the boot time.
     if cause is not None and facts and cause.at_ns > 0:
         failed_ns = facts[0].wall_ns + cause.at_ns - facts[0].boottime_ns
     return AttemptTimes(

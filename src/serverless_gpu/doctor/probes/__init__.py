@@ -3,7 +3,7 @@
     threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · installed packages · package imports              (these may crash or hang)
 
-All probes start in parallel with the same time limit, so the total time barely exceeds that limit.
+All probes start in parallel with the same time limit. The total time therefore barely exceeds the limit of one probe.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         "limits": look_at_limits,
         "network": look_at_network,
     }
-    # Probe processes enforce the same limit and report better reasons, so probe threads wait half a second longer.
+    # Probe threads wait half a second longer, because probe processes enforce the same limit and report better reasons.
     seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
     def area(name: str, kind: type[T]) -> T | UnknownFact:

@@ -88,7 +88,7 @@ def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -
     """Start a probe process, read its answer, and kill the process at the time limit.
 
     The callback `start` receives two file descriptors: one for the answer and one for the log. The callback must start
-    the process in a new session, and raises OSError if the process cannot start.
+    the process in a new session. The callback raises OSError if the process cannot start.
     """
     deadline_ns = SystemClock().boottime_ns() + int(limit_s * 1e9)
     reading, sending = os.pipe()

@@ -71,7 +71,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
 def _held(directory: Path) -> dict[str, str]:
     """Return the run that holds each locked device.
 
-    The function briefly acquires each device lock. A run that fails to acquire a lock in the meantime tries again.
+    The function briefly acquires each device lock. A run that fails to acquire a device lock tries again.
     """
     held: dict[str, str] = {}
     for path in sorted(directory.glob("*.lock")):

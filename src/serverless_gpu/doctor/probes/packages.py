@@ -2,7 +2,7 @@
 
 import sys
 
-_AT_START = frozenset(sys.modules)  # Python loads these modules at startup, so no file can hide them.
+_AT_START = frozenset(sys.modules)  # No file can hide modules that Python loads at startup.
 
 import contextlib  # noqa: E402
 import os  # noqa: E402

@@ -8,9 +8,9 @@
                                      ◀── line ── reader thread: answers come in any order
                                      timeout or exit: Unanswered for all requests; DriverLink starts another child
 
-A call to Ray can block for minutes after the head has exited. Ray cannot cancel a blocked call, but the engine can kill
-the child process. DriverLink kills the child when the head's port refuses connections. A new head at the same port may
-belong to a different cluster, which the old driver cannot use.
+A call to Ray can block for minutes after the head has exited. The engine kills the child process, because Ray cannot
+cancel a blocked call. DriverLink kills the child when the head's port refuses connections. A new head at the same port
+may belong to a different cluster, which the old driver cannot use.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DriverClient:
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> dict[str, object]:
         """Return the child's answer to a request, and kill the child after a missed deadline.
 
-        Raises RayProblem if Ray fails or refuses the request, and Unanswered without an answer.
+        Raises RayProblem if Ray fails or refuses the request. Raises Unanswered if the child does not answer.
         """
         box: SimpleQueue[dict[str, object] | None] = SimpleQueue()
         with self._lock:

@@ -8,10 +8,10 @@
     release   remove a placement group
     agent     start the agent of one node if it does not run, through a detached actor on the node
 
-The driver process makes no decisions and holds no state. A call to Ray without a head can block for minutes, so the
-engine kills an unresponsive driver process. The driver process exits at the end of its input. The engine runs this file
-with `-I` in an interpreter that has Ray, so the file imports no module of serverless-gpu. Ray pickles the actor class
-by value, so that Ray workers do not need serverless-gpu.
+The driver process makes no decisions and holds no state. A call to Ray without a head can block for minutes. The engine
+therefore kills an unresponsive driver process. The driver process exits at the end of its input. The engine runs this
+file with `-I` in an interpreter that has Ray. The file therefore imports no module of serverless-gpu. Ray pickles the
+actor class by value, so that Ray workers do not need serverless-gpu.
 
 The actor runs `uplink_launcher.py` with the node's interpreter in a clean environment. The launcher detaches the uplink
 from Ray's process tree. The uplink therefore survives `ray.kill` and the exit of the raylet or worker. In a memory
@@ -31,8 +31,8 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray retries a placement after one second, but released resources become free within 50 ms. For a faster retry,
-# `reserve` creates the placement group again.
+# Ray retries a placement after one second. Released resources become free within 50 ms. For a faster retry, `reserve`
+# creates the placement group again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
 # Number of consecutive INFEASIBLE reports after which `reserve` gives up. Ray registers a new node shortly before the

@@ -58,7 +58,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     file: JoinFile
     path: Path
     name: str
-    address: str = ""  # Address of this machine, or "" for the one that the kernel uses for the head.
+    address: str = ""  # Address of this machine, or "" for the address that the kernel chooses.
     # First of Ray's ports on this machine, or None to use the same ports as the server's machine.
     port: int | None = None
 

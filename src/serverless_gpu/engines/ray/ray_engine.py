@@ -6,16 +6,16 @@
     worker threads, on demand ───┘        reserve, release, start agents                       translates them
 
 The engine uses Ray for membership, reservations, starting agents, and detecting dead nodes. User code never runs in Ray
-processes. An attempt is alive while it holds its lease from the server. Each gang has one detached placement group,
-whose bundles the engine pins to the scheduled nodes. Ray does not order or pack waiting groups, so the engine removes a
-group that Ray cannot reserve immediately.
+processes. An attempt is alive while it holds its lease from the server. Each gang has one detached placement group. The
+engine pins the group's bundles to the scheduled nodes. The engine removes a group that Ray cannot reserve immediately,
+because Ray does not order or pack waiting groups.
 
 The engine stores reserved gangs and known nodes in files (`ReservationFiles`). A new server process can read the files
 before Ray answers. If the Ray head restarts without its state, the engine reserves the gangs again.
 
 Failure cases:
 
-- If the Ray head does not answer, the engine starts a new driver process. Attempts continue, and new gangs wait.
+- If the Ray head does not answer, the engine starts a new driver process. Running attempts continue. New gangs wait.
 
 - If Ray's node table marks a node as dead, the engine reports the node as lost.
 
@@ -65,7 +65,7 @@ _LOOK_S = 5.0
 _PATIENCE_S = 0.3  # Ray frees released resources within 0.1 s.
 RESERVE_S = 15.0
 _REPAIR_EVERY = 5
-_REPAIR_OFTEN = 30  # Polls with repairs after a reconnect, because nodes rejoin one by one.
+_REPAIR_OFTEN = 30  # Number of polls with repairs after a reconnect. Nodes rejoin one by one.
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0

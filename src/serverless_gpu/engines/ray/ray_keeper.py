@@ -12,12 +12,12 @@
 
 A restart or upgrade of the server does not affect the Ray cluster. After ten minutes without a server, the detached
 keeper stops Ray and exits. Running attempts need neither Ray nor the keeper. Ray starts the machine's agent as a
-detached process without Ray's environment variables, so the agent survives Ray.
+detached process without Ray's environment variables. The agent therefore survives the exit of Ray.
 
 Failure cases: If the Ray head does not answer, the keeper reports the failure once and keeps trying. If Ray exits or
 does not start, the keeper reads the cause from Ray's log and restarts Ray. If the keeper is killed, Ray continues until
-the next keeper restarts Ray. A restart interrupts the machine's membership in the cluster, but not its attempts. The
-keeper refuses a directory that belongs to another user.
+the next keeper restarts Ray. A restart of Ray interrupts the machine's membership in the cluster. Attempts on the
+machine continue. The keeper refuses a directory that belongs to another user.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def marked(directory: str) -> Iterator[int]:
         except OSError:
             continue
         try:
-            if _has_mark(pid, directory):  # The second check detects a reused process id.
+            if _has_mark(pid, directory):  # A second check of the process detects a reused process id.
                 yield pidfd
         finally:
             os.close(pidfd)

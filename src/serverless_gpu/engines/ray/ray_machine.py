@@ -152,8 +152,8 @@ def taken_port(base: int, address: str) -> int | None:
 def directory_of(files: Path) -> str:
     """Return Ray's directory.
 
-    The path is short enough for Unix sockets. A constant path lets a new keeper find the processes of an earlier
-    keeper.
+    The path of Ray's directory is short enough for Unix sockets. A constant path lets a new keeper find the processes
+    of an earlier keeper.
     """
     return f"{_PARENT}{hashlib.sha256(os.fsencode(files.absolute())).hexdigest()[:8]}/ray"
 

@@ -92,7 +92,7 @@ class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
 
     row: NodeRow
     lost: str = ""  # Reason why the scheduler must not use the node, or "".
-    missing_ns: int | None = None  # Boot-time clock when Ray's table first lacked the node.
+    missing_ns: int | None = None  # Time on the boot-time clock at which Ray's table first lacked the node.
 
 
 MISSING_NS = 120_000_000_000
@@ -129,7 +129,7 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
 def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
     """Return the rows of the pool's live nodes.
 
-    Ray omits the names of dead nodes, so use `deaths` to find dead nodes.
+    Use `deaths` to find dead nodes, because Ray omits the names of dead nodes.
     """
     return [found for one in raw if (found := row(one)) is not None]
 
@@ -150,7 +150,7 @@ def update_nodes(
 
     `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table lists the node as dead, or
     has lacked the node for `MISSING_NS`. Two live rows can have the same node name if Ray restarts on a node before the
-    head notices the exit of the old raylet. The function uses the newer row.
+    head notices the exit of the old raylet. The function uses the newer of the live rows.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -258,8 +258,8 @@ def placement_refusal(
 ) -> Waiting | Impossible:
     """Explain, as Waiting or Impossible, why Ray did not reserve a gang.
 
-    `said` is the last state of the gang's placement group. `known` contains the nodes that Ray listed afterwards.
-    `free` maps Ray's node identifiers to free resources.
+    `said` is the last state of the gang's placement group. `known` contains the nodes that Ray listed after the
+    reservation attempt. `free` maps Ray's node identifiers to free resources.
     """
     if (first := refusal(gang, known)) is not None:
         return first

@@ -77,9 +77,9 @@ class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
     directory: str  # Ray's directory, whose path is short enough for Unix sockets.
     token_file: str
     node_file: str = ""  # Path of the node file, or "" on a machine that is not a node.
-    gpus: tuple[str, ...] = ()  # UUIDs
+    gpus: tuple[str, ...] = ()  # UUIDs of the machine's GPUs.
     types: tuple[str, ...] = ()  # Type of each device: GPUs first, then CPU slots.
-    client: bool = False  # True if Ray can serve ``ray://`` clients, which need a port.
+    client: bool = False  # True if Ray reserves a port for ``ray://`` clients.
 
 
 class MachinePorts(NamedTuple):
@@ -157,7 +157,7 @@ def variables(token_file: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_file,
         "RAY_USAGE_STATS_ENABLED": "0",  # Prevents Ray from sending usage statistics.
-        # Ray workers run no user code, so a different patch version of Python is harmless.
+        # A different patch version of Python is harmless, because Ray workers run no user code.
         "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     }
 

@@ -7,9 +7,9 @@
     pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were read completely
     unit read   ─▶   │
 
-The packer collects compressed frames in block order, so packing a unit twice gives identical packs. A capture reuses
-the packs that an earlier, killed capture stored. The packer's memory contains the blocks in progress, the current pack,
-and the packs that threads are storing. Memory use stays near 150 MB for an environment of any size.
+The packer collects compressed frames in block order. Packing a unit twice therefore gives identical packs. A capture
+reuses the packs that an earlier, killed capture stored. The packer's memory contains the blocks in progress, the
+current pack, and the packs that threads are storing. Memory use stays near 150 MB for an environment of any size.
 
 A small unit consists of one pack of a few kB and one document. The packer stores small units in groups to save disk
 syncs and network round trips. A storing thread stores a unit's document after all packs of the group. The storing
@@ -17,9 +17,9 @@ threads process groups in the order of their completion. A unit therefore waits 
 storing.
 
 Failure cases: If a file's size differs from the scanned size, the packer plans the unit again. After a few attempts,
-the packer raises `EnvironmentUnsupported` with the name of the file. The same error reports a file that is unreadable,
-missing, or not valid for a restore. A store error, such as a full disk, fails the whole group. The packer stops its
-threads before it raises an error. No document ever refers to missing packs.
+the packer raises `EnvironmentUnsupported` with the name of the file. `EnvironmentUnsupported` also reports a file that
+is unreadable, missing, or not valid for a restore. A store error, such as a full disk, fails the whole group. The
+packer stops its threads before it raises an error. No document ever refers to missing packs.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Packer:
             buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
             self._own.compressor = Compressor(self._settings.level)
         content = reader.read(plan, buffer)
-        # Each file has its own digest, so the compressed frame needs no checksum.
+        # The compressed frame needs no checksum, because each file has its own digest.
         compressor: Compressor = self._own.compressor
         return compressor.compress(content) if content else b""
 
@@ -239,7 +239,7 @@ class Packer:
             self._pulse(work.job.name)
         for pack in work.packs:
             if pack.done():
-                pack.result()  # This check reports a store error early, not after the last pack.
+                pack.result()  # Raises a store error early, not after the last pack.
         work.packs.append(self._sender.add_pack(work.take_pack()))
 
     def _stored(self, *, wait: bool) -> Iterator[PackedUnit]:

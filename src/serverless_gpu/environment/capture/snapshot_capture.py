@@ -4,9 +4,9 @@
     capture            limit of 15 GB → missing units → space → pack → units → snapshot
     capture_remarks    remarks for the user: code that has grown past another 100 MB, and left-out files
 
-A restore finds units and packs only through a snapshot, so a killed capture never leads to a partial restore. The next
-capture reuses the packs and units that the killed capture stored. If a file's digest differs from RECORD, the capture
-corrects the addresses of the unit and the snapshot.
+A restore finds units and packs only through a snapshot. A killed capture therefore never leads to a partial restore.
+The next capture reuses the packs and units that the killed capture stored. If a file's digest differs from RECORD, the
+capture corrects the addresses of the unit and the snapshot.
 
 Failure cases: If an environment is too large, the capture raises `EnvironmentTooLarge` before any transfer. The error
 message names the ten largest parts of the environment. The capture raises `EnvironmentUnsupported` for a file that is
@@ -140,7 +140,7 @@ def capture(
         small = _jobs(left.pop, scan.sources, blobs)
         packed = {done.job.address: done for done in packer.pack(large, small)}
     captured = _result(scan, packed, counts, known=len(scan.snapshot.addresses()) - len(members))
-    check_size(captured.snapshot)  # A file may have grown after the scan, so the capture checks the total size again.
+    check_size(captured.snapshot)  # Checks the total size again, because a file may have grown after the scan.
     blobs.write_snapshot(captured.snapshot)
     meter.pulse(counts, "", last=True)
     return captured
@@ -282,7 +282,7 @@ def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
     except EnvironmentProblem as error:
         if error.retryable:
             raise
-        return None  # The old unit is corrupt or has a different format, so the packer packs all files.
+        return None  # The packer packs all files, because the old unit is corrupt or has a different format.
 
 
 def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts, *, known: int) -> CaptureResult:
@@ -331,7 +331,7 @@ def _name(member: SnapshotMember) -> str:
 
 
 def capture_remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
-    """Return new remarks about a capture, which the previous capture has not made."""
+    """Return the remarks about a capture that are new since the previous capture."""
     said: list[str] = []
     for number, root in enumerate(scan.snapshot.roots):
         directory = _directory(scan.snapshot, number)
@@ -355,7 +355,7 @@ def _large(member: SnapshotMember, directory: str, before: int, source: LocalUni
 
 
 def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
-    """Return new remarks about omitted code, which the previous capture has not made."""
+    """Return the remarks about omitted code that are new since the previous capture."""
     known = frozenset(map(same_matter, last.facts.left_out if last is not None else ()))
     tops = [f"{_directory(now, number).rstrip('/')}/" for number in range(len(now.roots))]
     code = tuple(top for top, root in zip(tops, now.roots, strict=True) if _code(root))

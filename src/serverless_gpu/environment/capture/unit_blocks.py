@@ -4,9 +4,9 @@
     large files   separate blocks, one after another
     old content   reused from the previous version: an edited file of torch costs kilobytes, not all of torch
 
-A unit reuses an old pack only if it uses at least half of the pack's content. The packer packs a unit from scratch if
-the unit has many more packs than a new capture would create. The limits on pack reuse keep restores fast after many
-edits.
+A unit reuses an old pack only if the unit contains at least half of the pack's content. The packer packs a unit from
+scratch if the unit has many more packs than a new capture would create. The limits on pack reuse keep restores fast
+after many edits.
 
 The reader compares the digest of each file with the file's row. If RECORD contains a wrong digest, the reader records
 the true digest as a correction. If a file's size has changed since the scan, the packer plans the unit again
@@ -124,7 +124,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
         if row.has_content and row.size and (found := known.get((row.sha256, row.size))):
-            # Files with equal content need separate content places, so each old place serves one file.
+            # Each old content place serves one file, because files with equal content need separate content places.
             taken[index] = place = found.pop()
             for block, size in _spread(place, row.size, old.blocks):
                 used_blocks[block] += size
@@ -157,7 +157,10 @@ def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list
 
 
 class FileChanged(Exception):
-    """Raised if a file's size differs from the scanned size. The packer then plans the unit again."""
+    """Raised if a file's size differs from the scanned size.
+
+    After this error, the packer plans the unit again.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -193,7 +196,7 @@ class UnitReader:
     def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
         """Read the planned content of a block.
 
-        `buffer` must be at least one byte larger than the block, which lets the reader detect a larger file
+        `buffer` must be at least one byte larger than the block. The extra byte lets the reader detect a larger file
         (`FileChanged`).
         """
         if self._stopped():
@@ -232,7 +235,7 @@ class UnitReader:
         return buffer[:start]
 
     def _read_again(self, index: int) -> bytes:
-        """Read a small file again whose content does not match the row."""
+        """Read a small file again after its content did not match its row."""
         size = self._rows[index].size
         if index in self._texts:
             data = self._texts[index]

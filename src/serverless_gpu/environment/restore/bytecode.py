@@ -161,7 +161,7 @@ class _Worker:
         return finished, compiled
 
     def rest(self) -> list[CompileJob]:
-        """Return the unfinished files, except the file during whose compilation the process ended."""
+        """Return the unfinished files, except the file that the process was compiling at its end."""
         return self.jobs[self._next + 1 :]
 
     def end(self) -> None:

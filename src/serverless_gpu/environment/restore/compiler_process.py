@@ -8,9 +8,9 @@ The process imports only the standard library. With the options -I -S, Python ex
 `sitecustomize` and no module of the environment. The process compiles the source code of an environment's modules, but
 never runs it.
 
-A bytecode file records the modification time and size of its source file. All files of units have the same modification
-time, so their bytecode is valid in every tree. The process skips source files with syntax errors, because many
-distributions contain Python 2 code and templates.
+A bytecode file records the modification time and size of its source file. The bytecode of units is valid in every tree,
+because all files of units have the same modification time. The process skips source files with syntax errors, because
+many distributions contain Python 2 code and templates.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 An exported environment works without serverless-gpu. The export fills a temporary directory beside the destination and
 then renames the directory. The destination therefore never contains a half-finished export. Where possible, the export
-creates read-only hard links to files in the cache. The export copies project code, because users edit it. Installers
-replace files instead of modifying them, so the linked cache files stay unchanged. A user who wants to edit an installed
-package in place must export copies of all files.
+creates read-only hard links to files in the cache. The export copies project code, because users edit it. The linked
+cache files stay unchanged, because installers replace files instead of modifying them. A user who wants to edit an
+installed package in place must export copies of all files.
 
 Failure cases: The export raises InvalidValue if the destination is not empty, and StorageError if the disk is full. A
 failed export leaves no files behind.

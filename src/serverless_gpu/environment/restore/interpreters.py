@@ -303,7 +303,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
         if member.address in units.hooks:
             return f"{_text(member)} runs code when {units.hooks[member.address]}"
     for member in come:
-        # `loaded` lists project files individually, so the comparison covers project code by file.
+        # The comparison covers project code by file, because `loaded` lists project files individually.
         taken = sorted(loaded.names.intersection(units.names[member.address])) if new.kind != "code" else []
         if taken:
             return f"{_text(member)} provides {taken[0]}, which the warm interpreter has loaded from elsewhere"

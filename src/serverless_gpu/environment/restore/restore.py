@@ -7,9 +7,9 @@
               links:   a tree of hard links to the units
 
 Restore stores the result in `trees/<address>` and reuses it. Only one process at a time restores an environment. The
-restoring process creates the tree beside its final path and then renames the tree. A process that is using a tree keeps
-using that tree after its replacement. `tree_plan.py` plans the paths in the tree. `link_tree.py` and `unit_cache.py`
-create the planned files and links.
+restoring process creates the tree beside its final path and then renames the tree. After the replacement of a tree,
+current processes keep using the old tree. `tree_plan.py` plans the paths in the tree. `link_tree.py` and
+`unit_cache.py` create the planned files and links.
 
 Failure cases: If no interpreter fits, restore raises EnvironmentUnsupported. The unit cache raises an error if the disk
 is full or the store is altered. The next restore removes the `.new-` directory that a killed process left behind.
@@ -86,9 +86,9 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     mode: Mode
     why: str = ""  # Reason for using links instead of mounts, or "".
-    # Mounts, in order, that a process makes before it uses the tree; empty for a tree of links.
+    # Mounts, in order, that a process makes before it uses the tree. A tree of links has no mounts.
     mounts: tuple[Mount, ...] = ()
-    # Lock file of the tree. Before requesting a restore, a process that uses the tree opens this file and takes a
+    # Lock file of the tree. Before requesting a restore, a process that uses the tree opens the lock file and takes a
     # shared flock. `UnitCache.hold` takes the same shared lock.
     lock: str = ""
     before: tuple[str, ...] = ()  # Directories that come before the standard library on `sys.path`.
@@ -129,7 +129,7 @@ def restore(
         def look() -> None:
             changes.extend(mend_units(snapshot, blobs, cache, report))
 
-        # If restore skips this check, linking the files checks them at lower cost.
+        # For a new tree of links, linking the files checks them at lower cost.
         if ready is not None or way.mode == "overlay":
             look()
         changes += changed_units(snapshot, cache)
@@ -148,7 +148,7 @@ def restore(
                 ready = _make(prepared, cache, way, look, report)
         cache.touch(address)
         if ensured.fetched:
-            # The restore succeeds despite this error, and the next restore evicts units.
+            # The restore succeeds despite this error. The next restore evicts units.
             with contextlib.suppress(OSError, StorageError):
                 cache.evict()  # Eviction never removes this environment, because the caller holds its lock.
     finally:
@@ -269,7 +269,7 @@ def known_snapshot(cache: UnitCache, address: str) -> Snapshot | None:
     try:
         check_snapshot(snapshot)
     except EnvironmentRejected:
-        return None  # The local copy was altered, but the store still has the original unit.
+        return None  # The local copy was altered. The store still has the original unit.
     return snapshot
 
 
@@ -300,7 +300,7 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str
 def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
     """Return a function that rejects a unit if its size differs from the size in the snapshot (F41).
 
-    Without this check, a snapshot could evade size limits by listing smaller sizes.
+    Without the size comparison, a snapshot could evade size limits by listing smaller sizes.
     """
     listed = {member.address: (member.size, member.files) for root in snapshot.roots for member in root.members}
 

@@ -55,8 +55,8 @@ class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
     tree: str  # Absolute path of the tree, as processes in the environment see it.
     base: str  # Absolute path of the base interpreter, outside of the environment.
     version: str  # Version number of the Python interpreter.
-    # True for an exported tree, whose search path no other component prepares. In an exported tree, a `.pth` file adds
-    # the roots that precede the standard library.
+    # True for an exported tree. No other component prepares the search path of an exported tree. In an exported tree, a
+    # `.pth` file adds the roots that precede the standard library.
     alone: bool = False
 
     @property

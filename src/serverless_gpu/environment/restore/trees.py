@@ -147,7 +147,8 @@ def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Pat
 def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
     """Create a tree of links for an environment. The caller must hold the environment's making lock.
 
-    Raises UnitSuspect: a unit file may have been modified through an earlier link, so the function created no tree.
+    Raises UnitSuspect: a unit file may have been modified through an earlier link. If it raises UnitSuspect, the
+    function creates no tree.
     """
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
@@ -313,7 +314,7 @@ def _watched(cache: UnitCache, snapshot: Snapshot) -> Path:
 
 @contextlib.contextmanager
 def _writable(directory: Path) -> Iterator[None]:
-    """Make a directory of a tree writable while the `with` block runs, which may create the directory."""
+    """Make a directory of a tree writable while the `with` block runs. The block may create the directory."""
     with contextlib.suppress(FileNotFoundError):
         os.chmod(directory, 0o755)
     try:

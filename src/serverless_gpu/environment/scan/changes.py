@@ -33,9 +33,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A difference between two snapshots."""
 
     kind: ChangeKind
-    name: str  # name of the distribution, code directory or file; "" for files without a distribution
+    name: str  # name of the distribution, code directory or file, or "" for files without a distribution
     what: What
-    detail: str = ""  # detail of the change, for example a version or ``2.12.0 → 2.13.0``; may be ""
+    detail: str = ""  # detail of the change, for example a version or ``2.12.0 → 2.13.0``, or ""
     files: tuple[str, ...] = ()
 
     def sentence(self) -> str:

@@ -29,7 +29,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     sys_path: tuple[str, ...]  # Entries of `sys.path` when the interpreter described itself.
     glibc: str = ""  # Version of glibc, or "" for another C library.
     site_directories: tuple[str, ...] = ()  # Directories whose ``.pth`` files the interpreter reads at start-up.
-    cwd: str = ""  # Current directory, for which `sys.path` contains ""; "" if the directory no longer exists.
+    cwd: str = ""  # Current directory, for which `sys.path` contains "", or "" for a deleted directory.
     flags: dict[str, int] = {}
     loaded: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()

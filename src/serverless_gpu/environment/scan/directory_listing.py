@@ -3,9 +3,9 @@
     look   one directory: its mtime (read first, so that a later change shows), files with their stat, odd entries
     walk   all directories below one, as a `Listing`
 
-A directory's *mark* is a digest of its relevant entries: their names, and the size, mtime and inode of files.
-Bytecode files do not affect a directory's mark. The first import creates `__pycache__` directories, which changes the
-mtime of directories but not their marks.
+A directory's *mark* is a digest of its relevant entries: their names, and the size, mtime and inode of files. Bytecode
+files do not affect a directory's mark. The first import creates `__pycache__` directories, which changes the mtime of
+directories, but not the marks of directories.
 
 The module does not follow links into directories. A link to a file outside of the listed directory (uv with
 `--link-mode symlink`) counts as a regular file. The listing reports all other links to outside paths as odd entries,

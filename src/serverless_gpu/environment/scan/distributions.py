@@ -1,8 +1,8 @@
 """Reads a directory's distributions from `.dist-info`, and decides how far to trust RECORD.
 
 The module opens only small metadata files: RECORD, INSTALLER, entry_points.txt and installers' metadata files. An
-`.egg-info` directory, or a `.dist-info` directory without RECORD (both occur on Debian), does not list its files. All
-files that no RECORD lists belong to the root's unowned unit.
+`.egg-info` directory, or a `.dist-info` directory without RECORD, does not list its files. Both kinds of directories
+occur on Debian. All files that no RECORD lists belong to the root's unowned unit.
 
 A unit's rows are canonical, because they omit all parts of RECORD that differ between installers. A wheel therefore has
 the same rows with pip and uv, in any prefix or `--target` directory, on any machine:
@@ -176,7 +176,7 @@ def row_path(recorded: str, site: str, prefix: str) -> str | None:
     else:
         path = posixpath.normpath(posixpath.join(site, recorded))
     if not site:
-        # pip writes RECORD for a build directory, so the function drops each leading `..` from the path.
+        # The function drops each leading `..` from the path, because pip writes RECORD for a build directory.
         while path.startswith("../"):
             path = path[3:]
         return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS else f"site/{path}"

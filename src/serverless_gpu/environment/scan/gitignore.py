@@ -329,11 +329,11 @@ def _paths(data: bytes) -> Iterator[bytes]:
         path = path[:kept] + data[name:end]
         kind = data[at + _MODE + 2] >> 4
         at = end + 1 if version == 4 else end + 8 - (end - at) % 8
-        # A sparse index also lists directories, but this function skips directories.
+        # This function skips the directories that a sparse index lists.
         if kind in (0b1000, 0b1010, 0b1110):
             yield path
     if data[at : at + 4] == b"link":
-        raise ValueError("git's index is split, so this file does not have all entries")
+        raise ValueError("this index file lacks entries, because git's index is split")
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:

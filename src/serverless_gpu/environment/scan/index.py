@@ -4,15 +4,15 @@
                          │ kept part: other facts that a rescan of the interpreter's own library needs
 
 Each environment has one index file. A writer replaces the whole index file with a rename. Readers read the index parts
-one by one, so a writer may replace the file between two reads. All index parts of one capture therefore share a
+one by one. A writer may replace the file between two reads. All index parts of one capture therefore share a
 *generation*, a random number. Reading the gate part of an index takes 1-2 ms. The background check also reads the files
-part, and a scan reads all three parts. An index part stores paths as one string with NUL separators, and numbers as
-arrays in bytes. Creating 100,000 small objects would take longer than checking the directories. The index is only a
-cache, so readers treat an unreadable part as missing. The module does not call fsync on index files.
+part. A scan reads all three parts. An index part stores paths as one string with NUL separators, and numbers as arrays
+in bytes. Creating 100,000 small objects would take longer than checking the directories. Because the index is only a
+cache, readers treat an unreadable part as missing. The module does not call fsync on index files.
 
-The index stores a file time from the last moments before the scan as `UNKNOWN`. A file that changed again within the
-same clock tick of the file system would look unchanged. If a stored time is `UNKNOWN`, the check compares the file's
-content.
+The index stores a file time from the last moments before the scan as `UNKNOWN`. Without `UNKNOWN`, a file that changes
+twice within one clock tick of the file system would look unchanged. If a stored time is `UNKNOWN`, the check compares
+the file's content.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_OWNER = 2**32 - 1
 _MAGIC = b"sgpu-index-4" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32sQ32s")
 _TICK_NS = 20_000_000  # Kernels take file times from a clock with ticks of 1 to 10 ms.
-# Some file systems store times in seconds, and FAT stores times in steps of two seconds.
+# Some file systems store times in seconds. FAT stores times in steps of two seconds.
 _COARSE_TICK_NS = 2_000_000_000
 _PART_BYTES_MAX = 1024**3
 ENTRIES_MAX = 64
@@ -58,9 +58,9 @@ class Stats(msgspec.Struct, array_like=True):
     """Files with their `stat` values and content digests."""
 
     paths: str = ""  # Absolute paths of the files, separated by NUL.
-    numbers: bytes = b""  # Size, mtime, inode and ctime of each file, as int64; all zero for a missing file.
+    numbers: bytes = b""  # Size, mtime, inode and ctime of each file, as int64, or zeros for a missing file.
     kinds: str = ""  # One letter per file for its kind, as in rows, or "-" for a missing file.
-    digests: bytes = b""  # SHA-256 of each file, 32 bytes (zeros for links); empty if the scan read no content.
+    digests: bytes = b""  # SHA-256 of each file, with zeros for links. Empty if the scan read no content.
 
     def names(self) -> list[str]:
         """Return the paths of the files."""
@@ -187,8 +187,8 @@ class IndexFile:
         """Replace one part of the index with newer data of the same capture, and ignore write errors.
 
         If another process has stored a newer capture, the function discards the data. The function may overwrite a
-        capture that another process stores just before the rename. The remaining parts still match their own capture,
-        so the next check finds the change again.
+        capture that another process stores just before the rename. The next check finds the change again, because the
+        remaining parts still match their own capture.
         """
         old_gate, old_files, kept = self.read_gate(), self.read_files(), self.read_kept()
         if old_gate is None or old_files is None or kept is None:

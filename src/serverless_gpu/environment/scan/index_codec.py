@@ -220,8 +220,7 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
 
     A file that no directory listing contains has the value None.
 
-    The result includes files with local directory paths, which the capture has taken out of their units. The units do
-    not contain these files.
+    The result includes files with local directory paths, which the capture has taken out of their units.
     """
     generated = {
         original: [one.path for one in root.generated]
@@ -239,8 +238,8 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
 def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
     """Return small files with their `stat` values and digests, with zeros for a missing file.
 
-    A file that has changed since the survey keeps its old `stat` values and gets an impossible digest, so the next
-    check reads it.
+    A file that has changed since the survey keeps its old `stat` values and gets an impossible digest. The impossible
+    digest makes the next check read the file.
     """
     found: list[tuple[str, ListedFile | None, bytes]] = []
     for path, then in files.items():
@@ -250,7 +249,7 @@ def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
         elif file is not None:
             try:
                 digest = digest_files([(path, "site/", file.size)])[0].sha256
-            # A user or program deleted the file after the survey, so the next check reports a change.
+            # The next check reports a change, because a user or program deleted the file after the survey.
             except EnvironmentUnsupported:
                 file = None
         found.append((path, file, digest))

@@ -20,12 +20,12 @@ The capture also leaves out and reports files that a restore would reject. For e
 file, then the first in sort order. The capture refuses invalid names in a library, because no installer creates a file
 with an invalid name.
 
-The walk counts the entries that git ignores, and reports the counts in one message. The walk does not enter ignored
-directories, so it does not know their size. The message names ignored directories first and hidden directories last,
-because hidden directories are mostly caches.
+The walk counts the entries that git ignores, and reports the counts in one message. The walk does not know the size of
+ignored directories, because it does not enter them. The message names ignored directories first and hidden directories
+last, because hidden directories are mostly caches.
 
-Failure case: The walk raises `EnvironmentTooLarge` for a project of more than 1 GiB or 100,000 files. This error names
-the ten largest entries of the project.
+Failure case: The walk raises `EnvironmentTooLarge` for a project of more than 1 GiB or 100,000 files. The error message
+names the ten largest entries of the project.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyve
 class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
     """A project directory, and the rules that select its files for the capture."""
 
-    directory: str  # Absolute path of the directory.
+    directory: str  # Absolute path of the project directory.
     shallow: bool = False  # True if the capture includes only the directory's own Python files and packages.
     out: tuple[str, ...] = ()  # Absolute paths of subdirectories that are never part of the project code.
     wanted: tuple[str, ...] = ()  # Relative paths of ignored files that the capture includes.
@@ -146,7 +146,8 @@ class _CodeWalk:
         if ask:
             found = git_index(place.directory)
             index = found[0] if found else ""
-            # The walk reads the index's modification time before its content, so that a later change is detected.
+            # The walk reads the index's modification time before its content, so that the next check detects a later
+            # change.
             index_ns = index_mtime(index)
             self._read_tracked(place.directory, "")
             self.place = msgspec.structs.replace(place, index=index, index_ns=index_ns)
@@ -195,7 +196,7 @@ class _CodeWalk:
     def _track(self, base: str, paths: Collection[str]) -> None:
         for path in paths:
             self._tracked.add(base + path)
-            # The set includes the path itself, because git lists a submodule as a tracked directory.
+            # `_above_tracked` includes the path itself, because git lists a submodule as a tracked directory.
             above = base + path + "/"
             while above and above not in self._above_tracked:
                 self._above_tracked.add(above)

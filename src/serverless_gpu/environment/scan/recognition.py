@@ -59,8 +59,8 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
         return None
     try:
         mtimes = _compare_directories(gate, description, seen_ns, watched)
-    # A directory of the environment is missing or unreadable. If the environment needs the directory, the next scan
-    # reports an error.
+    # A directory of the environment is missing or unreadable. If the environment needs the missing directory, the next
+    # scan reports an error.
     except EnvironmentProblem:
         return None
     if mtimes is None:
@@ -157,7 +157,7 @@ class _Worker:
     def finish(self) -> list[int]:
         """Return the changed files of the forked process's share.
 
-        If the forked process failed, this process checks the files instead.
+        If the forked process failed, the calling process checks the share instead.
         """
         with open(self._reading, "rb") as pipe:
             answer = pipe.read()
@@ -266,7 +266,7 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDir
 
 def _compare_code(gate: GatePart, number: int, place: CodeDirectory, mtimes: array[int], seen_ns: int) -> bool:
     """Return True if a new walk of a code area finds the same directories and files."""
-    if place.is_stale():  # Git may track different files by now, and only a full scan reads git's index.
+    if place.is_stale():  # Git may track different files by now. Only a full scan reads git's index.
         return False
     listing = list_code(place).listing
     names, areas_of = gate.directory_names(), memoryview(gate.areas_of).cast("H")

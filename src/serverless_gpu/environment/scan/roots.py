@@ -18,8 +18,8 @@ root inside of another scanned root does not become a separate part. For example
 site-packages to `sys.path`. A library below a code directory becomes a separate part instead of project code
 (`project_files.py`).
 
-Failure case: The root search raises `EnvironmentUnsupported` for conda environments. Conda rewrites installed files, so
-their original content is unknown.
+Failure case: The root search raises `EnvironmentUnsupported` for conda environments. The original content of a conda
+environment's files is unknown, because conda rewrites installed files.
 """
 
 from __future__ import annotations
@@ -72,25 +72,25 @@ class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     """A directory from which an interpreter imports modules."""
 
     kind: ImportRootKind
-    directory: str  # Absolute path of the root, as in `sys.path`; for an archive, the path of its directory.
+    directory: str  # Absolute path of the root, as in `sys.path`, or the directory of an archive.
     real: str  # Path of the root with all symbolic links resolved.
-    # For a library, the parent directory with ``bin`` and ``share``; equals `directory` for a flat library.
+    # Parent directory of a library, with ``bin`` and ``share``. For a flat library, the prefix equals `directory`.
     prefix: str = ""
-    site: str = ""  # Path of the library below its prefix; "" for a flat library.
+    site: str = ""  # Path of the library below its prefix, or "" for a flat library.
     # True if no other root uses the library's prefix. If no other root uses the prefix, unowned files in the prefix
     # belong to the library.
     is_venv: bool = False
     before: bool = False  # True if the root comes before the standard library on `sys.path`.
     on_path: bool = True  # True if the root is on `sys.path`, or False if only a generated file names the root.
     shallow: bool = False  # True if the root is not a project, for example the home directory or ``/``.
-    archive: str = ""  # File name of an archive root; "" for a directory root.
+    archive: str = ""  # File name of an archive root, or "" for a directory root.
 
 
 class ImportRoots(msgspec.Struct, frozen=True, kw_only=True):
     """All directories from which an interpreter imports modules."""
 
     # Import roots: the interpreter's own root, then the other roots in the order of `sys.path`. The list names each
-    # root once, but a root may lie inside of another root.
+    # root once. A root may lie inside of another root.
     spots: tuple[ImportRoot, ...]
     absent: tuple[str, ...]  # Entries of `sys.path` that do not exist.
     left_out: tuple[str, ...]  # Paths that the scan skips, each with the reason.
@@ -123,7 +123,7 @@ class _Search:
     def __init__(self, description: Description) -> None:
         self._description = description
         self._stdlib = _standard_library(description)
-        # `sys.path` contains the directory of the running program, but this directory has no modules of the user.
+        # `sys.path` contains the directory of the running program, which has no modules of the user.
         prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
         programs = (description.executable, description.base_executable)
         places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(path) for path in programs]
@@ -198,7 +198,7 @@ class _Search:
 def temporary_directories() -> frozenset[str]:
     """Return the world-writable directories, which are neither projects nor packages."""
     found = ["/tmp", "/var/tmp", "/dev/shm"]
-    # `gettempdir` raises this error if it finds no writable directory, for example with a read-only file system.
+    # `gettempdir` raises FileNotFoundError if it finds no writable directory, for example on a read-only file system.
     with contextlib.suppress(FileNotFoundError):
         found.append(tempfile.gettempdir())
     return frozenset(os.path.realpath(path) for path in found)
@@ -258,13 +258,13 @@ def _finder_sources(directory: str) -> Iterator[str]:
 def _names(directory: str, ending: str) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(ending))
-    except OSError:  # A missing directory has no installed packages, and the scan reports an unreadable directory.
+    except OSError:  # A missing directory has no installed packages. The scan reports an unreadable directory.
         return []
     return [os.path.join(directory, name) for name in names]
 
 
 class Area(msgspec.Struct, frozen=True, array_like=True):
-    """A walked directory and its walk rules, with which a later check lists parts of the directory again."""
+    """A walked directory, and the rules by which a later check lists parts of the directory again."""
 
     kind: Literal["site", "prefix", "code"]
     top: str  # absolute path of the walked directory
@@ -443,8 +443,8 @@ def _say_odd(part: SurveyedRoot) -> list[str]:
     for area, listing in part.areas:
         for path, reason in listing.odd.items():
             file = os.path.join(listing.top, path)
-            # No installer makes a device in a library, so the scan raises an error. The scan only reports a link to an
-            # outside path.
+            # The scan raises an error for a device in a library, because no installer creates devices. For a link to an
+            # outside path, the scan only reports the link.
             if area.kind != "code" and not os.path.islink(file):
                 raise EnvironmentUnsupported(f"{show(file)} cannot be captured: {reason}", hint="remove it")
             sentences.append(f"{show(file)}: {reason}")

@@ -125,7 +125,7 @@ class Recogniser:
         return _tell(files, names, edited)
 
     def _check_again(self, gated: _Gated) -> tuple[Change, ...]:
-        """Return the changes found if another process has stored a newer index since the gate.
+        """Check an environment again after another process has stored a newer index, and return the changes.
 
         The new index confirms the earlier gate result only if repeating the gate gives the same result.
         """
@@ -146,8 +146,7 @@ class Recogniser:
             raise Unwatchable("the environment's index file cannot be read")
         watcher = LibraryWatcher(gate, files.files)
         try:
-            # From this point, inotify events report library changes. The full check finds changes from before the
-            # watches.
+            # The new watches report all later library changes. The full check finds changes from before the watches.
             if self.gate(description) is None or self.check():
                 raise Unwatchable("the environment changed while the watches were placed")
             seen = index.read_files()

@@ -49,8 +49,8 @@ class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A unit whose files exist on this machine."""
 
     rows: tuple[FileRow, ...]  # File rows of the unit, sorted by path.
-    # Absolute paths of the files with content, in the order of their rows. A reader of these paths must follow symbolic
-    # links.
+    # Absolute paths of the files with content, in the order of their rows. Code that opens the source files must follow
+    # symbolic links.
     files: tuple[str, ...]
     # Row number → text that replaces the file's content (a script whose first line is `#!python`).
     texts: dict[int, bytes] = {}
@@ -147,7 +147,7 @@ class _Composer:
             digest = digests[path]
             if digest.text is not None:
                 texts[len(rows)] = digest.text
-            # pip preserves the execute bits of a wheel's scripts, but uv sets the bit for all scripts.
+            # pip preserves the execute bits of a wheel's scripts. uv sets the execute bit of all scripts.
             is_script = draft.kind == "distribution" and path.startswith("prefix/bin/")
             kind: RowKind = "x" if file.kind == "x" or is_script else "f"
             rows.append(FileRow(path, kind, digest.size, digest.sha256))

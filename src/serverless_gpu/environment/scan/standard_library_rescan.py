@@ -6,7 +6,8 @@
                   └ all others, and unowned files ─▶ the part: files and distributions as in a full scan
 
 A rescan gives the same result as a full scan. The rescan therefore reuses only simple distributions, which `reusable`
-selects. If anything else is irregular, such as broken links or a vanished directory, a full scan replaces the rescan.
+selects. If a rescan finds an irregularity, such as broken links or a vanished directory, a full scan replaces the
+rescan.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
     try:
         seen = _Directories(spot, memory)
         return _Choice(spot, memory, seen).part() if seen.compare() else None
-    # An entry disappeared or became unreadable during the rescan, and the full scan reports the reason.
+    # If an entry disappeared or became unreadable during the rescan, the full scan reports the reason.
     except (OSError, EnvironmentUnsupported):
         return None
 
@@ -229,7 +230,7 @@ class _Choice:
             hit = {owner_of.get(path, NO_OWNER) for path in files_claimed} & reused.keys()
             if not hit:
                 break
-            for owner in hit:  # A distribution that needs a full scan claims files of these units.
+            for owner in hit:  # A distribution that needs a full scan claims files of the reused unit.
                 del reused[owner]
         check_names(spot, by_row)
         records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]

@@ -37,7 +37,7 @@ from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRo
 from serverless_gpu.environment.snapshot_validation import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
-# venv, virtualenv and uv create these files in every virtual environment. Python 3.14 also makes `𝜋thon`.
+# Files that venv, virtualenv and uv create in every virtual environment. Python 3.14 also makes `𝜋thon`.
 _VENV_FILE = re.compile(
     r"prefix/bin/(activate(\.\w+|_this\.py)?|Activate\.ps1|deactivate(\.\w+)?|pydoc(\.bat)?"
     r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"

@@ -120,7 +120,7 @@ class LibraryWatcher:
     def _place(self, names: Sequence[str]) -> None:
         plan = self._plan
         _check_limit(len(plan.directories) + len(plan.watched))
-        # From this point, the descriptor reports mount changes.
+        # The open descriptor reports all later mount changes.
         self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)
         self._mounts = self._read_mounts()
         _check_file_systems(plan.tops, self._mounts)
@@ -206,7 +206,7 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     for number, name in enumerate(names):
         if name.rpartition("/")[0] not in known:
             compared.append(number)
-        # A directory watch reports a replaced link, and no write can change a link.
+        # A directory watch reports a replaced link. No write can change a link.
         elif kinds[number] == "l":
             continue
         elif os.path.islink(name):  # If the file is missing, placing its watch fails later.

@@ -1,9 +1,9 @@
 """Defines the interface of a store: six operations on keys and bytes.
 
 `blobs.py` encodes units, packs and snapshots as bytes for a store. Keys are `packs/<digest>`, `units/<address>`,
-`snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. A store rejects any other key immediately, so no key
-leads outside of the store. An object becomes visible only after the store has stored all of its bytes. Putting the same
-object twice is normal, even from two clients at once.
+`snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. A store immediately rejects invalid keys. No key
+therefore leads outside of the store. An object becomes visible only after the store has stored all of its bytes.
+Putting the same object twice is normal, even from two clients at once.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Store(abc.ABC):
 class CollectionGuard(abc.ABC):
     """A store that reports the garbage collection state of individual keys.
 
-    A guarded store does not return the list of condemned objects. The list contains the keys of other users' objects,
-    and a key is sufficient to read an object.
+    A guarded store does not return the list of condemned objects. The list of condemned objects contains the keys of
+    other users' objects. A key is sufficient to read an object.
     """
 
     @abc.abstractmethod

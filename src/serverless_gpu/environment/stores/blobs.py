@@ -7,8 +7,8 @@ The `write_*` methods check objects against the same rules. A writer puts packs 
 units before the snapshot that lists them. A stored object therefore never refers to missing objects, even if a process
 is killed.
 
-The `missing_*` methods find objects that a capture must send. Objects to send are missing in the store, or garbage
-collection has condemned them.
+The `missing_*` methods find objects that a capture must send. A capture must send an object if the store lacks the
+object, or if garbage collection has condemned the object.
 
 Use an instance for only one capture or restore, because it caches the condemned keys. Several threads may use one
 `StoreBlobs` instance.
@@ -80,7 +80,10 @@ class StoreBlobs:
         self._written: dict[str, tuple[str, ...]] = {}
         """Keys of units that this instance has put, each with its pack keys."""
         self._rescued: set[str] = set()
-        """Condemned keys that this instance has put again. A running collection may still delete these objects."""
+        """Condemned keys that this instance has put again.
+
+        A running collection may still delete objects that this instance has put again.
+        """
 
     def read_snapshot(self, address: str) -> Snapshot:
         """Read the snapshot with an address, and check it."""
@@ -250,7 +253,7 @@ class StoreBlobs:
         try:
             return read()
         except (AlteredObject, EnvironmentRejected):
-            pass  # The object was altered in transit or in the store, and a second read decides which.
+            pass  # A second read shows if the object was altered in transit or in the store.
         try:
             return read()
         except AlteredObject as error:
@@ -305,8 +308,8 @@ class StoreBlobs:
         fresh = self._rescued.intersection(keys)
         if not fresh:
             return
-        # A collection that began before the second put may not have seen the object. The method therefore waits until
-        # the collection has ended and then checks the object. Later collections detect that the object is young.
+        # A collection that began before the second put may not have seen the object. The method therefore checks the
+        # object after the end of the collection. Later collections detect that the object is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
         while self.is_collecting():
             if self.clock.boottime_ns() > deadline_ns:

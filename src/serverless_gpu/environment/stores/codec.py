@@ -6,10 +6,10 @@ A document is stored as msgpack in one zstd frame with a checksum. A pack is a n
 
 Decoding is strict, because a decoded document must encode to the same bytes again. A document therefore has exactly one
 encoded form, without unknown fields. The decoder checks sizes before it creates any values: For example, 100 MB of
-zeros compress to 10 kB, and 30 million empty lists need 2 GB of memory. The encoder enforces the same limits as the
+zeros compress to 10 kB. In memory, 30 million empty lists need 2 GB. The encoder enforces the same limits as the
 decoder.
 
-Store readers use this module, as does a server that stores its clients' objects.
+Store readers use this module. A server also uses this module to store its clients' objects.
 
 Failure cases: If an object's bytes do not match its name, the codec raises `AlteredObject`, because another copy may be
 right. If matching bytes break a rule or have an unknown version, the codec raises `EnvironmentRejected`, because every
@@ -53,7 +53,7 @@ _ANOTHER = "its content does not match its address"
 
 
 class _Shape(msgspec.Struct):
-    """Document fields that the decoder checks first. Every kind of document has some of these fields."""
+    """Document fields that the decoder checks first. Every kind of document has some of the listed fields."""
 
     version: int = 0
     rows: msgspec.Raw = msgspec.Raw()
@@ -186,5 +186,5 @@ def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
         check()
     except EnvironmentRejected:
         if is_itself():
-            raise  # The writer already wrote a document that breaks the rule, so the stored document is unaltered.
+            raise  # The stored document is unaltered, because its writer already broke the rule.
         raise AlteredObject(_ANOTHER) from None

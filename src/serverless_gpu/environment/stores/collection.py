@@ -12,19 +12,19 @@
                                 neither, and not put again since            deleted
 
 A young unit keeps its packs, because a capture that reuses the unit does not check the packs again. Regardless of the
-list, a collection never deletes an object before the objects that refer to it. A new snapshot may need a condemned
-unit, and may be old itself before the next collection.
+condemned list, a collection never deletes an object before the objects that refer to it. A new snapshot may need a
+condemned unit, and may be old itself before the next collection.
 
 A collection deletes snapshots before units, and units before packs. Existing objects therefore never refer to missing
-objects, and a later collection finds the leftovers of a killed collection. A new entry of the condemned list gets its
-date after the list has been stored. Every capture that starts after this date therefore reads the entry.
-`condemned_objects.py` explains why captures may run during a collection. These rules require that a capture takes less
-time than the grace period.
+objects. A later collection finds the leftovers of a killed collection. A new entry of the condemned list gets its date
+after the list has been stored. Every capture that starts after the date of an entry therefore reads the entry.
+`condemned_objects.py` explains why captures may run during a collection. A capture must take less time than the grace
+period.
 
-Failure cases: If a needed document is unreadable, the collection keeps all objects that it may refer to, and reports
-the document. If another collection is running, a collection does nothing (`busy`). A collection without progress raises
-StoreUnavailable, and the next collection continues. If the clocks of two machines differ by several minutes, objects
-may stay longer.
+Failure cases: If a needed document is unreadable, the collection reports the document and keeps all objects to which
+the document may refer. If another collection is running, a collection does nothing (`busy`). A collection without
+progress raises StoreUnavailable. The next collection continues the work of the failed collection. If the clocks of two
+machines differ by several minutes, collections may delete unused objects late.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class _Collection:
         try:
             return read_condemned(self._store)
         except EnvironmentRejected as error:
-            if error.hint:  # A newer version of serverless-gpu wrote the list, so this version must not replace it.
+            if error.hint:  # This version must not replace a list that a newer version of serverless-gpu wrote.
                 raise
             return CondemnedList()  # If the list is unreadable, the collection condemns all unused objects again.
 

@@ -4,12 +4,12 @@
     gc/collector-<digits>  a running collection; put again every minute, void some time after the last put
 
 A capture checks for each object once if the object is condemned. A capture treats a condemned object as missing and
-puts the object again. A capture that checks an object before its condemnation ends before the object's grace period
-ends. The deleting collection therefore sees the capture's snapshot. A capture that checks an object after its
-condemnation puts the object again, and the collection detects the new put. Because a put and a deletion may coincide,
-the capture waits for the collection and checks again (`StoreBlobs.write_snapshot`).
+puts the object again. If a capture checks an object before the object's condemnation, the capture ends within the
+object's grace period. The collection that deletes objects therefore sees the capture's snapshot. If a capture checks an
+object after the object's condemnation, the capture puts the object again. The collection detects the new put. Because a
+put and a deletion may coincide, the capture waits for the collection and checks again (`StoreBlobs.write_snapshot`).
 
-The condemned list contains keys of all users' objects, and a key is sufficient to read an object. A server therefore
+The condemned list contains keys of all users' objects. A key is sufficient to read an object. A server therefore
 returns the condemned list only to operators. For captures, the server reports only on the keys in the request
 (`base.CollectionGuard`).
 """
@@ -33,9 +33,8 @@ class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
     """An entry of the list of condemned objects."""
 
     key: str
-    since_ns: int  # Time by which the list certainly contained the object; 0 while unknown.
-    # Time of the object's last put before its condemnation. A put after this time means that a capture needed the
-    # object.
+    since_ns: int  # Time by which the list certainly contained the object, or 0 while unknown.
+    # Time of the object's last put before its condemnation. A later put means that a capture needed the object.
     put_ns: int
 
 

@@ -9,17 +9,17 @@
                                                  find their data already written
 
 The store gives an object its final name only after the object's bytes are on the disk. Even after a power cut, an
-object therefore exists completely or not at all. If two writers put the same key, both succeed and the later object
-replaces the earlier object. The store syncs all objects of one call together, which is faster than syncing each object.
-A killed writer leaves a partial file under `incoming/`. The `delete` method, which only garbage collection calls,
-removes killed writers' files after a day.
+object therefore exists completely or not at all. If two writers put the same key, the later object replaces the earlier
+object. The store syncs all objects of one call together, which is faster than syncing each object. A killed writer
+leaves a partial file under `incoming/`. The `delete` method, which only garbage collection calls, removes killed
+writers' files after a day.
 
-The store writes large objects without the page cache if the file system allows it (`write_direct`). The store makes
-large objects durable at once, so the page cache would only keep another copy. Writing 390 MB through the page cache
-takes 0.9 s of CPU time, and direct writing takes 0.02 s. Writing through the page cache would also evict cached files
-of the user's programs. If direct writing is impossible, the store writes through the page cache. Direct writing
-requires whole disk blocks and aligned memory. tmpfs and some network and FUSE file systems do not support direct
-writing.
+The store writes large objects without the page cache if the file system allows it (`write_direct`). The page cache
+would only keep another copy of large objects, because the store makes large objects durable at once. Writing 390 MB
+through the page cache takes 0.9 s of CPU time. Direct writing takes 0.02 s. Writing through the page cache would also
+evict cached files of the user's programs. If direct writing is impossible, the store writes through the page cache.
+Direct writing requires whole disk blocks and aligned memory. tmpfs and some network and FUSE file systems do not
+support direct writing.
 
 Failure cases: The store raises StorageError if the disk is full. If the disk reports too little free space, the store
 raises the error before it writes any bytes. If a directory is not accessible, or an object's path is a link, the store
@@ -229,7 +229,7 @@ def _read(fd: int, start: int, length: int) -> bytes:
     if len(data) == length:
         return data
     pieces = [data]
-    # The kernel returns large reads in parts, and an empty part marks the end of the file.
+    # The kernel returns large reads in parts. An empty part marks the end of the file.
     while data and (missing := length - sum(map(len, pieces))):
         data = os.pread(fd, missing, start + length - missing)
         pieces.append(data)
@@ -303,8 +303,8 @@ def _write(fd: int, data: memoryview, end: int) -> int:
 def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
     """Write files durably, replacing existing files.
 
-    `incoming` must be a directory on the same disk as the files. The parent directory of each path may be missing, but
-    the grandparent directory must exist.
+    `incoming` must be a directory on the same disk as the files. The parent directory of each path may be missing. The
+    grandparent directory must exist.
     """
     left = iter(contents.items())
     while some := dict(itertools.islice(left, OPEN_MAX)):
@@ -398,8 +398,8 @@ def _fill(fd: int, content: memoryview, now_ns: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns))
     os.fchmod(fd, 0o400)
     if sys.platform == "linux":
-        # This call starts the write-back before `fsync` waits for the data. No process needs the object's pages in the
-        # page cache.
+        # `posix_fadvise` starts the write-back before `fsync` waits for the data. No process needs the object's pages
+        # in the page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

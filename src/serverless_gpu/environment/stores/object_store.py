@@ -12,9 +12,9 @@ store passes the credentials only to the obstore library. An obstore error's tex
 server's message, and sometimes a signature or a key. `judge` therefore extracts only the status, the server's own code
 (``NoSuchBucket``) and the failed step from the text. The store never shows or logs other parts of the error text.
 
-A process must not fork after it has used an object store. A forked child does not have obstore's threads, so a call in
-the child would wait forever. The store therefore rejects calls in a forked child. The agent, zygotes and supervisors do
-not import this module.
+A process must not fork after it has used an object store. A call in a forked child would wait forever, because the
+child does not have obstore's threads. The store therefore rejects calls in a forked child. The agent, zygotes and
+supervisors do not import this module.
 
 Failure cases: For wrong or missing credentials or a missing bucket, the store immediately raises StoreUnavailable with
 a hint. If a connection fails, or an answer is 5xx, 429, late or incomplete, the store repeats the request. After the
@@ -176,7 +176,7 @@ class ObjectStore(Store):
                 try:
                     check_key(stored.key)
                 except EnvironmentRejected:
-                    # The store does not list other programs' objects, so garbage collection never deletes them.
+                    # Garbage collection never deletes other programs' objects, because the store does not list them.
                     continue
                 yield stored
 
@@ -262,7 +262,7 @@ class ObjectStore(Store):
     def _client(self, left_s: float, reads: bool) -> Client:
         """Return an obstore client whose requests have a time limit.
 
-        Each request may take half of `bound_s`, and the last request may take the remaining time.
+        Each request may take half of `bound_s`. The last request may take the remaining time.
         """
         half_s = self._bound_s / 2
         if left_s < half_s:
@@ -320,7 +320,7 @@ class _Pages:
         """Return the next page of objects, or an empty page at the end of the list."""
         import obstore
 
-        stream, self._stream = self._stream, None  # If this request fails, the next call starts a new list request.
+        stream, self._stream = self._stream, None  # If the list request fails, the next call starts a new list request.
         if stream is None:
             stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
         page = [
@@ -471,7 +471,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
 
     try:
         connect(1.0, False)
-    # The texts of these errors may contain a secret variable's value.
+    # The texts of obstore's errors may contain the value of a secret variable.
     except (BaseError, ValueError, TypeError) as error:
         raise InvalidValue(
             f"{scheme}://{bucket} cannot be used with the environment variables that are set ({type(error).__name__})",

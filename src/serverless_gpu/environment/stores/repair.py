@@ -38,12 +38,13 @@ from serverless_gpu.errors import (
 )
 
 PACK_READS_FREE = 16
-"""Number of pack reads that a check may do in addition to one per pack.
+"""Maximum number of extra pack reads per check, beyond one read per pack.
 
 The check rejects units whose blocks alternate between packs.
 """
 ReadPack = Callable[[str, int], bytes]
-"""Callback that returns the first bytes of a pack. Its arguments are the pack's digest and the number of bytes."""
+"""Callback that returns the first bytes of a pack. The callback's arguments are the pack's digest and the number of
+bytes."""
 NAMED_MAX = 3
 _AGAIN = "to send these objects again, run `sgpu env capture` on the machine where the environment is installed"
 
@@ -159,10 +160,10 @@ def damaged(
 ) -> tuple[str, ...]:
     """Return the keys of unusable objects in their deletion order, units before packs.
 
-    If a unit's packs are intact, `check` compares the unit's content with its rows, and raises `ContentMismatch`.
+    `check` raises `ContentMismatch` if the content of a unit with intact packs differs from the unit's rows.
     """
     units: list[str] = []
-    packs: dict[str, str] = {}  # pack digest → "", "altered" or "missing"
+    packs: dict[str, str] = {}  # Maps each pack digest to "", "altered" or "missing".
     for address in addresses:
         try:
             unit = blobs.read_unit(address)

@@ -2,8 +2,8 @@
 
     capture, restore ─▶ ServedStore ─ Connection ─▶ /environments/… ─▶ the server's own store
 
-The server verifies each uploaded object against its digest. If an object was altered in transit, the server raises
-HashMismatch and the client uploads the object again. `Connection` repeats interrupted transfers. The server may keep
+The server verifies each uploaded object against its digest. The client repeats an upload if the server raises
+HashMismatch for an object that was altered in transit. `Connection` repeats interrupted transfers. The server may keep
 the objects in any type of store, for example a directory or an S3 bucket.
 
 Failure cases: If the server or its store is unreachable, the client retries for up to 5 minutes, then raises

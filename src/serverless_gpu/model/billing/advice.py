@@ -6,9 +6,10 @@
     on-demand price of a GPU-hour     │                            is more than   reserved price ÷ on-demand price
     × the billed share of the time ───┘                                           (the newsvendor rule)
 
-The time with a demand of at least k GPUs decreases as k grows, so only the lowest-numbered slots pay off. The number of
-slots that pay off is the cheapest pool size. The newsvendor rule has two limitations. A slot is one GPU and not a node,
-so the reserved slots may fit only some ranks of a gang. The rule also assumes that future demand equals past demand.
+Only the lowest-numbered slots pay off, because the time with a demand of at least k GPUs decreases as k grows. The
+number of slots that pay off is the cheapest pool size. The newsvendor rule has two limitations. The reserved slots may
+fit only some ranks of a gang, because a slot is one GPU and not a node. The rule also assumes that future demand equals
+past demand.
 
     a device worked for less than 5 % of the time  ──▶ "this is CPU work"
     a card with less memory holds the peak memory   ──▶ a smaller GPU type: the cheapest one with a price,
@@ -16,8 +17,8 @@ so the reserved slots may fit only some ranks of a gang. The rule also assumes t
 
 The advice groups runs by user, name and GPU type, because a single run is weak evidence. The advice skips an attempt
 when telemetry covers less than half of the attempt's time. The advice skips a group with less than ten minutes of
-telemetry. Savings assume today's prices and the same duration. A smaller card may be slower, so the advice states the
-slowdown that cancels the saving.
+telemetry. Savings assume today's prices and the same duration. The advice states the slowdown that cancels the saving,
+because a smaller card may be slower.
 
 `formulas` explains how the advice calculates its numbers. All amounts are integers in nanoseconds and micros
 (millionths of the currency unit). The caller selects the usage to analyze and the prices.
@@ -42,7 +43,7 @@ CHANGE_PERCENT = 20
 """Percentage by which prices and demand vary to test how sensitive the advice is."""
 _USES_MAX = 2_000_000
 BUSY_MIN_PERCENT = 5
-"""Minimum busy percentage of a run that needs a GPU. Runs with less busy devices are CPU work."""
+"""Minimum busy percentage of a run that needs a GPU. Runs with less busy devices need no GPU."""
 HEAD_ROOM_PERCENT = 20
 """Percentage by which a smaller card's memory must exceed the runs' peak memory."""
 OBSERVED_MIN_MS = 600_000
@@ -108,8 +109,8 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
     reserved: int  # Micros (millionths of the currency unit) per reserved GPU-hour, whether the GPU is used or not.
     on_demand: int  # Micros (millionths of the currency unit) per billed GPU-hour on demand.
     currency: str = "USD"
-    # Billed share of the allocated on-demand time. The server does not bill the preparation of the environment and the
-    # start of processes, but both occupy a slot of a reserved pool.
+    # Billed share of the allocated on-demand time. The server bills neither the preparation of the environment nor the
+    # start of processes. Unbilled time also occupies a slot of a reserved pool.
     billed: Fraction = Fraction(1)
 
     @property
@@ -510,8 +511,8 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     )
     yield (
         "left out",
-        "a slot is one GPU and not a node, so the reserved slots may fit only a part of a gang. The rule assumes that "
-        "future demand equals past demand",
+        "the reserved slots may fit only a part of a gang, because a slot is one GPU and not a node. The rule assumes "
+        "that future demand equals past demand",
     )
 
 

@@ -6,7 +6,7 @@
 
 Billing queries join `list_prices` by `sku_name`, `cloud` and time. A SKU is a priced item: a GPU type, a core or a GiB
 of memory, in a pool. The price at the start of an attempt applies to the whole attempt. After a price change, a join by
-time finds the later price, while `sgpu usage` shows the charged amount.
+time finds the later price. `sgpu usage` shows the charged amount.
 
 Columns without an equivalent in the ledger are null. Quantities are decimals in text form, because JSON numbers are not
 exact.
@@ -40,7 +40,7 @@ _RECORD_TYPES: Mapping[EntryKind, RecordType] = {
 }
 _MIB_PER_GIB = 1024
 _DIGITS = Decimal("1e-18")  # Precision of decimal(38, 18), the type of quantities and prices in billing tables.
-_LAST_MS = 253_402_300_799_999  # End of the year 9999, which stands for prices without an end of validity.
+_LAST_MS = 253_402_300_799_999  # End of the year 9999, as the end date of prices without an end of validity.
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 

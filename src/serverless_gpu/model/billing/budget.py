@@ -21,8 +21,8 @@ stops the run. The stopped run may exceed the limit by the cost of one minute.
 A hold ends with the budget period, because the next period pays for later usage.
 
 The server grants holds to runs in the order of their placement. The server first stops the most recently placed runs.
-Other runs continue while the remaining budget covers their holds. A run with a stop request keeps its hold, so no other
-run can use that money.
+Other runs continue while the remaining budget covers their holds. No other run can use the money that a run with a stop
+request holds.
 
 Budgets, alarms and fair share use the teams that a run has at submission:
 
@@ -99,7 +99,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     period: Period  # Budget period: each day, week or month.
     limit_micros: int | None = None  # Limit in millionths of the currency unit. Unpriced time costs 0.
     limit_gpu_ms: int | None = None  # Limit in GPU-milliseconds, without the time of CPU slots.
-    # At 100 %, the server stops the runs of a hard budget. The runs of a soft budget finish, but no new run starts.
+    # At 100 %, the server stops the runs of a hard budget. For a soft budget, the server only refuses new runs.
     hard: bool = False
     # Time zone of the budget periods, such as "Europe/Berlin". An empty name selects the team's time zone, or UTC.
     time_zone: str = ""
@@ -204,8 +204,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     window: BudgetWindow
     used: BudgetUse  # Device usage up to each attempt's last report.
     held: BudgetUse  # Device usage reserved for running attempts within the period, usually one minute ahead.
-    # Device usage reserved for running attempts, also beyond the end of the period. The server compares the amount with
-    # the limit of the next period.
+    # Device usage reserved for running attempts, also beyond the end of the period. The server compares the reserved
+    # usage with the limit of the next period.
     ahead: BudgetUse = NOTHING
     stop: tuple[str, ...] = ()  # Runs that the server must stop because a hard budget cannot cover their holds.
     # True after the budget has stopped a run in the period or is used up. Stopped runs release their holds. The server
@@ -280,7 +280,7 @@ def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
 def share_team(team: str, member_of: Sequence[str]) -> str:
     """Return the team whose fair share a run uses, or "" without a team.
 
-    A member may choose any team, so the choice of the first team by name gives no member an advantage. `share_team`
+    Choosing the first team by name gives no member an advantage, because a member may choose any team. `share_team`
     takes the same arguments as `teams_charged`.
     """
     return next(iter(teams_charged(team, member_of)), "")

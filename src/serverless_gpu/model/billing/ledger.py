@@ -188,7 +188,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
-    """Return the entries that correct a ledger, which are empty for a correct ledger.
+    """Return the entries that correct a ledger, or no entries for a correct ledger.
 
     The function reverses a wrong entry and posts a corrected entry. When a provisional entry becomes final, the
     function also reverses the provisional entry. Provisional entries and their reversals therefore add up to zero.

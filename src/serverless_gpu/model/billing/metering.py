@@ -6,8 +6,8 @@
                              ├────── billed: up to `stopping` + grace ──────┤       where the server requested a stop
     without `freed`: the end is `exited`, else the last fact
 
-A session holds devices between runs. A `held` fact starts idle time, and a `freed` fact ends idle time. Each set of
-idle devices has a separate pair of facts, so that the meter counts no device twice.
+A session holds devices between runs. A `held` fact starts idle time. A `freed` fact ends idle time. Each set of idle
+devices has a separate pair of facts, so that the meter counts no device twice.
 
     reserved   held    freed ─ a run has them, and its own facts ─ held    freed
                ├─ idle ──┤                                          ├─ idle ─┤
@@ -16,8 +16,8 @@ Durations are whole milliseconds of the boot clock. For each uninterrupted perio
 time of the period's first fact. The meter derives all later dates of the period from the boot clock.
 
 Failure cases: After a node goes silent or reboots, the metered time ends at the last report, in the user's favour. The
-module never compares boot times of different boots. If the fact that starts a segment is missing, the time counts
-toward the preceding segment.
+module never compares boot times of different boots. If the fact that starts a segment is missing, the segment's time
+counts toward the preceding segment.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class DayUse:
         # usage.
         self.start_ns, self.end_ns = start_ns, end_ns
         # `gpus` is the highest number of devices in use at the same time. `billed_ms` counts the billed
-        # device-milliseconds. `core_ms` counts the billed core-milliseconds, and `memory_mib_ms` the billed
+        # device-milliseconds. `core_ms` counts the billed core-milliseconds. `memory_mib_ms` counts the billed
         # MiB-milliseconds.
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
         self.segments = [0] * len(SEGMENTS)  # Device-milliseconds for each segment in `SEGMENTS`.

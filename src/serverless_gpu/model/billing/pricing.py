@@ -2,8 +2,8 @@
 
     price book ── price in force when the devices were reserved ─▶ tariff of the attempt ── × its use ─▶ micros
 
-Device usage without a price counts as unpriced time, because billing never guesses a price. An attempt keeps its
-tariff, so a later price change does not affect the attempt's charge. Money is an integer number of micros (millionths
+Device usage without a price counts as unpriced time, because billing never guesses a price. A later price change does
+not affect an attempt's charge, because the attempt keeps its tariff. Money is an integer number of micros (millionths
 of the currency unit). Billing rounds the total cost of an attempt up once.
 
 A device type without a price is unpriced even if cores have a price. Every displayed cost is therefore complete.
@@ -231,7 +231,7 @@ def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
 
 
 def _price_micros(name: str, amount: float) -> int:
-    # Python treats bool as an int, but a price of True is a mistake.
+    # A price of True is a mistake, although Python treats bool as an int.
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         raise InvalidOption(f"the price of {name} is {amount!r}, not a number", hint=_PRICE_HINT)
     if not math.isfinite(amount) or not 0 <= amount <= _UNITS_MAX:

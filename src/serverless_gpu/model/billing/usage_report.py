@@ -3,8 +3,8 @@
     charges (ledger entries) ──▶ amounts by account and day ─▶ groups: by user, team, tag, month … ─▶ table, file
     use of running attempts ───▶ the same, computed and marked, because the ledger does not have it yet
 
-Amounts are integers. Each charge is in exactly one group, so all reports over the same days have equal totals. A report
-counts a run in the group of the run's first charge. A report never adds money of two currencies.
+Amounts are integers. All reports over the same days have equal totals, because each charge is in exactly one group. A
+report counts a run in the group of the run's first charge. A report never adds money of two currencies.
 
     busy    device time with work ÷ device time with telemetry
     seen    device time with telemetry ÷ device time in use
@@ -121,7 +121,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def idle(self) -> float | None:
-        """Return the idle fraction of the observed or held device time, or None without that time."""
+        """Return the idle fraction of the observed or held device time, or None if that time is zero."""
         of_ms = self.observed_ms + self.idle_ms
         return (self.observed_ms - self.busy_ms + self.idle_ms) / of_ms if of_ms > 0 else None
 

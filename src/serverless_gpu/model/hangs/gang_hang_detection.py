@@ -6,8 +6,8 @@ Each node of a gang has one supervisor, which observes the gang's ranks on the n
     node: Seen ────▶ server ─▶ all have answered, the limit has passed ─▶ Judgement: a warning, or the end, of all ranks
 
 The module applies the rules of `hang_detection.py` to the ranks of all nodes. A rank that waits for a working rank on
-another node does not hang. The module contains only values and decisions, and uses the server's clock. Nodes report
-durations instead of times, so node clocks have no effect. Each silence of a node has a number, so that a late message
+another node does not hang. The module contains only values and decisions, and uses the server's clock. Node clocks have
+no effect, because nodes report durations instead of times. Each silence of a node has a number, so that a late message
 does not start a new silence.
 
 Failure cases: The server makes no decision without a recent message from each node, because the state of a silent
@@ -134,8 +134,8 @@ def decide(
 ) -> GangWatch:
     """Return the gang's progress after all decisions that are due now.
 
-    After `fresh_ns` without a message from a node, the state of the node's ranks is unknown, so the server makes no
-    decision.
+    The server makes no decision after `fresh_ns` without a message from a node, because the state of its ranks is
+    unknown.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang

@@ -14,8 +14,8 @@ find two different stacks, or if the rank uses CPU time.
 
 Ranks on several GPUs may wait for each other in a busy loop in C. For ranks on several GPUs, CPU time counts as work
 only if the main thread ran Python code between two inspections. A program that waits for its GPU at one line nearly all
-the time still runs some Python code. Ranks that do not share several GPUs sleep while they wait, so one long call in C
-counts as work.
+the time still runs some Python code. One long call in C counts as work for ranks that do not share several GPUs,
+because those ranks sleep while they wait.
 
 A rank also makes progress if its stack equals a stack of a moving rank. The supervisor warns when a rank that has not
 returned makes no progress. The supervisor warns even if one rank is busy, because other ranks may wait for that rank
@@ -23,7 +23,7 @@ forever. A superfluous warning does no harm. The supervisor ends a run only when
 other ranks can legitimately wait, for example for an evaluation on rank 0. While a rank works, the hang detection
 postpones the end by one limit.
 
-For a gang on several nodes, each supervisor only reports `RankSeen`, and `gang_hang_detection.py` decides.
+For a gang on several nodes, each supervisor only reports `RankSeen`. `gang_hang_detection.py` makes the decisions.
 
 Failure cases: Time in which the supervisor did not run, for example on a suspended machine, does not count as silence.
 A rank without a stack moves if the rank uses CPU time.

@@ -15,8 +15,8 @@ Only *observed* idle time counts. Missing telemetry, a restarted monitor or a su
 The supervisor always warns before it stops an idle run.
 
 Failure cases: A rank that waits in a busy loop on its GPU keeps the GPU busy. A busy loop is a hang
-(`hang_detection.py`) and not idleness. A program that prints while its GPU is idle makes progress, so idle detection
-does not stop the program.
+(`hang_detection.py`) and not idleness. Idle detection does not stop a program that prints while its GPU is idle,
+because the program makes progress.
 """
 
 from __future__ import annotations

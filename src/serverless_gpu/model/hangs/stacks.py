@@ -31,7 +31,7 @@ _STANDARD = ("/lib/python3", "/lib64/python3")
 _COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/horovod/", "/mpi4py/")
 # Exceptions to `_COLLECTIVE`: distributed modules that read and write files.
 _NOT_COLLECTIVE = ("/torch/distributed/checkpoint/",)
-# The source file shows a wait only as the innermost frame, because a forward pass runs user code inside its frames.
+# `_REDUCER` shows a wait only as the innermost frame, because a forward pass runs user code inside its frames.
 _REDUCER = "/torch/nn/parallel/distributed.py"
 _BACKWARD = "/torch/autograd/"
 # Source files in which a main thread waits for other threads or processes of its rank.
@@ -115,7 +115,8 @@ def parse(text: str, own: str) -> Stack:
         Thread(title, tuple(frame for frame in frames if not frame.file.startswith(own))) for title, frames in threads
     ]
     place = len(made) - 1
-    if cut:  # A truncated dump lacks the oldest threads, so the thread that received the signal may be the main thread.
+    # The thread that received the signal may be the main thread, because a truncated dump lacks the oldest threads.
+    if cut:
         place = next((place for place, thread in enumerate(made) if thread.current), -1)
     if place < 0:
         return Stack(None, tuple(made))

@@ -4,8 +4,8 @@
 node. The server computes all device usage and charges from facts (`metering.py`, `ledger.py`). The node records facts
 and sends them to the server.
 
-`Stopped` is the last message of a run, and `stopped.json` in a run directory contains the same message. `Stopped` is
-separate from `node/base/protocol.py`, because readers of run directories need no other message.
+`Stopped` is the last message of a run, which `stopped.json` in the run directory also contains. `Stopped` is separate
+from `node/base/protocol.py`, because readers of run directories need no other message.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GangPlaced(msgspec.Struct, frozen=True):
-    """The gang has its GPUs, and the stem (parent process of the ranks) runs."""
+    """The gang has its GPUs and a running stem (parent process of the ranks)."""
 
 
 class Preparing(msgspec.Struct, frozen=True):
@@ -443,9 +443,9 @@ def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | 
     """Return the failure that caused all later failures, or the lowest rank's failure on a tie.
 
     A dying rank closes its sockets before the supervisor can reap the rank. A report of a lost peer is therefore not
-    the cause while another failure is known. After the start of a stop, exceptions are consequences, and only a crash
-    can be the cause. A failed GPU explains all failures of its rank, even if the driver reports the GPU failure later.
-    A failure on another node explains reports of lost peers, but no crash.
+    the cause while another failure is known. After the start of a stop, only a crash can be the cause, because
+    exceptions are consequences of the stop. A failed GPU explains all failures of its rank, even if the driver reports
+    the GPU failure later. A failure on another node explains reports of lost peers, but no crash.
     """
 
     def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:
@@ -463,7 +463,7 @@ class FactKind(StrEnum):
 
     RESERVED = "reserved"
     HYDRATING = "hydrating"  # The devices are reserved while the node prepares the environment.
-    STARTING = "starting"  # The environment is ready, and the node starts the ranks.
+    STARTING = "starting"  # The node starts the ranks in the prepared environment.
     EXEC = "exec"
     HELD = "held"
     ALIVE = "alive"

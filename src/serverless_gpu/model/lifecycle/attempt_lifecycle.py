@@ -12,12 +12,12 @@ interprets reports and silence (UNREACHABLE).
 The state STOPPING has two phases. In TERMINATING, ranks have a stop request and a deadline. In KILLING, the supervisor
 kills all processes and waits for `TreeEmpty`. A successful run also passes through KILLING, in which the supervisor
 ends leftover processes of the ranks. The state RUNNING has two special phases. In RETURNED, all ranks of the
-supervisor's node have returned, but ranks of other nodes still run. The phase SETTLING follows a rank's report that a
-peer closed its connection. The peer is the likely cause of the failure, and the peer's own report may arrive
-milliseconds later. The supervisor waits `SETTLE_NS` for the peer's report before deciding the cause.
+supervisor's node have returned while ranks of other nodes still run. The phase SETTLING follows a rank's report that a
+peer closed its connection. The peer is the likely cause of the failure. The peer's own report may arrive milliseconds
+later. The supervisor waits `SETTLE_NS` for the peer's report before deciding the cause.
 
 A crash while a returned rank's interpreter shuts down is not a failure, because the rank's result is already durable.
-The supervisor only adds a note to the receipt.
+After a crash during shutdown, the supervisor only adds a note to the receipt.
 
 `judge_loss` decides the billing of an attempt whose supervisor died without reporting an end:
 
@@ -29,8 +29,8 @@ The supervisor only adds a note to the receipt.
 
 A process of the run may have the uid of its supervisor and can then kill the supervisor at any time. The supervisor's
 death alone therefore does not prove a platform failure. Evidence must come from the kernel's log, because the run
-cannot write to the kernel's log. A run without a memory limit can exhaust the machine's memory, so an out-of-memory
-kill of its supervisor proves no platform failure. The server bills a rank's `HOST_OOM` for the same reason. An
+cannot write to the kernel's log. Without a memory limit, an out-of-memory kill of the supervisor proves no platform
+failure, because the run can exhaust the machine's memory. The server bills a rank's `HOST_OOM` for the same reason. An
 unreadable boot identifier or kernel log is no evidence.
 """
 
@@ -147,7 +147,7 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
 def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
     if len(attempt.returned) < attempt.world_size:
         return attempt, ()
-    # All results are durable, so the run can only succeed. The ranks have the grace period to exit by themselves.
+    # The run can only succeed, because all results are durable. The ranks have the grace period to exit by themselves.
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
     if len(attempt.exited) == attempt.world_size:  # The ranks exited while they waited for ranks on other nodes.
         return _kill(attempt, now_ns, Reason.COMPLETED)
@@ -411,7 +411,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
 
 
 UNKNOWN_BOOT = "unknown"
-"""Placeholder boot identifier for a machine without one."""
+"""Placeholder for a machine without a boot identifier."""
 _OUT_OF_MEMORY = re.compile(r"Out of memory: Killed process (\d+) \(.*oom_score_adj:(-?\d+)\s*$")
 _MEMORY_FAILURE = re.compile(r"(?:Memory failure: \S+|MCE): Killing .{1,16}:(\d+) due to hardware memory corruption")
 _TEXT_MAX = 200

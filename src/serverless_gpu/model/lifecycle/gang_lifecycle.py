@@ -21,9 +21,9 @@ that node's state.
 - **An attempt ends only after the attempt has ended on all nodes**, because another attempt could collide with
   remaining processes. The caller can learn the cause earlier when no attempt follows (`early_reasons`).
 
-- **Ranks that have returned on one node wait for ranks on other nodes.** The rendezvous store of rank 0 is on rank 0's
-  node, and other ranks would fail without the store. If no rank fails and no stop request exists, the server decides
-  once that all ranks may exit. The run then succeeds when its results arrive.
+- **Ranks that have returned on one node wait for ranks on other nodes.** Other ranks would fail without the rendezvous
+  store of rank 0, which is on rank 0's node. If no rank fails and no stop request exists, the server decides once that
+  all ranks may exit. The run then succeeds when its results arrive.
 
 - **A node does not wait for silent nodes.** When all ranks of a node have returned and all nodes with unreturned ranks
   are silent, the node's ranks may exit (`may_leave`). The other nodes still decide how the attempt ends.
@@ -83,7 +83,8 @@ class Crew(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a gang's state on one node that affects other nodes."""
 
     number: int
-    # State of the node: STARTING, RUNNING, UNREACHABLE or STOPPING. `fold` ignores the state once `over` is set.
+    # State of the node, one of STARTING, RUNNING, UNREACHABLE and STOPPING. `fold` ignores the state once `over` is
+    # set.
     state: State = State.STARTING
     before: State | None = None  # State of the node before UNREACHABLE, or None.
     began: bool = False  # True if user code of the node's ranks has started.
@@ -110,8 +111,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
     """Combined state of a gang on all its nodes."""
 
-    # State of the attempt until its end: UNREACHABLE if a node is silent, STOPPING if a node stops, or else the nodes'
-    # least advanced state.
+    # State of the attempt until its end. A silent node makes the state UNREACHABLE. Without silent nodes, a stopping
+    # node makes the state STOPPING. In all other cases, the nodes' least advanced state applies.
     state: State
     before: State | None  # Combined state without the silent nodes, or None if no node is silent.
     began: bool  # True if user code has started on any node.
@@ -157,9 +158,9 @@ def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
 def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
     """Return the possible reasons of a gang's end before all nodes have ended, most likely first.
 
-    The reasons are known if the attempt has ended on the node that caused the end and no report can replace the cause.
-    The reasons are also known if the attempt has ended on all nodes that are not silent. The caller need not wait for
-    proof that a silent node is gone. The caller must check that no reason leads to another attempt.
+    The reasons are known if the attempt has ended on the causing node, unless a later report can replace the cause. The
+    reasons are also known if the attempt has ended on all nodes that are not silent. The caller need not wait for proof
+    that a silent node is gone. The caller must check that no reason leads to another attempt.
 
     The result is empty while the reasons are unknown, or if the server decided the end.
     """
@@ -209,7 +210,7 @@ def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None
     if over is not None and over.given_up and not (has_said and halt is not None and not halt.peer_lost):
         return Cause(crew=crew.number, reason=over.reason, detail=over.detail)
     if has_said and halt is not None and not (released and crew.returned):
-        # A silent node may have killed the process indirectly, so the signal is not a final cause.
+        # The signal is not a final cause, because a silent node may have killed the process indirectly.
         doubtful = halt.reason is Reason.RANK_SIGNAL and any(other.state is State.UNREACHABLE for other in crews)
         final = not halt.peer_lost and not doubtful
         return Cause(crew=crew.number, reason=halt.reason, rank=halt.rank, detail=halt.detail, final=final)
@@ -224,7 +225,7 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
     if cause is None:
         if all(_succeeded(crew) for crew in crews):
             return AttemptEnded(ends[0].reason, began=began, proven=proven)
-        # The attempt failed on all nodes, but no node reported a cause.
+        # The attempt failed on all nodes without a reported cause.
         return AttemptEnded(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
     lost = ends[cause.crew] if cause.crew is not None else None
     if lost is not None and lost.given_up and lost.reason is cause.reason and proven:

@@ -5,10 +5,9 @@
     each node     tries every address of every other node ─▶ CrewReach        over TCP, with a shared secret
     server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: the nodes without a path
 
-The field `crew` is the number of a node within its gang. Nodes derive the shared secret from the gang's nonce, so a
-node does not mistake another program for its peer. Another program may listen at 127.0.0.1 or at an address that two
-sites share. An address is usable only if every other node reached it, because NCCL and Gloo connect all ranks to each
-other.
+The field `crew` is the number of a node within its gang. The shared secret from the gang's nonce prevents a node from
+mistaking another program for its peer. Another program may listen at 127.0.0.1 or at an address that two sites share.
+An address is usable only if every other node reached it, because NCCL and Gloo connect all ranks to each other.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ PROBE_S = 3.0
 """Timeout in seconds of a connection test. A node tests all addresses at the same time."""
 PROBLEM_CHARACTERS_MAX = 200
 FAR_TIMES, FAR_US = 10, 1_000
-"""A distant address exceeds 10 times the nearest address's connection time and 1,000 µs."""
+"""The connection time of a distant address exceeds 1,000 µs and 10 times the nearest address's connection time."""
 
-# Valid interface names of the kernel, without the comma, which separates names for NCCL.
+# Pattern for the kernel's interface names, except names with a comma, which separates names for NCCL.
 _INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")
 _Way = tuple[int, int, str]
 """Key of a connection test: number of the connecting node, number of the target node, and the address."""
@@ -116,7 +115,7 @@ def word(nonce: str, *, frm: int, to: int) -> bytes:
 
 
 def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequence[str]) -> Chosen | Apart:
-    """Return how the nodes of a gang connect, or two nodes that cannot reach each other.
+    """Return the rendezvous of a gang, or two nodes that cannot reach each other.
 
     All nodes use the same kind of address, as NCCL and Gloo require. The function prefers IPv4 to IPv6, and IPv6 to
     loopback addresses of one machine. For each node, the function selects the first address of the chosen kind that all

@@ -4,8 +4,8 @@
 
 `node/attempt/retention.py` reads and deletes the run directories, but never deletes active runs. The policy also
 retains runs for `spared_ns` after their end, because the caller may not have read the results yet. Only ended runs
-count toward the size limit. If active runs counted, one huge run would displace all ended runs. After a clock moves
-back, ages are negative and the policy deletes nothing.
+count toward the size limit. If active runs counted, one huge run would displace all ended runs. The policy deletes
+nothing after a clock moves back, because ages are then negative.
 """
 
 from __future__ import annotations

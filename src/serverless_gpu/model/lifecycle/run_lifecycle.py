@@ -20,8 +20,8 @@ Tests check five guarantees of the run lifecycle:
 - A server restored from a backup does not start the backup's queued runs, because those runs may have started since the
   backup.
 
-- User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). The server automatically
-  retries a run a few times if it failed before user code started.
+- User code runs again only at the user's request (`retries`, `resume`, `retry_on_infra`). The server automatically
+  retries a run a few times if the run failed before user code started.
 
 - A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive lost or timed-out
   attempts without a new checkpoint. Preempted attempts do not count toward `unsaved_max`.
@@ -66,14 +66,14 @@ FAULTS = LOST | {Reason.GPU_LOST}
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
-# Final reasons of attempts whose user code finished. Another attempt of such a run would fail again or produce a second
-# result.
+# Final reasons of attempts whose user code finished. Another attempt after finished user code would fail again or
+# produce a second result.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
 _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
     Reason.UNSATISFIABLE,
     Reason.NO_PROGRESS,
-}  # For these reasons, an operator or user must act before another attempt.
+}  # Another attempt after a `_POINTLESS` reason first requires an action of an operator or user.
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -338,7 +338,7 @@ def _later(one: State, other: State) -> State:
 
 _OVER: Mapping[type, _Handler] = {AttemptEnded: _over, GivenUp: _over, Forgotten: _over}
 
-# Transition table: state → event → handler. Terminal states have empty rows because they accept no events.
+# Transition table: state → event → handler. Terminal states have empty rows because terminal states accept no events.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         RunPlaced: lambda run, _: (replace(run, fence=run.fence + 1, state=State.STARTING), ()),

@@ -6,7 +6,8 @@ The module contains only values and pure functions, without clocks, sockets or l
 (`node/supervisor/session.py`) executes the decisions of this module.
 
 The session serves runs in the order of their requests. A small run never overtakes a large run, because the large run
-could otherwise wait forever. A device whose release the node could not prove stays unfit until the next inspection.
+could otherwise wait forever. A device stays unfit until the next inspection if the node could not prove the device's
+release.
 """
 
 from __future__ import annotations

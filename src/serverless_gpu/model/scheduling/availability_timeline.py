@@ -9,9 +9,9 @@
 Each node has three availability profiles: by likely ends of runs, by latest ends of runs, and by guessed ends. The
 scheduler enters a gang's reservation into the latest-end profile only if all runs have time limits. A run that starts
 before the gang must then end before the gang's start in the likely-end and latest-end profiles. The guessed-end profile
-serves gangs that must start next while the end times of other runs are unknown. Such gangs have waited beyond the guard
-time, or their team has used less than its fair share. A run that starts before a gang with a guessed reservation must
-have a guessed end before the gang's start.
+serves gangs that must start next while the end times of other runs are unknown. A gang must start next after waiting
+beyond the guard time, or if its team has used less than its fair share. A run that starts before a gang with a guessed
+reservation must have a guessed end before the gang's start.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, Run
 class DeviceTimeline:
     """The number of free devices of one type on one node over time.
 
-    `now` is the current time, and `free` is the number of currently free devices. `releases` lists the known times at
-    which runs release devices.
+    `now` is the current time. `free` is the number of currently free devices. `releases` lists the known times at which
+    runs release devices.
     """
 
     def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
@@ -123,7 +123,7 @@ class PromiseBook:
     """Reservations of devices of one type on one node."""
 
     def __init__(self, likely: DeviceTimeline, bound: DeviceTimeline) -> None:
-        # `bound` is the latest-end profile, and `likely` is the likely-end profile.
+        # `bound` is the latest-end profile. `likely` is the likely-end profile.
         self.likely, self.bound = likely, bound
         # Guessed-end profile, or None if no reservation on the node needs a guess.
         self.guess: DeviceTimeline | None = None

@@ -338,7 +338,7 @@ class ReservationSearch:
         return lacking, [(where, gpu_type, self._needed(where, gpu_type))]
 
     def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
-        """Return the nodes that lack the fewest devices for a multi-node gang, and that number.
+        """Return the nodes with the fewest missing devices for a multi-node gang, and the missing number.
 
         The method sorts nodes by descending free devices, with the partly used node last. Returns None if the nodes'
         total devices, including busy devices, are too few.
@@ -417,5 +417,5 @@ def _sooner(
 
 
 def _learned(likely: float, at_ns: int | None) -> int | None:
-    """Return the likely start time, or None unless it is clearly before the latest start time."""
+    """Return the likely start time if clearly before the latest start time, else None."""
     return math.ceil(likely) if at_ns is not None and likely < at_ns - _SLACK_NS else None

@@ -48,7 +48,7 @@ from serverless_gpu.model.scheduling.values import (
 _P = TypeVar("_P")
 Row = tuple[Any, ...]
 Look = Callable[[_P, int], tuple[Row | None, float]]
-"""Returns the sort row of a node, or None to omit the node, and the time at which the row expires."""
+"""Callback that returns a node's sort row (None to omit the node) and the row's expiry time."""
 _REBUILT = 4
 """`NodeOrder` sorts all rows again if more than a quarter of its nodes are stale."""
 _ORDERS_MAX = 64
@@ -347,8 +347,8 @@ def _stays(old: Node, new: Node) -> bool:
 class NodeOrder(Generic[_P]):
     """The nodes of one group in one sort order, updated incrementally.
 
-    `members` maps identifiers to the group's nodes, and the group updates the mapping. `look` returns the sort row of a
-    node. All sort rows are distinct.
+    `members` maps identifiers to the group's nodes. The group updates `members`. `look` returns the sort row of a node.
+    All sort rows are distinct.
     """
 
     __slots__ = ("_expiries", "_look", "_members", "_rows", "_seen", "_stale")
@@ -436,7 +436,7 @@ class Index:
                 del self.whole[free]
 
     def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
-        """Return the node with the fewest devices left over after allocating `count`, and that number."""
+        """Return the node with the fewest leftover devices after allocating `count`, and the leftover number."""
         for free in self.counts[bisect_left(self.counts, count) :]:
             for _, node_id, place in self.rows[free]:
                 if node_id not in avoid:
@@ -456,11 +456,12 @@ class NodeGroup:
     __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
-        # `sample`: any node of the group. All nodes of a group have the same access properties.
+        # `sample` is any node of the group. All nodes of a group have the same access properties.
         self.sample, self.number = sample, number
         # True if no node of the group has an owner or a calendar.
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
-        # Strongest claim of a waiting run to the group's nodes. Runs with a weaker claim on these nodes must wait.
+        # Strongest claim of a waiting run to the group's nodes. Runs with a weaker claim on the group's nodes must
+        # wait.
         self.claim = NO_CLAIM
         self.members: dict[str, NodeDevices] = {}
         self.order: list[tuple[str, str, NodeDevices]] = []

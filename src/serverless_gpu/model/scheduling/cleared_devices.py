@@ -7,8 +7,8 @@
       some will not become free     ─▶ discarded: a node or run did not release them; the run preempts again later
     the run starts elsewhere (as a guest, on other released devices) ─▶ the pass is stale: `take_back`, and a new pass
 
-The planner keeps the clearing state between passes. A new planner starts without clearing state. Its first entitled
-queued run may then take the released devices, even if the preemption served another run.
+The planner keeps the clearing state between passes. A new planner starts without clearing state. The first entitled run
+in a new planner's queue may take the released devices, even if another run caused the preemption.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
-        self._stayers: list[RunningRun] = []  # Preempted runs, as they were before the preemption.
+        self._stayers: list[RunningRun] = []  # Preempted runs in their state before the preemption.
         self._cleared: list[str] = []  # Runs for which the current pass has cleared devices.
         self.preemptions: list[Preemption] = []  # Preemptions that the current pass has decided.
         # Next useful time for another preemption attempt without a state change, or None.
@@ -314,7 +314,7 @@ def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
         if not open_claims:
             break  # All remaining groups already have a waiting run with a full right.
         if not (line.ask.shape.pool or line.owner in owners):
-            continue  # A run without a pool whose owner has no node is a guest on every node.
+            continue  # A run without a pool is a guest on every node if the run's owner has no node.
         wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
         rights = {number: standing(wanted, hosts[number].sample, capacity.terms) for number in open_claims}
         more = [number for number, right in rights.items() if right < claims[number]]

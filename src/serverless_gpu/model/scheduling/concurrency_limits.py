@@ -4,8 +4,8 @@
                   └──▶ budgets: do they cover its first reservation?  ── no ──────────────────▶ held back, with a reason
                   └──▶ admitted; its use is counted before the next run is checked
 
-An admitted run need not start in the same tick. The scheduler counts the run's usage until the next tick, and thus
-never admits two runs for the same money. Runs of one user that want the same devices under a cap keep their queue
+An admitted run need not start in the same tick. The scheduler counts an admitted run's usage until the next tick, and
+thus never admits two runs for the same money. Runs of one user that want the same devices under a cap keep their queue
 order. Later runs do not overtake the earliest run that exceeds the cap, because a large run would otherwise never
 start. The module may admit two runs for different devices although only one run fits under the cap. The scheduler
 therefore calls `is_full` again at each placement.

@@ -4,8 +4,8 @@
                  + an advance for each placement (`entry_penalty_s`)       until the run ends, then refunded in full
     turn         = the team with the least counted / weight, then the user of that team with the least counted / weight
 
-The advance makes waiting users alternate during a burst of runs. The scheduler refunds the advance at the end of the
-run, so that only actual usage counts.
+The advance for each placement makes waiting users alternate during a burst of runs. The scheduler refunds the advance
+at the end of the run, so that only actual usage counts.
 
 A user without a team forms a one-user team, ``"~name"``. A CPU slot counts as a small fraction of a GPU. With full
 weight, a user's thousand CPU slots would exceed every other user's usage.
@@ -69,7 +69,8 @@ class Fairness:
         self._teams: dict[str, _Account] = {}
         self._users: dict[Key, _Account] = {}
         self._now_ns = self._swept_ns = 0
-        self._held: dict[str, tuple[Key, float, int, float]] = {}  # Run → account, GPUs, start time and advance.
+        # Maps each run to its account, GPUs, start time and advance.
+        self._held: dict[str, tuple[Key, float, int, float]] = {}
         self._begun: dict[str, tuple[Key, float, int]] = {}
         self._ended: list[str] = []
         self._is_look = False

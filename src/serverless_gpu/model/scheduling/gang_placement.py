@@ -12,8 +12,9 @@ A gang on several nodes:
        1. as few nodes as possible
        2. on a tie, the fewest devices left over on the partly used node, then smaller nodes
 
-Here, "could" considers all devices of a node. The gang therefore waits for a large node even if that node is in use,
-drained or silent. A node with an older version (without `Node.crews`) runs only gangs that fit on that single node.
+In this diagram, "could" considers all devices of a node. A gang therefore waits for a large node even if that node is
+in use, drained or silent. A node with an older version (without `Node.crews`) runs only gangs that fit on that single
+node.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _options(
             index = group.index[name]
             if count is None:
                 for size, row in index.whole.items():
-                    # Nodes of a group differ only in their names, so the first name is the best choice.
+                    # The first name is the best choice, because nodes of a group differ only in their names.
                     for _, node_id, where in row:
                         if node_id not in avoid and where.node.total[name] == size:
                             yield (rank, 0, *where.entry[:2]), where, name, size
@@ -202,8 +203,8 @@ def spread(
 ) -> tuple[DeviceShare, ...] | None:
     """Return devices on several nodes on which a gang can start now, or None.
 
-    The function uses lent devices only if other devices are not enough. Devices that the scheduler holds for the gang
-    count as free.
+    The function uses lent devices only if other devices are not enough. The function counts devices held for the gang
+    as free.
     """
     stocks = _stocks(capacity, wanted, ask, now_ns)
     count = ask.shape.gpus or 0

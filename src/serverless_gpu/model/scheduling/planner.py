@@ -220,7 +220,8 @@ class ClassPass:
         self.placements: list[Placement] = []  # Placements in decision order.
         # `is_stale`: True if a run started on devices other than its held or cleared devices. Another pass can then
         # give the unused held devices to other runs and avoid preemptions. `is_new`: True if a run received its first
-        # latest start time. The scheduler then serves that run first, which may change later reservations.
+        # latest start time. The scheduler serves a run with a latest start time first, which may change later
+        # reservations.
         self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
@@ -376,8 +377,7 @@ class ClassPass:
     def _is_blocked(self, line: QueueLine, wanted: QueuedRun) -> bool:
         number, ask = self._number, line.ask
         if ask.shape.several and wanted.run_id in self._state.reservations:
-            # Devices that the scheduler holds for the run count as free, so the run may fit where an equal run does
-            # not.
+            # The run may fit where an equal run does not, because devices held for the run are free for that run only.
             return False
         if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
             return True
@@ -430,11 +430,11 @@ class ClassPass:
     def _keep_share(self, seeker: ReservationSearch, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
         """Hold devices for a gang whose team or user has used less than its share.
 
-        For a gang smaller than a node, the scheduler holds released devices, because the gang can soon start. Held
-        whole nodes would stay idle for long, so the scheduler reserves whole nodes at a guessed start time. Other runs
-        may start on the reserved nodes if their guessed end is before the gang's start. Under lasting overload, such
-        runs could delay the gang forever. After `node_patience_s`, the scheduler therefore holds one whole node for a
-        waiting gang.
+        For a gang smaller than a node, the scheduler holds released devices, because the gang can soon start. The
+        scheduler reserves whole nodes at a guessed start time, because held whole nodes would stay idle for long. Other
+        runs may start on the reserved nodes if their guessed end is before the gang's start. Under lasting overload,
+        other runs on the reserved nodes could delay the gang forever. After `node_patience_s`, the scheduler therefore
+        holds one whole node for a waiting gang.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
         capacity = self._state.capacity

@@ -37,7 +37,7 @@ class PlannerState:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy  # The operator's queue settings.
-        # `fairness` stores the past usage of teams and users, and `capacity` stores the nodes with their runs.
+        # `fairness` stores the past usage of teams and users. `capacity` stores the nodes with their runs.
         self.queue, self.capacity, self.fairness = Queue(), Capacity(policy), Fairness(policy)
         self.running: dict[str, RunningRun] = {}  # Running runs with their devices, by run identifier.
         # Reservations of the last pass by run, in queue order.
@@ -107,7 +107,7 @@ class QueueLine:
         _, self.team, self.owner, _ = key
         self.rows: list[tuple[int, str, QueuedRun]] = []  # Queue time, run identifier and request of each run.
         # `skipped`: number of leading runs of the line that the current pass examined but could not place. `blocked`:
-        # like `TimedShape.blocked`, but only for the line's owner.
+        # variant of `TimedShape.blocked` for the line's owner.
         self.blocked = self.skipped = 0
 
 

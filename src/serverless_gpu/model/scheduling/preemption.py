@@ -10,9 +10,10 @@ run's device-seconds since its start. The scheduler prefers preemption by right 
 the lowest sufficient class. Among the remaining candidates, the scheduler preempts the set of runs with the least lost
 work, and never more runs than necessary.
 
-Preemption cannot loop. Runs on a node are ordered by their right to the node and then by priority class. A run can
-preempt only runs that are lower in this order. The scheduler holds the released devices for the run that caused the
-preemption. A guest run starts only while no waiting run could preempt the guest by right.
+Preemption cannot loop. The scheduler orders the runs on a node by their right to the node and then by priority class. A
+run can preempt only runs with a weaker right to the node or, for equal rights, a lower class. The scheduler holds the
+released devices for the run that caused the preemption. A guest run starts only while no waiting run could preempt the
+guest by right.
 
 If all preemption candidates are too young, the plan contains the time at which a candidate is old enough. A
 non-preemptible run releases borrowed devices only at its end. A non-preemptible run may therefore borrow devices only
@@ -67,9 +68,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The preemptions that free devices for a blocked gang."""
 
-    # Runs to preempt. The tuple is empty if enough devices become free without preemption.
+    # Runs to preempt. `preemptions` is empty if enough devices become free without preemption.
     preemptions: tuple[Preemption, ...] = ()
-    # Devices to hold for the gang until its start. The tuple is empty if no preemption is possible now.
+    # Devices to hold for the gang until its start. `shares` is empty if no preemption is possible now.
     shares: tuple[DeviceShare, ...] = ()
     wake_ns: int | None = None  # Time at which a run is old enough for preemption, or None.
 
@@ -219,7 +220,8 @@ class _Search:
             count = _count(running, site)
             devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
             found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
-        self._known[id(site)] = (site, found)  # The stored reference to the site prevents Python from reusing its id.
+        # The stored reference to the site prevents Python from reusing the site's id.
+        self._known[id(site)] = (site, found)
         return found
 
 
@@ -247,8 +249,8 @@ def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
 class _MultiNodeSearch:
     """Finds nodes of one pool and type for a gang: whole nodes and a partly used node.
 
-    The search tries nodes with the least lost work per device first. A preempted run releases devices on all its nodes,
-    so the search then re-examines those nodes. The search preempts no run unless the whole gang fits.
+    The search tries nodes with the least lost work per device first. The search re-examines all nodes of a preempted
+    run, because the run releases devices on each node. The search preempts no run unless the whole gang fits.
 
     `search` finds the preemptible runs. `sites` are the nodes, each with all its usable devices.
     """
@@ -334,8 +336,8 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
     """Return runs that free the missing devices with at most twice the minimum lost work.
 
     The search adds runs in ascending order of lost work per device. Each run that frees the last missing devices
-    produces a candidate set. The search then continues without that run. The search therefore selects one large run
-    instead of many small runs if the large run has less lost work.
+    produces a candidate set. The search then continues without the run that completed the candidate set. The search
+    therefore selects one large run instead of many small runs if the large run has less lost work.
     """
     most = sum(count for _, count, _ in candidates)
     if most < lacking:

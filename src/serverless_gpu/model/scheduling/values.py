@@ -29,8 +29,9 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Queue settings that the operator can change."""
 
     half_life_s: float = 7 * 86_400.0  # Half-life of past usage in seconds.
-    # Advance of the fair share for each placed run, in seconds of the run's devices. With the advance, two users who
-    # each submit a thousand runs at once alternate. The scheduler refunds the advance when the run ends.
+    # Advance of the fair share for each placed run, in seconds of the run's devices. With the advance, the scheduler
+    # alternates between two users who each submit a thousand runs at once. The scheduler refunds the advance when the
+    # run ends.
     entry_penalty_s: float = 60.0
     team_weights: Mapping[str, float] = {}  # Fair-share weights of teams by name. The default is 1.
     user_weights: Mapping[str, float] = {}  # Fair-share weights of users within their team, by name. The default is 1.
@@ -40,8 +41,8 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     # Minimum usage lag of a blocked gang's team or user before the scheduler holds devices for the gang. The unit is
     # seconds of the gang's devices. Holding devices prevents small runs of other users from starving the gang.
     patience_s: float = 3600.0
-    # Waiting time of a whole-node gang before the scheduler holds devices by `patience_s`. Until then, the scheduler
-    # reserves a node at a guessed start time.
+    # Waiting time of a whole-node gang before the scheduler holds devices by `patience_s`. Before `node_patience_s`,
+    # the scheduler reserves a node at a guessed start time.
     node_patience_s: float = 3 * 86_400.0
     gang_lead: float = 10 / 3  # Factor by which the scheduler multiplies the waiting time of a gang of whole nodes.
     # Number of devices of a whole node, or 0 for the size of the largest node that a gang could use.
@@ -100,7 +101,7 @@ class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A waiting run, with the parts of its request that the scheduler uses."""
 
     run_id: str
-    title: str  # Name of the run in messages to other users: `"alice/bert-ft"`.
+    title: str  # Name of the run in messages to other users, such as `"alice/bert-ft"`.
     # Principal and team (or "") whose fair-share usage includes the run.
     owner: str = ""
     team: str = ""
@@ -111,14 +112,15 @@ class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # True if the run may use several nodes when no single node has enough devices. A multi-node run uses whole nodes
     # and one partly used node, of one device type and pool.
     several_nodes: bool = False
-    # Option change that would allow several nodes, in client syntax, or "": `"without same_node=True"`.
+    # Option change that would allow several nodes, such as `"without same_node=True"`, or "".
     alone: str = ""
     pool: str = ""  # Requested pool, or "" for any on-demand pool.
     machine: str = ""  # Identifier of the only suitable machine, or "".
     platform: str = ""  # Name of the only suitable platform, or "".
     python: str = ""  # Required version of Python, such as `"3.11"`, or "".
     caller: str = ""  # Machine that has the required Python version even without a report, or "".
-    # Identifiers of nodes that failed to start the run. The scheduler uses these nodes only if no other node is free.
+    # Identifiers of nodes that failed to start the run. The scheduler uses nodes with a failed start only if no other
+    # node is free.
     avoid: frozenset[str] = frozenset()
     # Pairs of nodes that could not connect in an earlier attempt. The scheduler avoids allocating both nodes of a pair.
     apart: frozenset[tuple[str, str]] = frozenset()
@@ -216,7 +218,7 @@ class QueuePolicySet(msgspec.Struct, frozen=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Usage of ended runs, decayed to `at_ns`: GPU-seconds by team, and by team and user.
+    """GPU-seconds of ended runs by team, and by team and user, decayed to `at_ns`.
 
     The planner itself counts running runs, from the start of their allocation (`RunningRun.since_ns`).
     """
@@ -230,7 +232,7 @@ class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
     """The decayed device usage of a team."""
 
     used_gpu_s: float  # GPU-seconds of the team's runs, including active runs.
-    # Value by which the scheduler selects the next team: `used_gpu_s` plus the advances of running runs.
+    # Sum of `used_gpu_s` and the advances of running runs, by which the scheduler selects the next team.
     counted_gpu_s: float
 
 
@@ -274,7 +276,7 @@ class WaitReason(StrEnum):
     """Reason category of a waiting run."""
 
     CAPACITY = "capacity"  # All suitable devices are in use.
-    RESERVED = "reserved"  # Devices are free, but the scheduler holds them for runs ahead in the queue.
+    RESERVED = "reserved"  # The scheduler holds the free devices for runs ahead in the queue.
     TURN = "turn"  # The scheduler has not examined the run yet, or other runs are ahead in the queue.
     MAKING_ROOM = "making_room"  # The scheduler has preempted other runs for the waiting run.
     CALENDAR = "calendar"  # Only the node's owner may use the suitable nodes now.
@@ -323,13 +325,14 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     outside: int = 0  # Number of devices of `node` in quarantine or in use by other programs.
     holders: tuple[DeviceHolder, ...] = ()  # Runs that hold the missing devices, the earliest release first.
     ahead: str = ""  # Title of the run for which the scheduler holds the free devices, or "".
-    # Time from which the run in `ahead` needs the devices, or None for now. Until then, other runs may use the devices.
+    # Time from which the run in `ahead` needs the devices, or None for now. Other runs may use the devices until
+    # `kept_ns`.
     kept_ns: int | None = None
     # Longest time limit with which the run could start now on the held devices, or 0 for no limit.
     spare_s: float = 0.0
     # Queue position, from 1, among the runs for the same kind of devices, or 0 without a position.
     place: int = 0
-    # Start time of the run, or None if unknown. If `is_bound`, the value is a latest start time.
+    # Start time of the run, or None if unknown. If `is_bound` is True, `at_ns` is the latest start time.
     at_ns: int | None = None
     is_bound: bool = False
     owner: str = ""  # Owner of `node`, if a node calendar is the reason for the wait.
@@ -443,7 +446,7 @@ class TimedShape:
         self.number, self.shape = number, shape
         # Likely time for which a run holds devices, infinite if unknown.
         self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
-        self.blocked = 0  # Like `Shape.blocked`, but only for runs of the same duration.
+        self.blocked = 0  # Variant of `Shape.blocked` for runs of the same duration.
 
     @staticmethod
     def key(wanted: QueuedRun, shape: Shape) -> tuple[object, ...]:

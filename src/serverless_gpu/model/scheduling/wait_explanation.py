@@ -1,7 +1,7 @@
 """Explains waits, estimates starts and lists the queue, on demand from the results of the last pass.
 
-The module makes no scheduling decisions. The duration of a query may grow with the queue length, so callers query one
-run at a time.
+The module makes no scheduling decisions. Callers query one run at a time, because the duration of a query may grow with
+the queue length.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
 def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
     """Return the waiting runs in the order of service.
 
-    Unservable runs follow all servable runs, and held runs come last.
+    The list ends with unservable runs, followed by held runs.
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
@@ -205,7 +205,7 @@ def _nodes(state: PlannerState, shares: tuple[DeviceShare, ...]) -> tuple[str, .
 class _Order:
     """The order of the queue at one time, with cached values per user.
 
-    A queue line is sorted in queue order, so the runs ahead of a given run are at the start of the line.
+    The runs ahead of a given run are at the start of a queue line, because the line is in queue order.
     """
 
     def __init__(self, state: PlannerState, now_ns: int) -> None:
@@ -344,7 +344,7 @@ class _Explained:
     def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
         """Yield nodes with enough free devices that the scheduler holds for other runs.
 
-        Users who see these free devices expect an explanation why the run does not start there.
+        Users who see free devices expect an explanation why a waiting run does not start.
         """
         reach = self._floor.reach(self._ask.shape)
         for node_id, name in self._floor.books:
@@ -375,7 +375,7 @@ class _Explained:
         share = DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count)
         if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
             return None, False, None
-        return int(likely), False, None  # Without a reservation, the run may start later than this time.
+        return int(likely), False, None  # Without a reservation, the run may start later than the likely time.
 
     def _promised(self) -> tuple[int | None, bool, int | None]:
         """Return the reserved start time, True if it is a latest start time, and the learned start time.

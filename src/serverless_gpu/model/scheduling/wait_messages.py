@@ -19,7 +19,7 @@ from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, 
 from serverless_gpu.units import format_duration_ms
 
 Clock = Callable[[int], str]
-"""Formats a time for its reader: ``"14:20"``, ``"Mon 14:20"``."""
+"""Formats a time for its reader, such as ``"14:20"`` or ``"Mon 14:20"``."""
 
 NAMED_MAX = 3
 REMEDY = "sgpu pool set {pool} --isolation none"
@@ -58,7 +58,7 @@ def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Return a number as an English ordinal: ``"1st"``, ``"2nd"``, ``"3rd"``, ``"4th"``."""
+    """Return a number as an English ordinal, such as ``"1st"`` or ``"22nd"``."""
     teens = number % 100 in (11, 12, 13)
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 

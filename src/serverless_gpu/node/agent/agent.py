@@ -8,10 +8,10 @@ After the hand-over, client and supervisor communicate directly. The supervisor,
 about the run. The agent has one thread with one event loop. The event loop blocks for at most about 2 ms, for example
 to check a zygote's files. Once a minute, the event loop blocks longer to inspect the GPUs.
 
-If an operator kills the agent, attempts continue, but zygotes and standby processes end. The next call starts a new
-agent, which finds running attempts by their sockets. If two agents start at once, only one agent acquires the lock. If
-a supervisor dies, the agent writes the missing `stopped.json` and receipt. The agent queues runs beyond the maximum
-number of attempts. The agent sends each waiting client the queue position of its run.
+Attempts continue after an operator kills the agent. Zygotes and standby processes end with the agent. The next call
+starts a new agent, which finds running attempts by their sockets. If two agents start at once, only one agent acquires
+the lock. If a supervisor dies, the agent writes the missing `stopped.json` and receipt. The agent queues runs beyond
+the maximum number of attempts. The agent sends each waiting client the queue position of its run.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class Agent:
             client.close()
             return
         if received is None or not isinstance(received[0], protocol.Cancel):
-            return  # The client disconnected, but the run keeps its position in the queue.
+            return  # The run of the disconnected client keeps its position in the queue.
         self._queue.remove(entry)
         reason = STOPPED_BY[received[0].reason]
         stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
@@ -303,7 +303,7 @@ class Agent:
             self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
             return
         try:
-            # The supervisor starts first: it reserves devices while the agent checks the zygote's files.
+            # The supervisor starts first, to reserve devices while the agent checks the zygote's files.
             checkpoints = str(self._inventory.checkpoints)
             uid = 0 if principal is None else principal.uid
             supervisor = self._attempts.assign(

@@ -1,14 +1,14 @@
 """Attempts of the agent: their supervisors and the owners of their stems.
 
 The agent has one standby supervisor, one supervisor per running attempt, and the supervisors that an earlier agent
-started. The agent sends the attempt and the client's socket to a supervisor over a channel. End of file on that channel
-tells the agent that the supervisor has ended.
+started. The agent sends the attempt and the client's socket to a supervisor over a channel. An end of file on the
+channel tells the agent that the supervisor has ended.
 
     rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem that the agent made: its owner
 
 A rank can call the local agent like any process with the same uid. The agent therefore ignores the owner that a rank
-claims, and determines the owner from the process tree. A stem is a subreaper, so every descendant stays below the stem
-in the process tree, even after a double fork.
+claims, and determines the owner from the process tree. Every descendant stays below its stem in the process tree, even
+after a double fork, because a stem is a subreaper.
 
 The owner is `UNKNOWN_OWNER` if the process ends before the agent's check, or if an earlier agent created the stem. The
 agent never shares a zygote with a run of an unknown owner.
@@ -140,7 +140,7 @@ class Attempts:
         try:
             protocol.send(supervised.channel, message, (client.fileno(),))
         except OSError:
-            # The standby supervisor has died, so a new supervisor gets the attempt.
+            # A new supervisor gets the attempt, because the standby supervisor has died.
             self._unwatch(supervised)
             supervised = self._spawn()
             protocol.send(supervised.channel, message, (client.fileno(),))
@@ -163,13 +163,13 @@ class Attempts:
                 received = protocol.receive(Channel(sock))
             except ConnectionRefusedError:
                 sock.close()
-                # The supervisor of this socket has ended. The uplink settles attempts of a server, so this code can
-                # ignore the fence.
+                # The supervisor of this socket has ended. This code can ignore the fence, because the uplink settles
+                # attempts of a server.
                 path.unlink(missing_ok=True)
                 self._bury_at(self._home.attempt(path.stem, 1))
                 continue
             except (OSError, msgspec.MsgspecError):
-                # The supervisor is busy, stopped or of another version, so this agent cannot control the attempt.
+                # This agent cannot control an attempt whose supervisor is busy, stopped or of another version.
                 sock.close()
                 continue
             if received is None or not isinstance(received[0], protocol.AttemptSnapshot):
@@ -266,8 +266,8 @@ class Attempts:
         supervised.channel.close()
 
     def _hear(self, supervised: SupervisorLink) -> None:
-        # An adopted supervisor treats the agent as an attached client. The agent ignores client messages from this
-        # supervisor.
+        # An adopted supervisor treats the agent as an attached client. The agent ignores client messages from an
+        # adopted supervisor.
         try:
             received = protocol.receive(supervised.channel)
         except (OSError, msgspec.MsgspecError):
@@ -279,7 +279,7 @@ class Attempts:
         elif isinstance(received[0], protocol.Standby):
             supervised.pid = received[0].pid
         elif isinstance(received[0], protocol.Refused):
-            # The supervisor refused only a duplicate launch, so the attempt continues.
+            # The attempt continues, because the supervisor refused only a duplicate launch.
             supervised.directory = None
 
 

@@ -34,7 +34,7 @@ _starting = threading.Lock()
 
 
 def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
-    """Return a connection to the agent and its greeting. Start the agent if necessary.
+    """Return a connection to the agent, and the agent's greeting. Start the agent if necessary.
 
     Raises AgentUnavailable, HardwareError (this system cannot run ranks) or StorageError.
     """

@@ -11,7 +11,7 @@ in an environment holds a copy of the lock's descriptor. No function in this mod
 Failure cases:
 
 If the disk is full, the agent drops unused environments and repeats the restore once. If the second restore fails, the
-attempt ends with the reason `NODE_DISK`, and the server tries another node.
+attempt ends with the reason `NODE_DISK`. The server then tries another node.
 
 If the restoring process dies, the agent starts another process, which repeats each restore once. If the restore fails,
 the agent reports the reason to all waiting runs. The next run starts the restore again.
@@ -76,7 +76,7 @@ _REASONS = {
 
 
 class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
-    """Callbacks of a waiting run: `ready(environment, was restored)`, `failed(reason)`, `told(progress)`."""
+    """Callbacks `ready(environment, restored)`, `failed(reason)` and `told(progress)` of a waiting run."""
 
     ready: Callable[[RestoredEnvironment, bool], None]
     failed: Callable[[Reason, str], None]
@@ -175,8 +175,8 @@ class RestoredEnvironments:
     ) -> bool:
         """Return True if ranks may have changed the environment since the last check.
 
-        Ranks can write to linked files. Ranks can also reach mounted files through the cache directory, so the
-        restoring process checks all files periodically.
+        Ranks can write to linked files. The restoring process checks all files periodically, because ranks can reach
+        mounted files through the cache directory.
         """
         if self._clock.boottime_ns() - self._looked_ns.get(wanted, 0) >= LOOK_S * 10**9:
             return True

@@ -1,9 +1,9 @@
 """The nursery: a clean interpreter that has imported the supervisor's code and forks supervisors.
 
-A supervisor starts in 60 ms from scratch and in 2 ms by a fork. The nursery forks supervisors because children of the
-agent would inherit its descriptors and state. The nursery has one thread, opens no files and makes no decisions. The
-nursery also forks the session holders. When the agent closes the channel, the nursery exits, and its supervisors
-continue.
+A supervisor starts in 60 ms from scratch and in 2 ms by a fork. The nursery forks the supervisors, because the agent's
+own children would inherit the agent's descriptors and state. The nursery has one thread, opens no files and makes no
+decisions. The nursery also forks the session holders. When the agent closes the channel, the nursery exits. The forked
+supervisors continue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     SystemClock().boot_id()  # The nursery loads the text codec once for all supervisors.
-    gc.freeze()  # The freeze prevents the garbage collector from writing to memory pages that all supervisors share.
+    gc.freeze()  # Freezing keeps the garbage collector from writing to memory pages that supervisors share.
     while (received := channel.receive()) is not None:
         (fd,) = received[1]
         if os.fork() == 0:

@@ -3,14 +3,14 @@
     agent ──RestoreRequest──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
           ◀── RestoreProgress, RestoreDone + descriptor of the lock, RestoreFailed ──┘
 
-The agent must not wait for disks or stores. The agent also must not fork, because it uses NVML in a thread. Each
-restore runs in a child process, because a store's client may have threads, which do not survive a fork. The restoring
-process itself never opens a store.
+The agent must not wait for disks or stores. The agent must not fork, because it uses NVML in a thread. Each restore
+runs in a separate child process, because the threads of a store's client do not survive a fork. The restoring process
+itself never opens a store.
 
 Failure cases: If the store, the disk or the environment fails, the child sends `RestoreFailed` with the error's code.
 If a child process is killed, the restoring process sends `RestoreFailed`. If the restoring process is killed, the
-kernel also kills its child processes. The agent then starts another restoring process, which reuses the unpacked units.
-If the agent exits, the restoring process reads end of file and exits.
+kernel also kills its child processes. The agent replaces a lost restoring process. The replacement reuses the unpacked
+units. If the agent exits, the restoring process reads end of file and exits.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _restored_in_time(want: RestoreRequest, environments: Path, channel: Channel
 def restored(
     want: RestoreRequest, environments: Path, report: Callable[[ProgressPoint], None]
 ) -> tuple[RestoreDone, int]:
-    """Restore an environment. Return the agent's answer and the environment's lock descriptor.
+    """Restore an environment. Return the answer for the agent and the lock descriptor.
 
     Raises EnvironmentProblem. Raises StorageError if the disk is full or does not support symbolic links.
     """
@@ -271,7 +271,7 @@ def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[ProgressP
         if now_ns - told[0] < _REPORT_S * 1e9:
             return
         told[0] = now_ns
-        with contextlib.suppress(OSError):  # The agent has exited, so the restoring process also exits.
+        with contextlib.suppress(OSError):  # The restoring process exits after the agent.
             send(channel, RestoreProgress(number=number, sentence=sentence(progress)))
 
     return report

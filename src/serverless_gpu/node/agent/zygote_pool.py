@@ -6,10 +6,11 @@
                      a new zygote, or (if none can be kept) an interpreter for this run only: cold, with a reason
 
 A zygote's key includes the restored environment. If no zygote has the requested snapshot, the pool may move a zygote
-from another snapshot (`Zygote.move`). All files that the zygote has loaded must be equal in both snapshots.
+from another snapshot (`Zygote.move`). All files that the moved zygote has loaded must be equal in the old and the new
+snapshot.
 
-The pool keeps the zygotes of open sessions and at most four others. Above this limit, the pool ends the least recently
-used zygote. The pool also ends zygotes that were idle for ten minutes.
+The pool keeps the zygotes of open sessions and at most four others. If more than four zygotes without an open session
+exist, the pool ends the least recently used of them. The pool also ends zygotes that were idle for ten minutes.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class ZygotePool:
             self.became_ready = True
 
     def _give_up(self, zygote: Zygote, why: str) -> None:
-        """Stop keeping a zygote for its key. For ten seconds, runs get a new interpreter instead."""
+        """Stop keeping a zygote for its key. For ten seconds, each run with this key gets a new interpreter."""
         self._cold[zygote.key] = (why, self._clock.boottime_ns())
         while len(self._cold) > _REMEMBERED_MAX:
             self._cold.pop(next(iter(self._cold)))
@@ -255,7 +256,10 @@ class ZygotePool:
         self._let_go(zygote)
 
     def _let_go(self, zygote: Zygote) -> None:
-        """Close a zygote. Each run that waits for its stems gets a new interpreter in the same environment."""
+        """Close a zygote.
+
+        Each run that waits for a stem of the closed zygote gets a new interpreter in the run's environment.
+        """
         waiting = zygote.release_takers()
         self._close(zygote)
         for taker in waiting:

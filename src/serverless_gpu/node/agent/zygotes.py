@@ -12,21 +12,22 @@ namespaces, a rank could write the memory of another owner's zygote.
 A zygote is stale if a loaded file has changed. If a package that the zygote has not loaded changes, ranks use the new
 version. A zygote can move to another restored environment if all of its loaded files are equal in both
 (`environment/restore/interpreters.py`). If an environment is deleted and restored again, its zygote still uses the
-deleted directories. The agent ends such zygotes.
+deleted directories. The agent ends zygotes of deleted environments.
 
-`.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Processes of start-up
-code belong to no run, so no run pays for them. No supervisor ends processes of start-up code.
+`.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. No run pays for
+processes of start-up code, because the processes belong to no run. No supervisor ends processes of start-up code.
 
 Failure cases:
 
 If the zygote dies or cannot preload, waiting runs get the zygote's output.
 
-If forking a zygote is unsafe, the pool records the zygote's key. Each run with this key then starts a zygote without
-preloaded modules.
+If forking a zygote is unsafe, the pool records the zygote's key. Each later run with the recorded key starts a zygote
+without preloaded modules.
 
-If an idle zygote dies, the next run starts a new zygote, and its receipt contains the reason.
+If an idle zygote dies, the next run starts a new zygote. The receipt of the next run contains the reason for the cold
+start.
 
-If the agent cannot create a cgroup, it kills the zygote's descendants instead. The descendants include detached
+If the agent cannot create a cgroup, it kills the zygote's descendants one by one. The descendants include detached
 processes while the zygote runs.
 
 If a stem cannot leave the zygote's cgroups, the agent does not kill the stem and its ranks.
@@ -90,7 +91,10 @@ class Key(msgspec.Struct, frozen=True):
     uid: int = 0  # Uid of the zygote's sandbox; 0 without a sandbox.
 
     def elsewhere(self) -> Key:
-        """Return the key without its snapshot. A zygote may move between keys with equal results."""
+        """Return the key without its snapshot.
+
+        A zygote may move between two keys that differ only in the snapshot.
+        """
         return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
@@ -211,7 +215,7 @@ class Zygote:
     def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
         """Give a run a stem from standby, or the next stem that the zygote forks.
 
-        `take` receives the stem's pid and owns its descriptor.
+        `take` receives the stem's pid and a descriptor that the receiver must close.
         """
         while self._stems:
             pid, fd, process = self._stems.popleft()
@@ -257,7 +261,7 @@ class Zygote:
         try:
             self.channel.send(inside.encode(request), (*opened, *fds))
         except OSError:
-            return  # The zygote has ended; `hear` still reads its last messages.
+            return  # After the end of the zygote, `hear` still reads the last messages.
         finally:
             close_all(opened)
         self._asked.append(self.environment)
@@ -265,7 +269,7 @@ class Zygote:
     def _sandbox_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
         """Add the sandbox of an attempt to the request for a stem. Return descriptors for the caller to close.
 
-        A sandbox shows neither the cgroups nor other environments, so the stem receives both as descriptors.
+        The stem receives descriptors of its cgroups and its environment, because a sandbox hides the paths of both.
         """
         opened = [os.open(f"{path}/cgroup.procs", os.O_WRONLY) for path in inside.strings(request, "cgroups")]
         trees: list[str] = []

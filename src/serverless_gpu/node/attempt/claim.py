@@ -4,12 +4,12 @@
     facts.jsonl       the attempt's facts; `exec` = user code began
     stopped.json      the final state of the attempt
 
-A sender that does not know whether its launch request arrived sends the request again. A supervisor therefore takes the
-attempt's lock, and refuses the attempt if it has already begun or ended. To prevent the start of an attempt, a process
-takes the same lock and writes `stopped.json` (`uplink/attempt_controller.py`).
+A sender that does not know whether its launch request arrived sends the request again. Before a launch, the supervisor
+takes the attempt's lock. The supervisor refuses an attempt that has already begun or ended. To prevent the start of an
+attempt, a process takes the attempt's lock and writes `stopped.json` (`uplink/attempt_controller.py`).
 
-If a local attempt loses its supervisor before user code begins, the agent records the loss. The client then launches
-the attempt again.
+If a local attempt loses its supervisor before user code begins, the agent records the loss. After a recorded loss, the
+client launches the attempt again.
 """
 
 from __future__ import annotations

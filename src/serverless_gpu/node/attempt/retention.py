@@ -35,7 +35,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.units import format_bytes
 
-FIRST_S = 10.0  # Seconds after the agent's start, while the first run needs the CPU cores.
+# Delay of the first pass after the agent's start, in seconds, because the first run needs the CPU cores.
+FIRST_S = 10.0
 EVERY_S = 3_600.0
 DELETED_MAX = 1_000  # Maximum number of deletions per retention pass.
 _TRASH = ".trash-"
@@ -124,7 +125,10 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]
 
 
 def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
-    """Delete the chosen runs. The result contains an error message for each run that could not be deleted."""
+    """Delete the chosen run directories.
+
+    The result contains an error message for each run directory that could not be deleted.
+    """
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
         try:
@@ -178,7 +182,7 @@ def _remove(path: Path) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # Directories of user code may be read-only, so this process makes them writable and tries again.
+        # This process makes read-only directories of user code writable and tries again.
         for directory, _, _ in os.walk(path):
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700)

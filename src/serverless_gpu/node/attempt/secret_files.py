@@ -10,10 +10,10 @@ product does not remove copies that ranks make.
 Failure cases:
 
 If the supervisor is killed, the agent removes the attempt's secrets. The uplink removes the secrets of a server's
-attempt when it settles the attempt. If the agent is killed too, the next agent removes abandoned secrets.
+attempt when it settles the attempt. If both the supervisor and the agent are killed, the next agent removes the
+abandoned secrets.
 
-If the writer is killed before it records the attempt in `.of`, the secrets directory is empty, and the agent removes
-it.
+If the writer is killed before it records the attempt in `.of`, the agent removes the empty secrets directory.
 
 If another user already has a secrets directory of the same name, the writer tries another name.
 

@@ -3,12 +3,12 @@
     runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
                                            └▶ stale      the server gave the attempt up; the uplink sends no more data
 
-The uplink writes `remote.json` before it launches the attempt. The file contains the attempt's token but none of the
-caller's variables. Only the user of this node can read `remote.json`. The uplink does not flush the file to the disk,
-because a reboot ends the attempt anyway. After a reboot, the server sees the new boot identifier. If the disk fails
-without a reboot, `remote.json` may be empty. The uplink then recovers the attempt from the directory's name
-(`recovered`). The uplink never launches a recovered attempt. The uplink writes `stopped.json` once all processes of a
-recovered attempt have ended. The next heartbeat returns a new token for the recovered attempt.
+The uplink writes `remote.json` before it launches the attempt. `remote.json` contains the attempt's token but none of
+the caller's variables. Only the user of this node can read `remote.json`. The uplink does not flush `remote.json` to
+the disk, because a reboot ends the attempt anyway. After a reboot, the server sees the new boot identifier. If the disk
+fails without a reboot, `remote.json` may be empty. If `remote.json` is empty, the uplink recovers the attempt from the
+directory's name (`recovered`). The uplink never launches a recovered attempt. The uplink writes `stopped.json` once all
+processes of a recovered attempt have ended. The server's next answer contains a new token for the recovered attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serverless_gpu.node.attempt.usage_account import write_text
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
 _NO_TOKEN = "lost"
-"""Placeholder token. Every server refuses the placeholder token, so the uplink requests a valid token."""
+"""Placeholder token. The uplink requests a valid token, because every server refuses the placeholder token."""
 _GRACE_S = 900.0
 
 Standing = Literal["open", "settled", "stale"]
@@ -48,8 +48,8 @@ class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
     partition_grace_s: float  # Seconds for which the attempt may run without an answer from the server.
     standing: Standing = "open"
     owner: str = ""  # Principal that owns the run.
-    tariff: Tariff = UNPRICED  # `UNPRICED` until the launch.
-    recovered: bool = False  # True if `remote.json` was damaged, so the attempt may have begun.
+    tariff: Tariff = UNPRICED  # Price terms of the attempt; `UNPRICED` until the launch.
+    recovered: bool = False  # True if `remote.json` was damaged. A recovered attempt may have begun.
 
     @property
     def gang(self) -> str:

@@ -114,7 +114,7 @@ def air_program(
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
-    # The path appears in a docstring, so quotes and backslashes need escapes.
+    # Quotes and backslashes in the path need escapes, because the path appears in a docstring.
     quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
     return _AIR.format(
         run_id=run_id,

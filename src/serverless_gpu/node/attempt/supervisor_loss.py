@@ -8,8 +8,9 @@ The first process that notices the loss (agent, uplink or client) calls this mod
 attempt's lock. While a process holds the lock, no supervisor runs and no other process writes the attempt's files.
 
 Failure cases: If no process watched the attempt, its newest output file is the last observed activity. After a reboot,
-boottimes cannot be compared, so the last fact is the last observed activity. If a full disk prevents further facts, the
-receipt counts only the facts in the file. This module truncates an incomplete fact at the end of the file.
+the last fact is the last observed activity, because boottimes of two boots cannot be compared. If a full disk prevents
+further facts, the receipt counts only the facts in the file. This module removes an incomplete fact from the end of the
+facts file.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
 
 
 def has_used_devices(directory: Path) -> bool:
-    """Return True if the attempt used its devices. The user does not pay for time before the device usage."""
+    """Return True if the attempt used its devices. The user pays only from the first use of a device."""
     return any(fact.kind in _USING for fact in first_facts(directory))
 
 
@@ -151,7 +152,7 @@ def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None
 def _receipt(directory: Path, lost: LostAttempt, stopped: protocol.Stopped) -> Receipt:
     facts = first_facts(directory)
     gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
-    unknown = "not known: the run's supervisor ended before it could check"  # `model/receipt.py` reads "not known".
+    unknown = "not known: the run's supervisor ended before it could check"  # `model/receipt.py` looks for "not known".
     meter, count = meter_of(directory)
     launched = read_launch(directory)
     tariff = launched.tariff or lost.tariff

@@ -109,7 +109,7 @@ class AttemptAccount:
         )
         self._written += 1
         self._meter.add(fact)
-        # A full disk must not end a run, so the supervisor computes the receipt from memory.
+        # The supervisor computes the receipt from memory, because a full disk must not end a run.
         with contextlib.suppress(OSError):
             line = msgspec.json.encode(fact) + b"\n"
             self._allocated = append_fact(self._directory, line, self._allocated)
@@ -136,7 +136,7 @@ class AttemptAccount:
             if attempt.phase is Phase.TERMINATING and attempt.reason in ASKED:
                 wake_ns, stop_ns = attempt.wake_ns, attempt.stop_ns
                 grace_ms = 0 if wake_ns is None or stop_ns is None else max(0, wake_ns - stop_ns) // 1_000_000
-            # The user does not pay for time after a device failure, so the fact has the failure's time.
+            # The fact has the time of the device failure, because the user does not pay for later time.
             self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=grace_ms)
 
     def ended(self, stopped: Stopped) -> None:
@@ -288,7 +288,7 @@ def write_bytes(path: Path, data: bytes, directory: Path) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        # Ranks may have made the directory's entries, so this process follows no link.
+        # This process follows no links, because ranks may have created entries in the attempt directory.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)

@@ -14,8 +14,8 @@
 
 Sockets are in /tmp, in a directory that only this user can enter. The home directory is unsuitable for sockets, because
 Linux limits a socket path to 107 bytes. Network file systems also do not support sockets. If the home directory is not
-writable, local runs use a directory under the temporary directory. `Home.note` then names this fallback directory.
-Servers, logins and secrets have no fallback directory (`find_durable_home`).
+writable, local runs use a directory under the temporary directory. `Home.note` names the fallback directory. Servers,
+logins and secrets have no fallback directory (`find_durable_home`).
 
 A machine belongs to a Ray pool while a process locks server/ray/keeper.lock (`sgpu up --engine ray`) or ray/keeper.lock
 (`sgpu join`) in its home directory. On a machine in a Ray pool, Landlock confines the signals of ranks

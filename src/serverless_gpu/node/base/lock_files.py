@@ -1,7 +1,7 @@
 """Creates, opens, locks and tests lock files in directories that other users can write.
 
 A process holds a flock until all copies of the locked descriptor are closed. A lock test briefly acquires the shared
-lock. A process that needs a long-lived lock therefore retries or waits (`mutex`).
+lock. A process that needs a long-lived lock retries or waits (`mutex`), because a lock test may hold the lock.
 
 Failure cases: If another user has replaced a lock file with a link, a pipe or a second hard link, the functions raise
 StorageError. If another process holds the lock for longer than a second, `mutex` continues without the lock. If a lock

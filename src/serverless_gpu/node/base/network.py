@@ -10,8 +10,8 @@ with a comma in their name. The search for addresses never raises an exception.
 
 A bound socket that does not listen reserves the rendezvous port until rank 0 listens on it. The kernel does not assign
 a bound port to another process. The kernel also refuses to bind another socket without SO_REUSEADDR to the port.
-Because torch's TCPStore sets SO_REUSEADDR, TCPStore can listen on the reserved port. Most launchers close the reserving
-socket before torch binds the port, so another launcher can get the same port.
+Because torch's TCPStore sets SO_REUSEADDR, TCPStore can listen on the reserved port. Most other launchers close the
+reserving socket before torch binds the port, which lets another process take the port.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    # torch's TCPStore binds the IPv6 wildcard address if possible, so the reservation binds the same address.
+    # The reservation binds the IPv6 wildcard address if possible, because torch's TCPStore binds the same address.
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

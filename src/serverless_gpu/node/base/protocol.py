@@ -8,7 +8,7 @@
     agent ──PreparingNote──▶ supervisor                   while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
-The agent passes the client's connection to the supervisor. The supervisor also accepts the same messages on its own
+The agent passes the client's connection to the supervisor. The supervisor also accepts client messages on its own
 socket, which `sgpu attach` and a new agent use. Messages are JSON objects, one per packet (`inside/channel.py`). If a
 peer has a different `PROTOCOL`, the agent refuses its message and names this package's version.
 """
@@ -40,7 +40,7 @@ from serverless_gpu.version import __version__
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
 """Owner of a run whose real owner is unknown."""
-# A loan packet contains a descriptor per device, and a packet carries at most 253 descriptors.
+# A loan packet contains a descriptor for each device. A packet carries at most 253 descriptors.
 SESSION_DEVICES_MAX = 240
 Kind = Literal["function", "session"]
 """Kind of an attempt: function run or session."""
@@ -61,7 +61,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
 
     python: str
     flags: tuple[str, ...]  # Interpreter options, for example ``-O``.
-    environ: dict[str, str]  # Environment variables of the caller. No process writes these variables to a file.
+    environ: dict[str, str]  # Environment variables of the caller. No process writes the caller's variables to a file.
     cwd: str
     umask: int
     argv: tuple[str, ...]
@@ -324,7 +324,7 @@ class Lease(Message, frozen=True, kw_only=True, tag="lease"):
 
 
 class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
-    """Report that the environment matches the launch, so user code may start."""
+    """Report that the environment matches the launch, which permits user code to start."""
 
 
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):

@@ -10,8 +10,8 @@
 The agent and the uplink check these requirements at start (`require_for_runs`). A lock test locks and removes a
 temporary file. If the temporary file cannot be created, the lock test raises the usual write error.
 
-A check fails on a file system without locks or links, or on Linux before 5.3. A check also fails in a container with an
-old seccomp profile, or with a Python built with old kernel headers.
+The checks fail on a file system without locks or links, or on Linux before 5.3. The checks also fail in a container
+with an old seccomp profile, or with a Python built with old kernel headers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def pidfd_refusal() -> tuple[str, str]:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return "", ""  # The kernel supports pidfd, but this process has too many open files.
+            # The call failed because this process has too many open files, although the kernel supports pidfd.
+            return "", ""
         return f"Linux {os.uname().release} refuses pidfd_open here: {error.strerror}", _NEWER_KERNEL
     return "", ""
 

@@ -16,7 +16,7 @@ class TokenBucket:
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:
         self._per_s = per_s
-        # The bucket counts billionths of a token, so frequent calls accumulate no rounding errors.
+        # The bucket counts billionths of a token to avoid rounding errors of frequent calls.
         self._full = burst * _NS
         self._resume = min(resume, burst) * _NS
         self._level = self._full

@@ -4,10 +4,10 @@
 module lend and quarantine devices.
 
 Each verdict contains its evidence. If processes are visible, the gate checks a device's processes and memory. If
-processes are hidden, the gate checks only memory, and the evidence says so. A device in an unknown state never passes
-the gate. On a workstation, display servers and browsers draw on the GPU and hold little memory. Such display processes
-do not block a run and do not fail the check after a run. The gate does not count the memory of display processes. The
-gate also ignores processes that were running before the attempt.
+processes are hidden, the gate checks only memory and notes this limitation in the evidence. A device in an unknown
+state never passes the gate. On a workstation, display servers and browsers draw on the GPU and hold little memory.
+Display processes neither block a run nor fail the check after a run. The gate does not count the memory of display
+processes. The gate also ignores processes that were running before the attempt.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Verdict(Struct, frozen=True):
 class GatePolicy(Struct, frozen=True):
     """Pauses in seconds between two checks of a device.
 
-    The driver usually frees memory milliseconds after a process has ended, so the first pauses are short. All pauses
-    together take 15 s.
+    The first pauses are short, because the driver usually frees memory milliseconds after a process has ended. All
+    pauses together take 15 s.
     """
 
     pauses_s: tuple[float, ...] = (0.05, 0.2, 0.75, 4.0, 10.0)
@@ -60,7 +60,7 @@ def verify(
     policy: GatePolicy,
     sleep: Callable[[float], None],
 ) -> dict[str, Verdict]:
-    """Return a verdict for every device. Check devices that are not clean again after each pause.
+    """Return a verdict for every device. After each pause, recheck the devices that are not clean.
 
     If `before` lacks a device, the earlier usage of the device is unknown.
     """

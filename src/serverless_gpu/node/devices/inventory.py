@@ -6,7 +6,7 @@
     Inventory      the agent's offer: GPUs, CPU slots, types, prices; refreshed after a minute, because drivers can be
                    loaded and unloaded. Callers declare fakes per call (`offered`).
 
-This module only reads the state of devices. `gpu_gate.py` checks devices and `locks.py` lends them. Device failures do
+This module only reads the state of devices. `gpu_gate.py` checks devices. `locks.py` lends devices. Device failures do
 not raise exceptions. Without an NVIDIA driver, the inventory contains no GPUs. `unavailable()` returns each unusable
 GPU with a reason, such as denied access, MIG slices, or a GPU that fell off the bus. If the driver hangs, `nvml.py`
 waits 5 s for its helper process and returns a `Usage` with a `problem`. If processes in another pid namespace are
@@ -262,8 +262,8 @@ class NvmlProvider:
     `Device.index` is a GPU's position among the usable GPUs in PCI bus order. CUDA uses the same index with
     `CUDA_DEVICE_ORDER=PCI_BUS_ID`, because CUDA also omits unusable GPUs.
 
-    If a caller passes `nvml`, the provider calls this binding instead of the helper process. `forks` is True if this
-    process has a single thread, so that it can fork the helper process.
+    If a caller passes `nvml`, the provider calls the passed binding instead of the helper process. `forks` is True if
+    this process has a single thread, so that it can fork the helper process.
     """
 
     kind = DeviceKind.GPU

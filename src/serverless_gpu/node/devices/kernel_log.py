@@ -3,10 +3,11 @@
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines for declared GPUs; a test writes them (`testing.FakeGpus.xid`)
 
-A process that may open `/dev/kmsg` may also write records to it. The kernel labels such records with the process's
-syslog facility, or with `user`. Only the kernel's own records have facility 0. This module ignores all other records.
+A process that may open `/dev/kmsg` may also write records to it. The kernel labels records from a process with the
+process's syslog facility, or with `user`. Only the kernel's own records have facility 0. This module ignores records of
+all other facilities.
 
-If this module cannot read the log, `problem` contains the reason, and the GPUs' state is unknown. If the kernel
+If this module cannot read the log, the GPUs' state is unknown and `problem` contains the reason. If the kernel
 overwrites unread records, this module continues with the oldest existing record. If the log has more lines than one
 call of `lines` returns, the next call returns the remaining lines.
 """
@@ -65,7 +66,7 @@ class KernelLog:
         return [line for record in records if (line := self._line(record)) is not None]
 
     def close(self) -> None:
-        """Close the log file. A second call does nothing."""
+        """Close the log file. A second `close` does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -74,7 +75,7 @@ class KernelLog:
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            self._past = self._past or self._path != KERNEL  # If the file is created later, all of its lines are new.
+            self._past = self._past or self._path != KERNEL  # All lines of a later created log file are new.
             self.problem = "" if self._path != KERNEL else f"{self._path}: {error.strerror}"
             return
         except OSError as error:
@@ -118,7 +119,7 @@ class KernelLog:
             return None
         if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # Only the kernel's own records have facility 0.
             return None
-        # The kernel log's clock stops during suspend, so the computed time may be too early after a suspend.
+        # After a suspend, the computed time may be too early, because the kernel log's clock stops during a suspend.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
         return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))

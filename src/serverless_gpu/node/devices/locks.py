@@ -5,26 +5,26 @@
     <directory>/<queue>.<number>.ticket  flock held = this waiter runs; the lowest number is first
     <directory>/*.mutex                  held briefly; prevents two processes from locking half of the devices each
 
-The kernel releases a flock when the last copy of its descriptor (`LockedDevices.fds`) is closed. The kernel also closes
-the descriptors of killed processes, so crashes require no cleanup.
+The kernel releases a flock when the last copy of its descriptor (`LockedDevices.fds`) is closed. Crashes require no
+cleanup, because the kernel closes the descriptors of killed processes.
 
 This module does not choose devices, wait, or call NVML.
 
 Failure cases:
 
 Users of one machine share the locks of real GPUs. The lock directory is world-writable like /tmp, and its files have
-mode 0666. If another user has replaced a lock file with a link or a pipe, the functions raise StorageError. The locks
-are advisory, so a user can bypass them and use any GPU.
+mode 0666. If another user has replaced a lock file with a link or a pipe, the functions raise StorageError. A user can
+bypass the advisory locks and use any GPU.
 
 If a cleanup service for temporary directories deletes a locked file, a second process could lock the device. After
 locking a file, the module therefore checks that the file's path still exists. Each lock also includes a flock on the
 directory, so that systemd-tmpfiles skips the directory.
 
-A process waits for the mutex for at most a second, and then continues without the mutex. Without the mutex, locks
-remain exclusive, but the queue may be unfair.
+A process waits for the mutex for at most a second, and then continues without the mutex. Without the mutex, the queue
+may be unfair. The locks remain exclusive.
 
-Other users may write arbitrary data to lock files. Readers therefore limit the size, validate the content, and remove
-control characters.
+Other users may write arbitrary data to lock files. Readers of lock files therefore limit the size, validate the
+content, and remove control characters.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LockedDevices:
         self._held = held
 
     def release(self) -> None:
-        """Close this process's lock descriptors. A second call does nothing.
+        """Close this process's lock descriptors. A second `release` does nothing.
 
         A device is free once no other process has a copy of its lock descriptor.
         """
@@ -225,8 +225,8 @@ class DeviceLocks:
     def lift(self, uuid: str) -> None:
         """Lift the quarantine of a device, if any."""
         with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
-            # Any user may lift a quarantine. In a sticky directory, only the file's owner may delete the note, so this
-            # function empties the note.
+            # Any user may lift a quarantine. This function empties the note, because in a sticky directory only the
+            # file's owner may delete the note.
             os.ftruncate(fd, 0)
 
 
@@ -251,7 +251,7 @@ class Ticket:
                 self._number = max(from_json(read_note(counter), int), self._number, 0)
             while self._fd < 0:
                 self._number += 1
-                # A ticket with this number can exist only if the mutex timed out.
+                # A ticket with the next number can exist only if the mutex timed out.
                 with contextlib.suppress(FileExistsError):
                     self._fd = create(directory, self._name(self._number))
             with contextlib.ExitStack() as undo:
@@ -259,8 +259,8 @@ class Ticket:
                 # The ticket must be locked before the mutex is free, so that no other process considers the ticket
                 # abandoned.
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The queue never reuses a number, so removing an abandoned ticket cannot remove a new ticket of the
-                # same name.
+                # Removing an abandoned ticket cannot remove a new ticket of the same name, because the queue never
+                # reuses a number.
                 _write(counter, self._number)
                 undo.pop_all()
         return self
@@ -356,8 +356,8 @@ def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
                 return _read_holder(fd, uuid)
             if not is_named(directory, name, fd):
                 continue
-            # The previous holder writes a quarantine note before it unlocks, so this process must read the note after
-            # locking.
+            # This process must read the note after locking, because the previous holder writes a quarantine note before
+            # it unlocks.
             note = _read_quarantine(directory, uuid)
             if note is not None:
                 return note

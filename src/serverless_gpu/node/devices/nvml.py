@@ -38,9 +38,11 @@ from serverless_gpu.node.processes.spawn import clean_process
 
 MIB = 1024 * 1024
 IDLE_MEMORY_BYTES = 256 * MIB
-"""Maximum memory in use on an idle GPU, in bytes. NVML's version 2 value excludes the driver's reserve (0.9 GB on an
-A100), so an idle GPU shows only a few MiB in use. The limit includes a tolerance for background services. An empty CUDA
-context on a data-center GPU exceeds the limit.
+"""Maximum memory in use on an idle GPU, in bytes.
+
+An idle GPU shows only a few MiB in use, because NVML's version 2 value excludes the driver's reserve (0.9 GB on an
+A100). The limit includes a tolerance for background services. An empty CUDA context on a data-center GPU exceeds the
+limit.
 """
 NO_DRIVER = "no NVIDIA driver is loaded on this machine"
 _PROCESS_NAME_MAX = 64
@@ -145,8 +147,8 @@ class NvmlProcess:
         self._clock = clock or SystemClock()
         self._turn = threading.Lock()
         self._seq = 0
-        # The client sends queries to the newest helper process. It has killed the earlier helper processes, which still
-        # hang.
+        # The client sends queries to the newest helper process. The client has killed the earlier helper processes,
+        # which still hang.
         self._helpers: list[_Helper] = []
         self._silent_ns: int | None = None
         weakref.finalize(self, _end, self._helpers)
@@ -257,7 +259,8 @@ class _Helper:
         """Send SIGKILL. A helper process that hangs in the kernel survives the signal."""
         self.channel.close()
         with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)  # The helper process is unreaped, so the kernel cannot reuse its pid.
+            # The kernel cannot reuse the pid of the helper process before the process is reaped.
+            os.kill(self.pid, signal.SIGKILL)
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
         """Return True if the helper process has ended."""
@@ -317,7 +320,7 @@ def main(fd: int, source: str) -> NoReturn:
 
 
 class _StuckReader:
-    """A fake driver that hangs while the state file requests it."""
+    """A fake driver that hangs while the state file requests a hang."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -526,7 +529,7 @@ def _process_name(nvml: Nvml, pid: int) -> str:
     except nvml_errors(nvml):  # The process has ended, or this user cannot see the process.
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
-    # A process chooses its own name, so the name may contain control characters for terminals.
+    # A process name may contain control characters for terminals, because each process chooses its own name.
     return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
 
 

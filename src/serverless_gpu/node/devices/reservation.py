@@ -8,11 +8,12 @@ unless `ignore_busy=True`. `BorrowedDevices` is the counterpart for a run in a s
     supervisor ──Borrow──▶ session          the connection represents the queue position, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
 
-If the session's process is killed, the lock descriptors keep the devices locked. The pipe tells the session when the
-loan ends: end of file means that the supervisor and its stem have ended.
+If the session's process is killed, the lock descriptors keep the devices locked. The session reads end of file from the
+loan's pipe when the supervisor and its stem have ended.
 
-Failure cases: If a supervisor is killed, its stem keeps copies of the lock descriptors until every rank has ended. The
-kernel then releases the device locks. If a waiting process is killed, the kernel releases its ticket.
+Failure cases: If a supervisor is killed, its stem keeps copies of the lock descriptors until every rank has ended. When
+the last rank has ended, the kernel releases the device locks. If a waiting process is killed, the kernel releases its
+ticket.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class DeviceReservation:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the device lock descriptors. The stem keeps copies while a rank may run."""
+        """Return the device lock descriptors. The stem keeps copies of the descriptors while a rank may run."""
         return self._locked.fds if self._locked else ()
 
     def try_take(self) -> str | None:
@@ -200,7 +201,7 @@ class BorrowedDevices:
         return bad
 
     def close(self) -> None:
-        """Close all descriptors of the loan. A second call does nothing."""
+        """Close all descriptors of the loan. A second `close` does nothing."""
         for fd in self.fds:
             os.close(fd)
         self.fds = ()
@@ -268,7 +269,7 @@ def quarantine(
         fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
         if fault and not left:
             continue  # A fault that the driver reported is stronger evidence than the device check.
-        # Without a quarantine note, the next device check still refuses the device, and the receipt lists the device.
+        # Even without a quarantine note, the next device check refuses the device. The receipt also lists the device.
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad

@@ -15,7 +15,7 @@ Failure cases:
 * If an actor's method raises an `Exception`, the rank sends the exception as the answer and continues.
 * If an actor's method raises `SystemExit` or another `BaseException`, the rank fails.
 * If the caller exits, `serve_actor` returns.
-* If the rank cannot pickle an answer, it sends a failure instead.
+* If the rank cannot pickle an answer, it sends a failure as the answer.
 """
 
 from __future__ import annotations

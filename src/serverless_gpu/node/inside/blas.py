@@ -1,10 +1,10 @@
 """Sets the thread counts of the OpenBLAS copies that numpy and scipy bundle.
 
 OpenBLAS reads its environment variables when Python loads the library. After the import, only OpenBLAS's functions can
-change the thread count. These functions also start all threads of the library, and each thread then spins for about 30
-ms. In ranks that share two cores, the spinning threads were the largest cost of a short call. Until the threads start,
-an exported variable of OpenBLAS holds the thread count. `set_threads` sets this variable, and calls OpenBLAS's function
-only if the variable has no effect.
+change the thread count. OpenBLAS's functions also start all threads of the library. Each started thread spins for about
+30 ms. In ranks that share two cores, the spinning threads were the largest cost of a short call. Until the threads
+start, an exported variable of OpenBLAS holds the thread count. `set_threads` sets the exported variable. `set_threads`
+calls OpenBLAS's function only if the variable has no effect.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Reads and writes call files (function, arguments, cell sources), and runs cells as functions.
 
-The caller pickles a function of an importable module by name, if the name resolves to the same function. A rank then
-imports the module and runs its version of the function. The caller pickles all other functions by value: functions of
-`__main__` or a notebook, and nested functions.
+The caller pickles a function of an importable module by name, if the name resolves to the same function. The rank
+imports the module and runs the module's version of the function. The caller pickles all other functions by value:
+functions of `__main__` or a notebook, and nested functions.
 
-Failure cases: If the rank cannot import the module, the caller gets the import error. If the module has no function of
-that name, `load_call` raises `FunctionMoved`. `load_call` also raises the errors of the `payload` module.
+Failure cases: If the rank cannot import the module, the caller gets the import error. If the imported module lacks the
+pickled name, `load_call` raises `FunctionMoved`. `load_call` also raises the errors of the `payload` module.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def measure_call(
     sources: Mapping[str, Sequence[str]],
     reducer: payload.Reducer | None = None,
 ) -> int:
-    """Return the approximate size of the file that `dump_call` would write. Raises the same errors."""
+    """Return the approximate size of the file that `dump_call` would write.
+
+    Raises the same errors as `dump_call`.
+    """
     return payload.measure(_fields(function, args, kwargs, sources), reducer)
 
 
@@ -171,7 +174,7 @@ def _resolve(reference: _Reference) -> Callable[..., object]:
         chain = _chain(_walk(module, reference.qualname))
     except AttributeError as error:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__"))) from error
-    # A decorator may wrap the function in only one of the two processes, so count from the innermost function.
+    # Count from the innermost function, because a decorator may wrap the function in only one of the two processes.
     if len(chain) <= reference.wrapped:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__")))
     return cast("Callable[..., object]", chain[-1 - reference.wrapped])

@@ -1,6 +1,6 @@
 """Sends messages with descriptors over Unix seqpacket sockets between the processes of a node.
 
-Each message is one packet, so a reader never receives part of a message. Several writers, such as the ranks of an
+A reader never receives part of a message, because each message is one packet. Several writers, such as the ranks of an
 attempt, can share a socket without interleaving their messages. A message that is too large for a packet is sent in a
 memfd. `receive` returns None if the peer has closed its socket. The module imports only the standard library, because
 stems and ranks run it in the user's environment.
@@ -54,7 +54,7 @@ class Channel:
             os.close(memory)
 
     def receive(self) -> tuple[bytes, tuple[int, ...]] | None:
-        """Return the next message and its close-on-exec descriptors, or None if the peer has closed.
+        """Return the next message and its close-on-exec descriptors, or None at end of file.
 
         Raises BlockingIOError if a non-blocking socket has no message.
         """

@@ -1,10 +1,10 @@
 """Finds the newest earlier attempt with a checkpoint, from which a new attempt continues.
 
 <checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. If attempt n stopped before it saved a checkpoint, the
-directory is empty or missing. All earlier attempts have ended, so every rank of a node finds the same directory. The
-nodes of a gang may have different checkpoint directories. Before a gang starts, its nodes agree on the newest attempt
-with checkpoints on all nodes. Names that begin with a dot or end in `.tmp` denote unfinished checkpoints, which this
-module ignores.
+directory of attempt n is empty or missing. Every rank of a node finds the same directory, because all earlier attempts
+have ended. The nodes of a gang may have different checkpoint directories. Before a gang starts, its nodes agree on the
+newest attempt with checkpoints on all nodes. Names that begin with a dot or end in `.tmp` denote unfinished
+checkpoints, which this module ignores.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
       ◀── end of the program: same exit code, same signal ──┘
 
-The rank does not exec the program, because SIGTERM would then end a script's shell immediately. Programs that the shell
-started also get SIGTERM. The rank waits until these programs have saved their state and ended, for at most the run's
-grace period.
+The rank does not exec the program, because SIGTERM to an executed script would end the script's shell immediately.
+Programs that the shell started also get SIGTERM. The rank waits until the shell's programs have saved their state and
+ended, for at most the run's grace period.
 
 Failure cases: If the program is missing or not executable, the rank prints an error and exits with code 127 or 126, as
 a shell does. The stem kills processes that the program leaves behind.

@@ -1,8 +1,8 @@
 """Describes a rank's exception, and pickles the exception if the caller can load the pickle.
 
 Failure cases: Methods of the user's exception (`__str__`, `__reduce__`, `__init__`, `__notes__`) may fail while this
-module examines the exception, even with `SystemExit`. Such a failure must not hide the user's original error. After
-such a failure, this module writes a shorter description and no pickle.
+module examines the exception, even with `SystemExit`. A failing method must not hide the user's original error. If a
+method of the exception fails, this module writes a shorter description and no pickle.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _traceback(error: BaseException) -> str:
         told = traceback.TracebackException.from_exception(error, compact=True)
         leave_out_own_frames(told)
         text = "".join(told.format())
-    except BaseException:  # noqa: BLE001 - user code (__str__, __notes__, __getattr__) failed, so the text is shorter
+    except BaseException:  # noqa: BLE001 - the text is shorter if user code (__str__, __notes__, __getattr__) fails
         text = f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}\n"
     return _cut(text, _TRACEBACK_BYTES_MAX)
 

@@ -3,9 +3,9 @@
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
 
 The user's interpreter runs user code (`.pth` files, `sitecustomize`) before the zygote's first line. The launcher runs
-in a clean interpreter, so it can set up the containment before any user code runs. Orphaned processes of the user's
-start-up code become children of the zygote. The launcher reads its plan from a memory file, because other processes
-could read its arguments and environment variables.
+in a clean interpreter to set up the containment before any user code runs. Orphaned processes of the user's start-up
+code become children of the zygote. The launcher reads its plan from a memory file, because other processes could read
+its arguments and environment variables.
 
 Failure cases:
 
@@ -34,7 +34,8 @@ def main(plan_fd: int, channel_fd: int) -> None:
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
     if plan["sandbox"] is not None:
-        # Opened before the sandbox, which hides the cgroups. The keeper of the sandbox stays outside of them.
+        # The launcher opens the cgroups before it enters the sandbox, which hides the cgroups. The keeper of the
+        # sandbox stays outside of the cgroups.
         cgroups = open_cgroups(plan["cgroups"])
         sandbox.enter(sandbox.View(**plan["sandbox"]), plan["mounts"])
         linux.become_subreaper()  # execve keeps the subreaper setting.

@@ -2,18 +2,18 @@
 
 This module works on Linux only.
 
-`keep_signals_in` uses Landlock to prevent a rank from signalling processes other than its descendants. Without this
-restriction, `ray stop` in a rank would end every Ray process of the same user, including the processes of a Ray pool.
-From Linux 6.12 on, Landlock can confine a process's signals to a domain. A rank in a domain still receives SIGTERM from
-the supervisor. The function does not restrict access to files, sockets or mounts.
+`keep_signals_in` uses Landlock to prevent a rank from signalling processes other than its descendants. Without
+`keep_signals_in`, `ray stop` in a rank would end every Ray process of the same user, including the processes of a Ray
+pool. From Linux 6.12 on, Landlock can confine a process's signals to a domain. A rank in a domain still receives
+SIGTERM from the supervisor. `keep_signals_in` does not restrict access to files, sockets or mounts.
 
     root                        enters the domain
     in a user namespace         enters the domain and gives up setuid programs, which have no effect there
     any other user              does not enter, because it would lose setuid programs such as the one that makes
                                 NVIDIA's devices; `sgpu doctor` reports this
 
-Failure cases: On an older kernel, or with Landlock disabled, `keep_signals_in` returns the reason. The rank then runs
-without the signal restriction.
+Failure cases: On an older kernel, or with Landlock disabled, `keep_signals_in` returns the reason. Without Landlock,
+the rank runs without the signal restriction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE = 1
 _DESCRIPTORS_MAX = 1 << 20
-_OOM_SCORE = 500  # With this score, the OOM killer ends ranks before their supervisor.
+_OOM_SCORE = 500  # OOM score of ranks, with which the OOM killer ends ranks before their supervisor.
 # Only root may lower the OOM score. Other users rely on the higher score of the ranks.
 _OOM_SCORE_PROTECTED = -900
 _OOM_SCORE_FILE = "/proc/self/oom_score_adj"
@@ -58,7 +58,7 @@ def die_with_parent(parent_pid: int) -> None:
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies. Exit if the parent has already died.
 
-    `parent` is a pidfd, so the parent process may be in another pid namespace.
+    The parent process may be in another pid namespace, because `parent` is a pidfd.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if readable([parent], 0):
@@ -166,7 +166,7 @@ def descendants(pid: int) -> list[int]:
 def kill_descendants(pid: int) -> int:
     """Send SIGKILL to every descendant of a process. Return the number of descendants.
 
-    The processes may fork meanwhile, so the caller repeats this call until it returns 0.
+    The caller repeats the call until it returns 0, because the processes may fork meanwhile.
     """
     pids = descendants(pid)
     for child in pids:

@@ -1,8 +1,8 @@
 """Mount calls that the standard library lacks: detached copies of directory trees, and a new root.
 
-A *detached tree* is a mount without a place in any mount namespace. `clone_tree` makes one from a directory, a file or
-a device node. A process in another mount namespace can attach it with `attach`, also where the original path does not
-exist. The system calls exist since Linux 5.12.
+A *detached tree* is a mount without a place in any mount namespace. `clone_tree` makes a detached tree from a
+directory, a file or a device node. A process in another mount namespace can attach a detached tree (`attach`), even if
+the other namespace lacks the original path. This module needs Linux 5.12 or newer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import os
 import platform
 
-_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # The same numbers on every architecture.
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # System call numbers, which are equal on every architecture.
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 0x1, os.O_CLOEXEC
@@ -34,9 +34,9 @@ class _Attributes(ctypes.Structure):
 
 
 def clone_tree(path: str, attributes: int = 0, *, recursive: bool = True) -> int:
-    """Return a descriptor of a detached copy of a mounted tree. The caller closes it. Raises OSError.
+    """Return a descriptor of a detached copy of a mounted tree. Raises OSError.
 
-    `attributes` apply to every mount of the copy.
+    The caller closes the descriptor. `attributes` apply to every mount of the copy.
     """
     deep = _AT_RECURSIVE if recursive else 0
     flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | deep
@@ -78,7 +78,7 @@ def pivot_root(root: str) -> None:
         raise OSError(f"pivot_root has no known number on {platform.machine()}")
     os.chdir(root)
     _check(_libc.syscall(number, b".", b"."), "cannot change the root", root)
-    # The old root is stacked on the new root, so "." names the old root first.
+    # The path "." names the old root first, because the old root is stacked on the new root.
     _check(_libc.umount2(b".", _MNT_DETACH), "cannot unmount the earlier root", "/")
     os.chdir("/")
 

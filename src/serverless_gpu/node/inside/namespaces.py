@@ -10,14 +10,14 @@
 User namespaces: The kernel allows a process to write the memory of other processes with the same uid. A process in a
 user namespace cannot write the memory of processes in parent or sibling namespaces. User namespaces do not change
 access to files, signals or mounts. Root maps all of its ids and stays root inside the namespace. Other users map only
-their own uid and gid. For users other than root, files of other owners show the overflow uid 65534, and setuid programs
-have no effect.
+their own uid and gid. For users other than root, files of other owners show the overflow uid 65534. Setuid programs
+have no effect for users other than root.
 
 Mounts: Only this process and its later descendants can see the mounts of `enter_mounts`. The kernel removes the mounts
-when the last of these processes ends. A later call of `enter_mounts` can mount over the same directory. A mount is a
-mapping decoded from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the
-names). The kernel accepts at most 4 KB of layer names per overlay. Layer names are therefore short, and most layers are
-symbolic links.
+when the last process that can see them ends. A later call of `enter_mounts` can mount over the same directory. A mount
+is a mapping decoded from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of
+the names). The kernel accepts at most 4 KB of layer names per overlay. Layer names are therefore short, and most layers
+are symbolic links.
 
 Failure cases: Functions raise an OSError that names the failed step and the path, or return the reason for the failure.
 
@@ -26,8 +26,8 @@ Failure cases: Functions raise an OSError that names the failed step and the pat
 * A layer of an overlay does not exist (ENOENT).
 * An overlay has too many layers (ENAMETOOLONG, raised before the system call).
 
-After a failure, the process may be in only some of its namespaces. The process must then exit, or use no file of the
-environment.
+After a failure, the process may be in only some of its namespaces. After a failure, the process must exit or use no
+file of the environment.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def enter_user_namespace() -> None:
 def probe_user_namespace() -> str:
     """Return "", or the reason why this process cannot create a user namespace.
 
-    A short-lived child process tries to create a user namespace, so the calling process stays in its namespace.
+    The calling process stays in its namespace, because only a short-lived child process tries to create a user
+    namespace.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -223,9 +224,10 @@ def mount_proc() -> None:
 
 
 def probe_mounts(directory: str = "") -> str:
-    """Return "", or the reason why this process cannot mount overlays. Delete all test files.
+    """Return "", or the reason why this process cannot mount overlays.
 
-    `directory` selects the file system to test. "" selects the file system of temporary files.
+    The function deletes its test files. `directory` selects the file system to test. "" selects the file system of
+    temporary files.
     """
     if sys.platform != "linux":
         return "only Linux can mount overlays"

@@ -13,9 +13,9 @@ Portable functions belong to the module `_sgpu_portable`, independent of the imp
 Failure cases:
 
 * Another version of Python or cloudpickle wrote the file (`PayloadMismatch`).
-* The value exceeds the size limit (`PayloadTooLarge`). `dump` then writes no file.
+* The value exceeds the size limit (`PayloadTooLarge`). For a value above the limit, `dump` writes no file.
 * The file is truncated or not a payload (`PayloadDamaged`).
-* The disk is full (`PayloadNotWritten`). `dump` then removes the partial file.
+* The disk is full (`PayloadNotWritten`). On a full disk, `dump` removes the partial file.
 
 The pickler's own errors pass through unchanged. PyTorch cannot resize a loaded tensor beyond its storage, because
 PyTorch did not allocate the memory.
@@ -71,7 +71,7 @@ class PayloadError(Exception):
 
 
 class PayloadTooLarge(PayloadError):
-    """The value exceeds the size limit in bytes, so `dump` wrote no file."""
+    """`dump` wrote no file, because the value exceeds the size limit in bytes."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -90,7 +90,7 @@ class PayloadNotWritten(PayloadError, OSError):
 
 
 class PayloadMismatch(PayloadError):
-    """A different version of Python or cloudpickle wrote the payload, so this process cannot load it."""
+    """This process cannot load a payload that a different version of Python or cloudpickle wrote."""
 
 
 class PayloadDamaged(PayloadError):
@@ -312,7 +312,7 @@ def _with_slots(kind: type, reduced: Reduced) -> Reduced:
     """Keep the slots of a class that is pickled by value.
 
     The cloudpickle library keeps slots only as an attribute. Without the slots, instances of the class in the rank
-    would also have a `__dict__`. The caller could then not load instances that the rank returns.
+    would also have a `__dict__`. The caller could not load a returned instance that has an additional `__dict__`.
     """
     slots = kind.__dict__.get("__slots__")
     # The class has no slots, or its slots were an iterator that is exhausted.
@@ -360,7 +360,7 @@ def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
     address = storage.data_ptr()
     if address == 0:  # A storage without memory belongs to a fake tensor or a similar object.
         return None
-    # torch works without numpy, so this function uses ctypes.
+    # This function uses ctypes, because torch may be installed without numpy.
     memory = (ctypes.c_char * storage.nbytes()).from_address(address)
     # The storage may be a temporary object that the pickler made while reducing the storage's owner. The attribute
     # keeps the storage alive until the memory is written.
@@ -522,9 +522,9 @@ class _LateState:
 def load(path: str) -> object:
     """Return the value in the file at `path`. Raises PayloadMismatch, PayloadDamaged or OSError.
 
-    Arrays and tensors of the loaded value are pages of a private mapping of the file. The mapped pages are writable,
-    and the kernel copies a page on its first write. The mapped pages remain valid while they are in use, even after the
-    file is removed.
+    Arrays and tensors of the loaded value are pages of a private mapping of the file. The mapped pages are writable.
+    The kernel copies a page on the first write to the page. The mapped pages remain valid while they are in use, even
+    after the file is removed.
     """
     with open(path, "rb") as file:
         header = _read_header(file, os.fstat(file.fileno()).st_size, path)
@@ -617,8 +617,8 @@ def _set_class_state(known: dict[int, type], cls: type, state: object) -> type:
 def _rebuild_tensor_v3(storage: object, *rest: object) -> object:
     """Rebuild a tensor of a newer dtype, such as uint16.
 
-    PyTorch pickles tensors of newer dtypes with an untyped storage, but its reader expects a wrapped storage. Only
-    `torch.save` wraps the storage.
+    PyTorch pickles tensors of newer dtypes with an untyped storage, although PyTorch's reader expects a wrapped
+    storage. Only `torch.save` wraps the storage.
     """
     import torch
 

@@ -8,8 +8,8 @@ Detects ranks that train without communicating.
 The gate prevents connection retries in torch. In `init_process_group`, rank 0 listens on MASTER_PORT. The other ranks
 connect to rank 0. PyTorch retries a refused connection only after about half a second. Without the gate, 2 % of the
 launches took 500 ms instead of 30 ms. Ranks on the same node therefore wait at a pipe until rank 0 has entered the
-function. When rank 0 has entered, these ranks wait up to 20 ms for rank 0 to listen on the port. Ranks on other nodes
-cannot check the port of rank 0, so they wait only at the pipe.
+function. After the entry of rank 0, the other ranks of its node wait up to 20 ms for rank 0 to listen on the port.
+Ranks on other nodes wait only at the pipe, because they cannot check the port of rank 0.
 
 Failure cases:
 
@@ -63,7 +63,7 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
 def _listening(port: int) -> bool:
     """Return True if a process listens on a port.
 
-    A test connection would disturb torch's store, so this function tries to bind the port.
+    The function tries to bind the port, because a test connection would disturb torch's store.
 
     The supervisor keeps the port bound with SO_REUSEADDR. A second bind with SO_REUSEADDR succeeds only while no
     process listens on the port.
@@ -73,7 +73,8 @@ def _listening(port: int) -> bool:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("::", port))
-    except OSError:  # Without IPv6, this check cannot detect a listening process, so ranks do not wait for the port.
+    # Without IPv6, ranks do not wait for the port, because the check cannot detect a listening process.
+    except OSError:
         return True
     return False
 
@@ -102,7 +103,7 @@ def leave() -> None:
     """Destroy the process group, unless the user's function has already destroyed the group."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        # The rank has already stored the result, so a lost peer cannot change the outcome.
+        # A lost peer cannot change the outcome, because the rank has already stored the result.
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
@@ -111,8 +112,8 @@ def trained_alone(world_size: int) -> bool:
     """Return True if this rank has trained without communicating with another rank of the attempt.
 
     A rank has trained if torch created an optimizer in the rank's process. A rank has communicated if it ever joined a
-    torch process group or loaded a library listed in `_MEETING`. The check reads torch's state after the function has
-    returned, so user code runs without instrumentation. The check ignores programs and ranks that create no optimizer.
+    torch process group or loaded a library listed in `_MEETING`. To avoid instrumentation of user code, the check reads
+    torch's state after the function has returned. The check ignores programs and ranks that create no optimizer.
     """
     if world_size < 2 or os.environ.get(ALONE_NOTE_SWITCH, "1") == "0":
         return False

@@ -9,12 +9,13 @@ A rank with a program runs the program instead of a function (`command.py`). A r
 function in a child process, the cluster's driver (`raycluster/task.py`).
 
 The rank stores an outcome durably in the run directory before reporting the outcome. A supervisor that receives
-`returned` therefore finds a complete result file. The rank then joins its threads and runs the `atexit` functions, but
-skips the interpreter's teardown. SIGTERM keeps its default action until user code calls the checkpoint functions of
-`serverless_gpu/runtime.py`. A Python signal handler would not run while the rank is blocked in a collective.
+`returned` therefore finds a complete result file. After storing the outcome, the rank joins its threads and runs the
+`atexit` functions, but skips the interpreter's teardown. SIGTERM keeps its default action until user code calls the
+checkpoint functions of `serverless_gpu/runtime.py`. A Python signal handler would not run while the rank is blocked in
+a collective.
 
 Failure cases: A result has its own failure kind if it cannot be pickled, exceeds the size limit or does not fit on the
-disk. The failure record then states that the user's function finished.
+disk. The failure record of an unusable result states that the user's function finished.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def main(channel: Channel, events: Channel) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code then reaches only the processes of this rank.
+    # With a separate process group, `os.killpg(0, ...)` in user code reaches only the processes of this rank.
+    os.setpgid(0, 0)
     _rehearse()
     stack = _offer_stacks()
     received = channel.receive()
@@ -257,10 +259,10 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
     else:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         if place.release is not None:
-            # Peers may still communicate with this rank, so the rank waits for them within a time limit. All ranks
-            # depend on rank 0, which hosts the store of the process group. Rank 0 therefore waits until the last rank
-            # on any node has returned. A user's signal handler may raise an exception during this wait, after the rank
-            # has stored the outcome.
+            # The rank waits for its peers within a time limit, because peers may still communicate with the rank. All
+            # ranks depend on rank 0, which hosts the store of the process group. Rank 0 therefore waits until the last
+            # rank on any node has returned. A user's signal handler may raise an exception during this wait, after the
+            # rank has stored the outcome.
             with contextlib.suppress(BaseException):
                 select.select([place.release], [], [], _STAY_S if place.rank else None)
         return 0
@@ -473,7 +475,7 @@ def _reseed() -> None:
 def _set_threads(count: int) -> None:
     """Divide the CPU cores among the node's ranks, unless the user has set the thread count.
 
-    Loaded libraries have already read their environment variables, so this function calls their setters.
+    The function calls the setters of loaded libraries, which have already read their environment variables.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return

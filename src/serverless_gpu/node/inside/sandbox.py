@@ -6,19 +6,19 @@
                 └─ zygote: CAP_SYS_ADMIN and CAP_SETPCAP in this user namespace only
                      └─ stem, pid 1 of an attempt: own mounts, IPC, /proc, /tmp, /dev/shm ── seal ─▶ ranks
 
-The launcher is a clean interpreter. It holds no rights of the principal, and no code of the principal runs in it. The
-launcher stays the parent of the holder until the last process of the sandbox has ended. The zygote runs the principal's
-code with capabilities of the principal's own user namespace. With these capabilities, the code can change its own view
-of files, but cannot reach anything outside of its private root.
+The launcher is a clean interpreter. The launcher holds no rights of the principal and runs none of the principal's
+code. The launcher stays the parent of the holder until the last process of the sandbox has ended. The zygote runs the
+principal's code with capabilities of the principal's own user namespace. With the granted capabilities, the principal's
+code can change its own view of files. The principal's code cannot reach anything outside of its private root.
 
-A stem that is pid 1 of a pid namespace ends all processes of its attempt when it ends. The holder exists because a
-zygote that is pid 1 would end the attempts that were forked from it.
+When a stem that is pid 1 of its pid namespace ends, the kernel ends all processes of the stem's attempt. The holder is
+pid 1 of the sandbox, because the end of a zygote with pid 1 would end all attempts.
 
-Failure cases: Each function raises OSError with the failed step. The launcher then ends with a traceback in the agent's
-log, and the run fails with this text. If the kernel refuses nested namespaces to the zygote, the zygote reports a
-`cold` problem.
+Failure cases: Each function raises OSError with the failed step. After a failed step, the launcher ends with a
+traceback in the agent's log. The run fails with the text of the traceback. If the kernel refuses nested namespaces to
+the zygote, the zygote reports a `cold` problem.
 
-The steps and their costs come from a prototype on Linux 6.18: about 1.5 ms per attempt.
+A prototype of the sandbox on Linux 6.18 cost about 1.5 ms per attempt.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ SETTINGS = (
 
 
 class View(NamedTuple):
-    """The files of a principal's sandbox. Paths are paths of the node."""
+    """The files of a principal's sandbox. All paths of a `View` are paths of the node."""
 
     uid: int
-    at: str  # Empty directory on which the launcher builds the private root.
-    home: str  # Directory of the principal that stays between attempts; at `HOME` in the sandbox.
+    at: str  # Empty directory in which the launcher builds the private root.
+    home: str  # Persistent home directory of the principal, which the sandbox shows as `HOME`.
     python: str  # Interpreter of the zygote.
     shown: Sequence[str]  # Further files and directories, read-only at the same paths.
-    devices: Sequence[str]  # Device nodes that an attempt may get later; empty files until then.
+    devices: Sequence[str]  # Device nodes that an attempt may get later. The sandbox shows empty files in their place.
 
 
 def enter(view: View, environment: Sequence[Mount]) -> None:
     """Move this process (root, one thread) into a new sandbox of a principal. Return in the zygote only.
 
-    The process that called becomes the keeper of the sandbox. It ends with the sandbox. `environment` are overlays, as
-    in `namespaces.enter_mounts`. Raises OSError.
+    The calling process becomes the keeper of the sandbox. The keeper ends with the sandbox. `environment` contains
+    overlays, as in `namespaces.enter_mounts`. Raises OSError.
     """
     os.setgroups([])
     if environment:
@@ -104,7 +104,7 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
 
 
 def rehearse(view: View) -> NoReturn:
-    """Make a sandbox and an attempt in it, then exit with 0 if each step succeeded."""
+    """Create a sandbox with an attempt, then exit with 0 if each step succeeded."""
     enter(view, ())
     pid = fork_init()
     if pid == 0:
@@ -114,9 +114,10 @@ def rehearse(view: View) -> NoReturn:
 
 
 def interpreter_parts(python: str) -> list[str]:
-    """Return the files of an interpreter's installation, and of its virtual environment if it has one.
+    """Return the files of an interpreter's installation and of its virtual environment, if any.
 
-    The parts are named one by one, because the directory of an installation can also be a home directory.
+    The function lists the parts of an installation one by one, because an installation's directory can be a home
+    directory.
     """
     found = [python]
     for program in dict.fromkeys((python, os.path.realpath(python))):
@@ -126,9 +127,9 @@ def interpreter_parts(python: str) -> list[str]:
 
 
 def fork_init() -> int:
-    """Fork a child that is pid 1 of a new pid namespace. Return as `os.fork`. Raises OSError.
+    """Fork a child that is pid 1 of a new pid namespace. Raises OSError.
 
-    Later children of the caller belong to the caller's pid namespace again.
+    Return the child's pid, or 0 in the child. Later children of the caller belong to the caller's pid namespace again.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -142,9 +143,10 @@ def fork_init() -> int:
 
 
 def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable[tuple[int, str]]) -> None:
-    """Give this process, pid 1 of its namespace, private mounts, and seal it. Raises OSError.
+    """Create private mounts for this process, and seal the process. Raises OSError.
 
-    `trees` are descriptors of detached environments with their mount points. The function closes the descriptors.
+    The process must be pid 1 of its pid namespace. `trees` contains descriptors of detached environments with their
+    mount points. The function closes the descriptors.
     """
     mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS)
     mounts.keep_mounts_in(private=False)
@@ -191,7 +193,7 @@ def _make_root(view: View) -> None:
 
 
 def _mounted_below(*places: str) -> list[str]:
-    """Return the outermost mount points below directories that an attempt replaces by its own."""
+    """Return the outermost mount points below directories that an attempt replaces by its own directories."""
     found: list[str] = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         points = sorted({re.sub(r"\\([0-7]{3})", _octal, line.split()[4]) for line in file})
@@ -215,7 +217,7 @@ class _Root:
         self._shown: list[str] = []
 
     def show(self, path: str, links: int = 0) -> None:
-        """Show a path of the node read-only at the same path, with the symbolic links on the way."""
+        """Show a path of the node read-only at the same path, including the symbolic links in the path."""
         if any(path == each or path.startswith(f"{each}/") for each in self._shown) or links > _LINKS_MAX:
             return
         place = "/"
@@ -272,7 +274,8 @@ def _keep(member: socket.socket, processes: int, pid: int, uid: int) -> NoReturn
 
 def _become(uid: int, keeper: socket.socket) -> None:
     """Enter the principal's namespaces and become its uid, with all capabilities in the user namespace."""
-    # The kernel lets a user namespace mount /proc only over a visible /proc. This one shows the sandbox alone.
+    # The kernel lets a user namespace mount /proc only over a visible /proc. The new /proc shows only processes of the
+    # sandbox.
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
     mounts.unshare(_CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)
     keeper.sendall(b"n")
@@ -287,7 +290,7 @@ def _become(uid: int, keeper: socket.socket) -> None:
 
 
 def _hold() -> None:
-    """Be pid 1 of the sandbox: start the zygote, reap orphans. Return in the zygote only."""
+    """Start the zygote and reap orphans, as pid 1 of the sandbox. Return in the zygote only."""
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
     with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
         file.write("0")

@@ -2,17 +2,17 @@
 
     drop capabilities ─▶ no_new_privs ─▶ Landlock scopes ─▶ seccomp filter ─▶ not traceable by its children
 
-The stem seals itself and then forks the ranks, so all ranks of an attempt share one Landlock domain. Within the domain,
-ranks may signal each other, use `pidfd_getfd` and read each other's memory, which CUDA IPC and NCCL need. The Landlock
-domain refuses abstract sockets and signals outside of the attempt.
+The stem seals itself before it forks the ranks. All ranks of an attempt therefore share one Landlock domain. Within the
+Landlock domain, ranks may signal each other, use `pidfd_getfd` and read each other's memory. CUDA IPC and NCCL need
+access to the memory of other ranks. The Landlock domain refuses abstract sockets and signals outside of the attempt.
 
 The seccomp filter refuses system calls that only administer a machine, and calls with a history of kernel bugs. The
 filter does not refuse `ptrace`, because debuggers and profilers of the attempt's own processes need it. `clone3` takes
-its flags from memory, which a filter cannot read. The filter therefore reports `clone3` as missing, and libc uses
+its flags from memory, which a filter cannot read. The filter therefore reports `clone3` as missing, so that libc uses
 `clone`.
 
-Failure cases: `seal` raises OSError if the kernel refuses a step. The stem then ends without a rank. `problem` tells in
-advance whether this kernel and this processor support each step.
+Failure cases: `seal` raises OSError if the kernel refuses a step. After an error of `seal`, the stem ends without
+starting a rank. `problem` checks in advance whether the kernel and the processor support each step.
 """
 
 from __future__ import annotations
@@ -68,17 +68,20 @@ def set_capabilities(wanted: tuple[int, ...]) -> None:
 
 
 def drop_bounding_set(kept: tuple[int, ...]) -> None:
-    """Remove all capabilities but `kept` from the bounding set. Raises OSError."""
+    """Remove all capabilities except `kept` from the bounding set. Raises OSError."""
     for number in range(CAPABILITIES_MAX):
         if number not in kept and _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0) != 0:
             code = ctypes.get_errno()
-            if code == errno.EINVAL:  # The kernel has no capability with this number, nor with a higher number.
+            if code == errno.EINVAL:  # The kernel has no capability with this or a higher number.
                 return
             raise OSError(code, f"cannot drop a capability: {os.strerror(code)}")
 
 
 def keep_over_exec(wanted: tuple[int, ...]) -> None:
-    """Let the next program keep capabilities, without regard to its file. Raises OSError."""
+    """Let the next program keep capabilities. Raises OSError.
+
+    The kernel grants the kept capabilities regardless of the program's file.
+    """
     for number in wanted:
         _check(_libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, ctypes.c_ulong(number), 0, 0), "cannot keep a capability")
 
@@ -112,14 +115,15 @@ class _Machine:
         self.clone = clone
 
 
-# Calls that are new since 2019 have the same number everywhere.
+# System calls added since 2019 have the same number on every architecture.
 _EVERYWHERE = (
     *(425, 426, 427),  # io_uring
     *(428, 429, 430, 431, 432, 433, 442, 443, 467),  # open_tree, move_mount, the fs… calls, mount_setattr, quotactl_fd
 )
-# The calls in order: acct, add_key, bpf, delete_module, finit_module, init_module, kexec_file_load, kexec_load, keyctl.
-# Then mount, open_by_handle_at, perf_event_open, pivot_root, quotactl, reboot, request_key, setns, swapoff, swapon.
-# Then umount2, unshare, userfaultfd. On x86, iopl and ioperm follow.
+# The first numbers belong to acct, add_key, bpf, delete_module, finit_module, init_module, kexec_file_load, kexec_load,
+# keyctl. The next numbers belong to mount, open_by_handle_at, perf_event_open, pivot_root, quotactl, reboot,
+# request_key, setns, swapoff, swapon. The last numbers belong to umount2, unshare, userfaultfd and, on x86, iopl and
+# ioperm.
 _MACHINES = {
     "x86_64": _Machine(
         0xC000003E,
@@ -153,7 +157,7 @@ def call_filter(machine: str) -> bytes:
     refused = _ERRNO | errno.EPERM
     steps: list[tuple[int, int, int, int]] = [
         (_LOAD_WORD, 0, 0, _AT_AUDIT),
-        (_JUMP_EQUAL, 1, 0, there.audit),  # Calls of another architecture have other numbers.
+        (_JUMP_EQUAL, 1, 0, there.audit),  # System calls of another architecture have other numbers.
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _AT_NUMBER),
         (_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),

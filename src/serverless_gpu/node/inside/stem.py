@@ -4,16 +4,16 @@
                       ▲                                        │
                       └──────────── events ────────────────────┘
 
-The stem enters its cgroup during standby, because this step takes 5-20 ms. The stem is the subreaper of its ranks.
-Every orphaned descendant therefore becomes a child of the stem, even after a double fork or `setsid`. Orphaned
+The stem enters its cgroup during standby, because entering a cgroup takes 5-20 ms. The stem is the subreaper of its
+ranks. Every orphaned descendant therefore becomes a child of the stem, even after a double fork or `setsid`. Orphaned
 descendants therefore end with the run. The stem also forks as many standby ranks as the previous run had. Without
 standby ranks, the fork and its page faults would cost each rank 5-10 ms. When the supervisor starts an attempt, the
 stem forks missing ranks and ends surplus ranks.
 
 Failure cases:
 
-* If the supervisor dies, the stem reads end of file and ends all descendants. The stem then removes the directory of
-  the run's Ray cluster and exits.
+* If the supervisor dies, the stem reads end of file and ends all descendants. Before it exits, the stem removes the
+  directory of the run's Ray cluster.
 * If a rank dies, the stem reports the rank's wait status as soon as it reaps the rank.
 * If the stem cannot mount the environment, the stem reports the problem and exits.
 * If the stem dies, the kernel ends the ranks (PR_SET_PDEATHSIG). The supervisor ends the ranks' child processes by
@@ -59,10 +59,10 @@ def main(
 ) -> NoReturn:
     """Stand by, run one attempt and end. Never return into the zygote's code.
 
-    `channel` leads first to the agent and then to a supervisor. `request` names the cgroups to enter, the number of
-    ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the stem's own
-    user namespace. A `zygote` of None means that the stem gets no user namespace. If the request contains ``sandbox``,
-    `fds` lead to the cgroups, then to environments, then to locks that the stem holds.
+    `channel` connects the stem first to the agent and later to a supervisor. `request` names the cgroups to enter, the
+    number of ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the
+    stem's own user namespace. A `zygote` of None means that the stem gets no user namespace. If the request contains
+    ``sandbox``, `fds` contains descriptors of cgroups, environments and locks, in this order.
     """
     code = 1
     try:
@@ -238,7 +238,7 @@ class _Stem:
             os._exit(code)
 
     def _signal(self, number: int, ranks: object) -> None:
-        # Ranks in `self.ranks` are not yet reaped, so the kernel has not reused their pids.
+        # The kernel has not reused the pids in `self.ranks`, because the stem has not reaped the ranks yet.
         for pid, rank_number in self.ranks.items():
             if isinstance(ranks, list) and rank_number in ranks:
                 # Only the main thread of a rank answers a stack signal with the right stack. Another thread of the rank

@@ -10,19 +10,19 @@ ms. The following rules make the zygote's forks safe:
   has run a parallel region, a forked child hangs in its first parallel region.
 * **The zygote never touches CUDA.** A process cannot use a CUDA context that it inherited through a fork.
 * **The zygote has exactly one thread when it forks a stem.** Another thread of the zygote could hold a lock, such as
-  the lock of malloc or of the importer. A forked child would then wait for the inherited lock forever. The OpenBLAS
-  library of numpy starts threads on import and ends them in its own fork handler. The zygote therefore makes one trial
-  fork and then counts its threads.
+  the lock of malloc or of the importer. A forked child would wait forever for a lock that another thread of the zygote
+  held. The OpenBLAS library of numpy starts threads on import and ends them in its own fork handler. The zygote
+  therefore makes one trial fork and then counts its threads.
 * **Imports leave no child process behind.** If start-up code (`.pth` files, `sitecustomize`) starts a process in the
   zygote, the process belongs to no run.
 * **Every rank reseeds its random generators** (`rank.py`). A copied generator would give all ranks the same random
   numbers.
 
-If a server has several principals, each stem has its own user namespace. A rank then cannot modify the memory of the
-zygote, from which later ranks are forked.
+If a server has several principals, each stem has its own user namespace. With separate user namespaces, a rank cannot
+modify the memory of the zygote, from which later ranks are forked.
 
-When its first stem has ended, an idle zygote moves its memory into huge pages, one page at a time. A fork then copies
-one page-table entry instead of 512 entries per huge page. Cold starts do not wait until the zygote uses huge pages. The
+When its first stem has ended, an idle zygote moves its memory into huge pages, one page at a time. For a huge page, a
+fork copies one page-table entry instead of 512 entries. Cold starts do not wait until the zygote uses huge pages. The
 zygote keeps small pages on Linux before 6.1, with fragmented memory, or without transparent huge pages.
 
 The zygote ends when the agent closes its end of the channel. Forked stems continue to run and depend only on their
@@ -82,11 +82,13 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     for finalizer in list(getattr(weakref.finalize, "_registry", {})):
         # The zygote owns the objects with finalizers. Running torch's finalizers would cost each rank 25 ms at exit.
         finalizer.atexit = False
-    # Each rank also clears the importer cache. A rank that clears a full cache would copy a thousand pages, so the
-    # zygote clears the cache first.
+    # Each rank also clears the importer cache. The zygote clears the cache first, because a rank that clears a full
+    # cache would copy a thousand pages.
     sys.path_importer_cache.clear()
     gc.enable()
-    gc.freeze()  # The garbage collector does not write to frozen objects, so forked processes keep sharing their pages.
+    # Forked processes keep sharing the pages of frozen objects, because the garbage collector does not write to frozen
+    # objects.
+    gc.freeze()
     threads = os.listdir("/proc/self/task")
     # Without preloaded modules, the process serves a cold start, which has no fallback.
     if len(threads) != 1 and preload:
@@ -107,7 +109,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     found_files = {name: file for name, file in files.items() if isinstance(file, str)}
     ready = {
         "modules": sorted(set(found_files.values())),  # The agent watches the loaded modules' files for changes.
-        # The caller may import other copies of these packages than the zygote has loaded.
+        # The caller may import other copies of the packages that the zygote has loaded.
         "packages": {name: file for name, file in found_files.items() if "." not in name},
         "names": names,
         "libraries": mapped_libraries(),

@@ -2,10 +2,11 @@
 
     supervisor ── fork ──▶ copies the trees ── setns(mount namespace of the stem) ── attaches them ──▶ exit
 
-A stem stands by before its attempt is known, sealed and without rights. The attempt's files and devices therefore come
-from outside. The child exists because a process that enters a mount namespace loses its own root directory.
+A stem on standby is sealed and has no rights before its attempt is known. The supervisor therefore mounts the attempt's
+files and devices. The supervisor forks a child for the mounts, because a process that enters a mount namespace loses
+its own root directory.
 
-Failure cases: The function raises OSError with the failed step. The ranks have not started then.
+Failure cases: The functions raise OSError with the failed step before any rank has started.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PROBLEM_BYTES_MAX = 4_096
 
 
 class Graft(NamedTuple):
-    """A file or directory of the node and its place in the sandbox."""
+    """A file or directory of the node, with its path in the sandbox."""
 
     source: str
     at: str
@@ -43,9 +44,10 @@ def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
 
 
 def detached_environment(overlays: Sequence[Mapping[str, object]]) -> int:
-    """Mount an environment elsewhere. Return a descriptor of its detached tree. Raises OSError.
+    """Mount an environment in a child process. Raises OSError.
 
-    `overlays` are mounts as in `namespaces.enter_mounts`, the outermost first. The caller closes the descriptor.
+    Return a descriptor of the environment's detached tree. `overlays` contains mounts as in `namespaces.enter_mounts`,
+    outermost first. The caller closes the descriptor.
     """
 
     def copy(answer: socket.socket) -> None:
@@ -58,7 +60,10 @@ def detached_environment(overlays: Sequence[Mapping[str, object]]) -> int:
 
 
 def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
-    """Run `work` in a child, which may change its namespaces. Return the sent descriptors. Raises OSError."""
+    """Run `work` in a child process, which may change its namespaces. Raises OSError.
+
+    Return the descriptors that the child sends.
+    """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

@@ -1,7 +1,7 @@
 """Measures the isolation level that this node can offer.
 
-The measurement makes a sandbox and an attempt in it, as for a run. The settings of a machine do not show whether a
-container, a security module or an old kernel refuses one of the steps.
+The measurement creates the same sandbox and attempt as a run. A machine's settings do not show whether a container, a
+security module or an old kernel refuses a step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REHEARSAL_S = 20.0
 
 
 class OfferedLevel(NamedTuple):
-    """The strongest level of a node, and the reason why it offers no stronger level, or ""."""
+    """The strongest isolation level of a node, and the reason for lacking a stronger level, or ""."""
 
     level: Level
     problem: str = ""
 
 
 def measure(environ: Mapping[str, str]) -> OfferedLevel:
-    """Return the level that this process can give to runs. The call takes about 0.1 s."""
+    """Return the isolation level that this process can give to runs. The call takes about 0.1 s."""
     problem = _problem(environ)
     return OfferedLevel(NONE, problem) if problem else OfferedLevel(SANDBOX)
 
@@ -58,7 +58,7 @@ def _problem(environ: Mapping[str, str]) -> str:
 
 
 def _rehearse(uid: int, environ: Mapping[str, str]) -> str:
-    """Make a sandbox of a uid without an owner. Return the reason of a failure, or "". Raises OSError."""
+    """Create a sandbox of a uid without an owner. Return the reason for a failure, or "". Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="sgpu-rehearsal-") as place:
         at, home = Path(place, "root"), Path(place, "home")
         at.mkdir()

@@ -2,11 +2,11 @@
 
     owner of a run ─▶ durable map of this machine ─▶ uid, and a home directory of that uid
 
-All agents of a machine share one map, because a uid has the same files for all of them. The map only grows: a uid never
-gets a second owner, so files that remain of one principal never become readable for another principal.
+All agents of a machine share one map, because a uid owns the same files for all agents. A uid never gets a second
+owner. The remaining files of one principal therefore never become readable for another principal.
 
-Failure cases: A map that cannot be read or written refuses the run, because a wrong uid would give a principal the
-files of another one. A full range refuses new principals only.
+Failure cases: If the agent cannot read or write the map, it refuses the run. A wrong uid would give a principal the
+files of another principal. If the range is full, the agent refuses only new principals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     owner: str
     uid: int
-    home: str  # Directory that only this uid can read and write. It stays between attempts.
+    home: str  # Persistent directory that only this uid can read and write.
 
 
 class Principals:
@@ -49,7 +49,10 @@ class Principals:
         self._uids = uid_range(environ.get(RANGE, ""))
 
     def of(self, owner: str) -> Principal:
-        """Return an owner's principal. Make uid and home if necessary. Raises IsolationUnavailable."""
+        """Return an owner's principal. Raises IsolationUnavailable.
+
+        The first call for an owner assigns a uid and creates the home directory.
+        """
         try:
             with self._locked() as place:
                 known = _read(place)

@@ -1,7 +1,7 @@
 """The files of the node that a principal's sandbox shows.
 
-The launcher adds the interpreter's own directories (`inside/sandbox.py`), because a restored environment has its
-interpreter only after its mounts.
+The launcher adds the interpreter's own directories (`inside/sandbox.py`), because a restored environment's interpreter
+exists only after the mounts.
 """
 
 from __future__ import annotations

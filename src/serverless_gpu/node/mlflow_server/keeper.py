@@ -20,7 +20,7 @@ If the keeper is killed, the kernel ends the MLflow server. The next keeper ends
 processes.
 
 If another process uses the server's previous port, the keeper chooses another port and logs the change. Links that
-contain the previous port then break.
+contain the previous port no longer work.
 
 If the disk is full, the keeper's record is outdated. Readers of an outdated record behave as if the keeper had not
 reported yet.

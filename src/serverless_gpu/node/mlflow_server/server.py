@@ -20,8 +20,8 @@ kernel's ephemeral port range.
 
 Failure cases: If the keeper cannot start or no file can be written, the returned result contains a problem message.
 Start failures raise no exceptions. A keeper on another machine may hold the lock if the home directory is on a network
-file system. The result then names the other machine, and no second server starts. Without this check, two MLflow
-servers would write to one database.
+file system. The result names the machine of the lock's holder. No second server starts, because two MLflow servers
+would write to one database.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Serving(NamedTuple):
     ready: bool  # True if the MLflow server answers.
     # Reason for which the server does not answer; "" during the first start or while the server answers.
     problem: str = ""
-    # True if the server died and its keeper is restarting it, so `problem` is temporary.
+    # True if `problem` is temporary, because the keeper is restarting a dead server.
     is_restarting: bool = False
     failures: int = 0  # Number of consecutive failed starts, excluding the current start.
 
@@ -139,7 +139,7 @@ def look(place: ServerFiles, clock: Clock) -> MlflowServer:
     holder, noted = _holder(place), place.noted()
     stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage, problem = "stopped", ""  # The keeper was killed, and no other process restarts the MLflow server.
+        stage, problem = "stopped", ""  # After the loss of the keeper, no process restarts the MLflow server.
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     memory_bytes = 0
@@ -236,10 +236,10 @@ def _is_too_soon(noted: ServerRecord, python: str, clock: Clock) -> bool:
         return False
     whole_s = pause_s(noted.failures)
     left_s = (noted.retry_wall_ns - clock.wall_ns()) / 1e9
-    # Another interpreter may have the missing module, so only the shortest pause applies.
+    # Only the shortest pause applies to another interpreter, which may have the missing module.
     if python != noted.python:
         left_s -= whole_s - pause_s(1)
-    return 0 < left_s <= whole_s  # A remaining time outside this range means that the wall clock has changed.
+    return 0 < left_s <= whole_s  # A remaining time outside the range means that the wall clock has changed.
 
 
 def _holder(place: ServerFiles) -> int | None:
@@ -276,7 +276,7 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     keeper: int = 0  # Pid of the keeper.
     server: int = 0  # Pid of the server, which is a session leader.
     boot_id: str = ""  # Boot identifier of the boot in which the recorded pids are valid.
-    machine: str = ""  # `ambient.machine()` of the keeper's machine; `host` is its printable name.
+    machine: str = ""  # Identifier of the keeper's machine (`ambient.machine`), with the printable name in `host`.
     host: str = ""
     python: str = ""  # Path of the interpreter that provides MLflow.
     served_by: str = ""  # Path of the interpreter whose MLflow server last answered.

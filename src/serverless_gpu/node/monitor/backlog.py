@@ -4,12 +4,12 @@
 
 The monitor writes an attempt's file when the attempt begins. If the attempt ends before any monitor runs, the
 supervisor writes the attempt's file. The delivering monitor locks the attempt's file, so that no other monitor delivers
-the same attempt. The file contains no secrets, because the monitor stores the caller's credentials only in memory. A
-monitor without a tracker's credentials waits for the next run that provides them.
+the same attempt. An attempt's file contains no secrets, because the monitor stores the caller's credentials only in
+memory. A monitor without a tracker's credentials waits for the next run that provides them.
 
-Failure cases: On a full or read-only disk, the current monitor tracks the attempt, but a later monitor cannot continue.
-The monitor skips an incomplete file or a file of another version, and deletes the file after a week. If the backlog
-contains too many files, the monitor discards the oldest files.
+Failure cases: On a full or read-only disk, only the current monitor can deliver the attempt. The monitor skips an
+incomplete file or a file of another version, and deletes the file after a week. If the backlog contains too many files,
+the monitor discards the oldest files.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Backlog:
 
         The backlog skips attempts in `known`, which other recorders deliver or which wait for credentials.
         """
-        names: list[str] = []  # File names begin with the run's time, so the oldest run is first.
+        names: list[str] = []  # The oldest run is first, because file names begin with the run's time.
         with contextlib.suppress(OSError):
             names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
         too_many = max(0, len(names) - KEPT_MAX)
@@ -150,7 +150,8 @@ class Backlog:
             return None
         if Path(kept.observe.directory).is_dir():
             return kept
-        held.path.unlink(missing_ok=True)  # The attempt's directory was deleted, so the monitor has no data to send.
+        # The monitor has no data to send, because the attempt's directory was deleted.
+        held.path.unlink(missing_ok=True)
         return None
 
 

@@ -7,8 +7,8 @@
 
 `tracking.json` contains no credentials, because ranks already have the caller's `MLFLOW_TRACKING_URI`. While the state
 in `tracking.json` is "pending", the monitor touches the file every few seconds. Ranks recognize an active delivery by
-the modification time of `tracking.json`. The state "away" means that MLflow does not answer, so ranks do not wait.
-While the installation's own MLflow server starts, the state is "pending".
+the modification time of `tracking.json`. In the state "away", ranks do not wait for MLflow, because MLflow does not
+answer. While the installation's own MLflow server starts, the state is "pending".
 
 Failure cases: If the monitor cannot write `tracking.json`, only ranks that started with the MLflow variables know the
 run. If the delivery thread fails because of a bug, the monitor logs the exception and stops tracking the attempt. The

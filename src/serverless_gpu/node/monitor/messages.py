@@ -90,7 +90,7 @@ class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
 class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
     """Report that all ranks have ended.
 
-    The attempt's directory then contains `stopped.json`, logs and failures.
+    After the end of all ranks, the attempt's directory contains `stopped.json`, logs and failures.
     """
 
     state: State

@@ -87,7 +87,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     The process closes `ready_fd` once any monitor accepts connections.
     """
     if os.fork():
-        os._exit(0)  # Fork, because the starter may exit first and then cannot reap the monitor.
+        os._exit(0)  # Fork, because a starter that exits first cannot reap the monitor.
     linux.set_name("sgpu-monitor")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

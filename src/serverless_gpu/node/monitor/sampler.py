@@ -8,8 +8,8 @@
     fake_gpus.json ──┘
 
 The sampler takes one sample for all attempts. Only one request is active at a time. The sampler drops further requests
-until the active request ends. Reading a GPU's PCIe throughput takes 20 ms, so each sample reads only two GPUs in
-rotation.
+until the active request ends. Each sample reads the PCIe throughput of only two GPUs in rotation, because each GPU
+takes 20 ms.
 
 Sampling failures raise no exceptions:
 
@@ -18,8 +18,8 @@ problem once.
 
 The sampler omits a failed sample and logs a repeated failure once.
 
-If a hanging driver blocks NVML, the latest GPU reading expires after 5 s. Samples then contain no GPUs until the NVML
-thread returns. Listing GPUs for `sgpu top` waits for the driver.
+If a hanging driver blocks NVML, the latest GPU reading expires after 5 s. After the expiry, samples contain no GPUs
+until the NVML thread returns. Listing GPUs for `sgpu top` waits for the driver.
 
 If a GPU has failed, its sample is empty and `problems` names the GPU.
 
@@ -152,7 +152,7 @@ class SamplerThread:
                 machine = machine or self._make()
                 sample = machine.sample(wanted, self._clock.wall_ns())
                 logged = ""
-            except Exception as error:  # noqa: BLE001 - the next sample may succeed, and no other thread would take it
+            except Exception as error:  # noqa: BLE001 - only this thread takes the next sample, which may succeed
                 if repr(error) != logged:
                     logged = repr(error)
                     traceback.print_exc()
@@ -266,8 +266,8 @@ def _ranks(
 class HostSampler:
     """Samples CPU, memory, disk and network of the machine.
 
-    CPU usage requires two samples, so the first sample has None. The sampler queries the disk only every ten seconds.
-    On a network file system, each disk query is a request to the file server.
+    The first sample has no CPU usage (None), because CPU usage requires two samples. The sampler queries the disk only
+    every ten seconds. On a network file system, each disk query is a request to the file server.
     """
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
@@ -308,7 +308,7 @@ class HostSampler:
         """Return the bytes received and sent on the counted network interfaces.
 
         Bridges, bonds and container interfaces forward the traffic of a network card. If the machine has network cards,
-        the sampler therefore counts only network cards. A container has no network cards, so the sampler counts all
+        the sampler therefore counts only network cards. In a container without network cards, the sampler counts all
         interfaces except loopback.
         """
         try:
@@ -368,7 +368,8 @@ class RankSampler:
         `at_ns` is a monotonic time. `roots` maps the pids of rank processes to ranks.
         """
         if roots != self._roots:
-            # The previous assignment did not include these ranks, so their children may be assigned to other ranks.
+            # Children of a new rank may be assigned to another rank, because the previous assignment lacked the new
+            # rank.
             self._roots, self._owners = dict(roots), dict(roots)
         self._find_owners()
         sums: dict[RankKey, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}
@@ -486,7 +487,7 @@ class NvmlSampler:
     def _waits(self) -> bool:
         """Return True while a request has no answer.
 
-        This check is a method, because another thread changes the attribute.
+        The check is a method, because another thread changes the attribute.
         """
         return self._asked is not None
 

@@ -63,7 +63,7 @@ class MonitorConnection:
         self._preparation = prepare if prepare is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
-        """Start a requested monitor that does not run. With `busy`, also restart a lost monitor."""
+        """Start the monitor if it is requested but not running. With `busy`, also restart a lost monitor."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if self._peer is not None:
@@ -84,7 +84,7 @@ class MonitorConnection:
         try:
             self._process, self._ready_fd = start(self._home, self._sockets, self._environ)
         except OSError:
-            return  # If no monitor process can start, the agent retries after the pause.
+            return  # If no monitor process can start, the agent retries after a pause.
         self._selector.register(self._ready_fd, selectors.EVENT_READ, self._started)
 
     def _started(self) -> None:

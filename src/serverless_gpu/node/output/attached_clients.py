@@ -4,9 +4,9 @@
     attach ────────┼──▶ Watchers ──▶ one Watcher each ──▶ its Outbox
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A client that does not read misses output but no other messages. Each client's queue has a limit, and the supervisor
-omits output above the limit. The queue keeps all messages other than output, because such messages are few. When a
-client disconnects, the supervisor removes the client and the run continues. If too many clients are attached, the
+A client that does not read misses output but no other messages. The supervisor omits output above the size limit of a
+client's queue. The queue keeps all messages other than output, because only output is voluminous. When a client
+disconnects, the supervisor removes the client without affecting the run. If too many clients are attached, the
 supervisor rejects a new client with a message.
 
     put  ──────────────────────────▶ ┌───────────────────────────────┐
@@ -15,9 +15,9 @@ supervisor rejects a new client with a message.
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
                                                                    before the next message that is not output
 
-All ranks have equal shares of a client's outbox, so a flood from one rank displaces only output of that rank. The
-outbox merges adjacent pieces of one stream into one message. Merging may slightly reorder output of different ranks,
-but never output of one rank.
+All ranks have equal shares of a client's outbox. A flood of output from one rank displaces only output of the same
+rank. The outbox merges adjacent pieces of one stream into one message. Merging may slightly reorder output of different
+ranks, but never output of one rank.
 """
 
 from __future__ import annotations

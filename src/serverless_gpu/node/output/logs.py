@@ -17,9 +17,9 @@ even if the rank stops writing:
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
 
-In each turn, the supervisor reads a pipe until the pipe is empty or the turn's limit is reached. An output flood from
-one rank therefore does not starve other ranks. The supervisor does not wait for end of file, because a grandchild
-process may hold the pipe open forever. If the disk is full, the supervisor discards log bytes but the run continues.
+In each iteration of its event loop, the supervisor reads at most a limited number of bytes from a pipe. An output flood
+from one rank therefore does not starve other ranks. The supervisor does not wait for end of file, because a grandchild
+process may hold the pipe open forever. If the disk is full, the supervisor discards log bytes and continues the run.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from serverless_gpu.units import format_bytes
 STREAMS = ("stdout", "stderr")
 STORED_BYTES_MAX = 1 << 30
 STORED_BYTES_PER_S = 10_000_000
-# Burst size that is stored regardless of the rate limit, because a single output of 100 MB is not a flood.
+# Maximum bytes of an output burst that the supervisor stores regardless of the rate limit. A single output of 100 MB is
+# not a flood.
 STORED_BURST_BYTES = 256 << 20
 _LIMIT = "limit 10 MB/s, 1 GiB per rank"
 _READ_BYTES = 1 << 16  # Read size in bytes, equal to the default capacity of a pipe.
-_FLOOD_BYTES = 1 << 18  # Pipe capacity and read size after a stream has filled its pipe. Larger values are not faster.
+_FLOOD_BYTES = 1 << 18  # Pipe capacity and read size after a stream has filled its pipe. Larger reads are not faster.
 _TURN_BYTES = 1 << 20
 _READS_PER_TURN = 16
 _CLOSING_TURNS_MAX = 64
@@ -55,10 +56,10 @@ _HIDDEN_LINES = 20
 _HIDDEN_LINE_CHARACTERS_MAX = 500
 KEPT_BYTES = 256 << 10
 _PIECES_MAX = 512
-_SMALL_BYTES = 4096  # Data extends a piece below this size before a new piece starts.
+_SMALL_BYTES = 4096  # Size up to which new data extends the last piece.
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 2_000_000
-# Cost of one line in bytes, added for the tag, the terminal row and the printing time.
+# Additional cost of each line in bytes, for the tag, the terminal row and the printing time.
 _LINE_COST_BYTES = 64
 _PIECE_BYTES = 8 << 10  # A piece of this size fits into one packet even if JSON escapes every character.
 _LAST_LINES_BYTES = 4 << 10
@@ -178,7 +179,7 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
 def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
     """Return receipt notes about output that was not shown or not stored.
 
-    `dropped_bytes` is the output that slow clients missed; None if a server shows the output.
+    `dropped_bytes` is the number of bytes that slow clients missed, or None if a server shows the output.
     """
     notes = []
     unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
@@ -206,7 +207,7 @@ class _Allowance:
 
 
 class _File:
-    """One log file, which the first stored byte creates.
+    """A log file, created with the first stored byte.
 
     Marker lines in the log file replace missing bytes.
     """
@@ -279,7 +280,7 @@ class _Stream:
     def expect_more(self) -> None:
         """Increase the pipe capacity and the read size.
 
-        The kernel limits each user's pipe memory, so quiet streams keep small pipes.
+        Quiet streams keep small pipes, because the kernel limits each user's pipe memory.
         """
         self.read_bytes = _FLOOD_BYTES
         with contextlib.suppress(OSError):

@@ -7,9 +7,9 @@ The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemon
 contains its pid. The environment service has no lock file, because it serves one caller and ends with that caller.
 
 Failure cases: If the Python interpreter cannot start, `start` raises OSError. `reap` kills a started process that does
-not detach in time. A daemon may exit while another process ends the daemon. A pidfd identifies the daemon, so a later
-process with the same pid receives no signal. If a daemon survives SIGKILL because it waits in the kernel, `end` returns
-False.
+not detach in time. A daemon may exit while another process ends the daemon. Because a pidfd identifies the daemon, a
+later process with the same pid receives no signal. If a daemon survives SIGKILL because it waits in the kernel, `end`
+returns False.
 """
 
 from __future__ import annotations

@@ -1,26 +1,29 @@
 """Ends an attempt's process tree, verifies its end, and removes its remaining shared memory.
 
 All processes of an attempt are descendants of its stem. If cgroup v2 is writable, each stem has a separate cgroup. A
-single write to `cgroup.kill` then ends all processes, including detached processes. The file `cgroup.events` shows when
-the cgroup is empty. Without a writable cgroup v2, the stem is the subreaper and ends its descendants itself. This
-package never selects processes by name for termination.
+single write to `cgroup.kill` ends all processes of a cgroup, including detached processes. The file `cgroup.events`
+shows when the cgroup is empty. Without a writable cgroup v2, the stem is the subreaper and ends its descendants itself.
+This package never selects processes by name for termination.
 
     /sys/fs/cgroup[/unified]/<own cgroup>/serverless_gpu-<home>/<number>/    one per stem
 
 If a pids controller is available, the controller limits an attempt's processes and threads. A fork bomb therefore harms
-only its own attempt. If a memory controller is available, the supervisor sets a memory limit, on v2 first and on v1 on
-hybrid hosts. The memory controller's counters show whether the kernel killed a rank for lack of memory. Without a
-memory controller, the kernel's global counter shows OOM kills. Exit codes do not count as evidence of an OOM kill.
+only its own attempt. If a memory controller is available, the supervisor sets a memory limit. The supervisor prefers
+cgroup v2, and uses cgroup v1 on hybrid hosts. The memory controller's counters show whether the kernel killed a rank
+for lack of memory. Without a memory controller, the kernel's global counter shows OOM kills. Exit codes do not count as
+evidence of an OOM kill.
 
 Libraries create named segments in /dev/shm and remove them when their process exits. A killed process leaves its
-segments behind, and orphaned segments eventually fill /dev/shm (`AttemptSegments`):
+segments behind. Orphaned segments would eventually fill /dev/shm. `AttemptSegments` therefore finds and removes
+orphaned segments:
 
     during the run    candidates ─▶ segments that the attempt's processes have open or mapped belong to it
     after its end     its segments that no process uses ─▶ removed
 
 Candidate segments match a library's name pattern, because other files may belong to the user. A candidate segment
 belongs to this user and was created during the attempt. `AttemptSegments` keeps a segment while any process uses the
-segment or its creator runs. `AttemptSegments` also keeps a segment that no process of the attempt was seen using.
+segment or its creator runs. `AttemptSegments` also keeps a segment if it has seen no process of the attempt use the
+segment.
 """
 
 from __future__ import annotations
@@ -78,7 +81,10 @@ class CgroupRoot:
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
-        """Create the cgroups for a stem, or with `ZYGOTE` for a zygote, v2 first. Return () if impossible."""
+        """Create and return the cgroups for a stem, v2 first.
+
+        With the `mark` `ZYGOTE`, create the cgroups for a zygote. If no cgroup can be created, return ().
+        """
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
@@ -204,7 +210,7 @@ def cgroup_empty(path: Path) -> bool:
     try:
         return "populated 0" in (path / "cgroup.events").read_text()
     except OSError as error:
-        # The kernel removes only empty cgroups, so a missing cgroup is empty.
+        # A missing cgroup is empty, because the kernel removes only empty cgroups.
         return error.errno in (errno.ENOENT, errno.ENODEV)
 
 
@@ -282,7 +288,7 @@ def memory_limit_bytes() -> int | None:
         if mount is None or place is None:
             continue
         own = mount / place.lstrip("/")
-        # In a container, the mount is the container's cgroup, and its parents are not visible.
+        # In a container, the mount shows the container's cgroup without its parents.
         for path in (own, *own.parents):
             if path.is_relative_to(mount):
                 with contextlib.suppress(OSError, ValueError):
@@ -400,7 +406,7 @@ class AttemptSegments:
         return True
 
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
-        """Record the attempt's segments, which its processes use or whose names contain its pids.
+        """Record segments that the attempt's processes use or that contain the processes' pids in their names.
 
         `since_ns` is the wall time at which user code began. `look` calls `pids` only if new segments exist.
         """
@@ -422,7 +428,8 @@ class AttemptSegments:
         """
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
-        in_use: set[str] = set()  # Processes of other users are not visible, so the set lacks their segments.
+        # The set lacks the segments of other users' processes, because these processes are not visible.
+        in_use: set[str] = set()
         for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
             in_use |= _used(pid, self._place, names)
         removed = []

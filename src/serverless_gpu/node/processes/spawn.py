@@ -37,8 +37,8 @@ spec.loader.exec_module(runtime)
 """
 
 # Environment variables that a clean process inherits from the caller. Some libraries require HOME and similar
-# variables. Captures find the user's git patterns through some of the variables, and restores find interpreters. Only
-# tests set the last two variables of `_CLEAN_VARIABLES`.
+# variables. Captures need some of the variables to find the user's git patterns. Restores need some of the variables to
+# find interpreters. Only tests set the last two variables of `_CLEAN_VARIABLES`.
 _CLEAN_VARIABLES = (
     "PATH",
     "HOME",
@@ -86,13 +86,13 @@ STARTUP_PREFIXES = (
 variables."""
 
 SET_BY_LIBRARIES = {
-    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # Set by scikit-learn, threadpoolctl and torch's inductor.
-    "KMP_INIT_AT_FORK": ("FALSE",),  # Set by scikit-learn and joblib.
-    "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # Set by Ray.
-    "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # Set by Accelerate.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Set by Lightning.
-    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor sets any directory.
-    "TORCH_WARM_POOL": ("0",),  # Set by torch's inductor.
+    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # scikit-learn, threadpoolctl and torch's inductor set these values.
+    "KMP_INIT_AT_FORK": ("FALSE",),  # scikit-learn and joblib set this value.
+    "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # Ray sets these values.
+    "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # Accelerate sets this value.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Lightning sets this value.
+    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor sets this variable to any directory.
+    "TORCH_WARM_POOL": ("0",),  # Torch's inductor sets this value.
 }
 """Start-up variables that libraries set on import, with the possible values; () for any value.
 
@@ -151,7 +151,7 @@ def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that determine how an interpreter and its libraries start.
 
-    Python derives the file name encoding from the locale at start, so the result includes a locale other than UTF-8.
+    The result includes a locale other than UTF-8, because Python derives the file name encoding from the locale.
     """
     found = {name: value for name, value in environ.items() if name.startswith(STARTUP_PREFIXES)}
     locale = next((environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(name)), "")

@@ -76,7 +76,10 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         graft(stem_pidfd, there)
 
     def _make_readable(self, path: str) -> None:
-        """Let the principal's group read a file, or a directory and its files. The node stays the owner."""
+        """Let the principal's group read a file, or a directory and its files.
+
+        The node's user stays the owner of the file or directory.
+        """
         if os.path.isdir(path):
             os.chown(path, -1, self.uid)
             os.chmod(path, 0o750)

@@ -79,7 +79,7 @@ class LocalGang:
     """All ranks of one attempt on this node.
 
     `context` replaces the caller's context if the restored environment has different paths. `stem_pid` is the pid of
-    the stem on this node. In a sandbox, the stem itself has another pid.
+    the stem on this node. In a sandbox, the stem itself sees another pid.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class LocalGang:
         else:
             poll = select.poll()
             poll.register(self.stem_pidfd, select.POLLIN)
-            # An escaped process may hold the socket open, so this loop reads the last messages without blocking.
+            # This loop reads the last messages without blocking, because an escaped process may hold the socket open.
             if poll.poll(0):
                 self.channel.sock.setblocking(False)
                 with contextlib.suppress(OSError, ValueError):
@@ -388,7 +388,7 @@ class LocalGang:
 
     def _explained(self, failure: Failure) -> Failure:
         """Return a rank's failure, corrected with information that only the supervisor has."""
-        # User code has begun, so the rank's failure is not a start failure.
+        # The rank's failure is not a start failure, because user code has begun.
         if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
         if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
@@ -396,7 +396,7 @@ class LocalGang:
         return failure
 
     def memory_text(self) -> str:
-        """Describe an out-of-memory kill. Callers put the text after "was" or "were"."""
+        """Describe an out-of-memory kill. Callers put the returned description after "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
         peak = self.memory.peak_bytes() if self.memory is not None else None
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []

@@ -10,9 +10,9 @@ unused GPUs. `NodeFaults` and `AttemptFaults` may read the same log line. The se
 first reader's quarantine note unchanged. If an operator lifted the quarantine after the log line, for example after a
 GPU reset, the quarantine stays lifted.
 
-Failure cases: If the kernel log is unreadable, `sgpu doctor` reports the `problem`. If the lock directory is not
-writable, a GPU fault still ends the attempt. The next device check refuses a GPU that does not answer. The node treats
-an invalid `.xids` file as empty.
+Failure cases: If the kernel log is unreadable, `sgpu doctor` reports the reason. If the lock directory is not writable,
+a GPU fault still ends the attempt. The next device check refuses a GPU that does not answer. The node treats an invalid
+`.xids` file as empty.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AttemptFaults:
         events: list[GpuFailed] = []
         for line, fault in faults_of(self._log.lines(), devices, self._home):
             if (fault.uuid, fault.number) in self._told:
-                continue  # The driver repeats its reports, so the supervisor skips known faults.
+                continue  # The supervisor skips known faults, because the driver repeats its reports.
             self._told[fault.uuid, fault.number] = fault
             if fault.kind is XidKind.USER:
                 self._hit(attempt, fault)

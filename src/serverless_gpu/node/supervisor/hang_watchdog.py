@@ -10,7 +10,7 @@
     event loop ──────look───▶     │ └──────────────▶ HangConfirmed, if the run has a `hang_timeout`
                                   └── an inspection of the ranks (`rank_inspection.py`), polled until it is complete
 
-In a gang on several nodes, each node's supervisor reports on its ranks, and the server detects hangs:
+In a gang on several nodes, the server detects hangs from the reports of each node's supervisor:
 
     output, events ──heard──▶ GangHangReporter ──silent since──▶ server ◀── supervisors of the other nodes
     event loop ──────look───▶    │  ▲  └─────observation───────▶   │
@@ -34,8 +34,8 @@ forwards output.
 Failure cases: If the disk is full, attached clients get the hang message but no stack file. A sign of progress cancels
 a running inspection. If the server does not answer, no node receives a judgement about a hang. Without an idle limit or
 telemetry, `IdleWatchdog` stops no run, because unobserved devices do not count as idle. The first node that receives a
-hang judgement ends its ranks. Ranks on other nodes may then fail before those nodes receive the judgement. Supervisors
-without a judgement still write their last inspection of the ranks.
+hang judgement ends its ranks. Ranks on other nodes may fail before their nodes receive the judgement about the hang.
+Supervisors without a judgement still write their last inspection of the ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
-# Nanoseconds in which the last sign of progress may be only the traceback of a failing rank.
+# Nanoseconds after a sign of progress that may be only the traceback of a failing rank.
 _LAST_WORDS_NS = 10_000_000_000
 _UNEXPLAINED = Hang(waiting=(), elsewhere=())
 
@@ -160,7 +160,7 @@ class _HangDetector:
         self._early_said = False
 
     def _write_file(self, path: Path, text: str) -> str:
-        """Write a stack file. Return the error message, or ""."""
+        """Write a stack file, and return the error message of a failed write, or ""."""
         try:
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
@@ -252,12 +252,12 @@ class HangWatchdog(_HangDetector):
         if at_work:
             self._watch = hang_detection.spared(self._watch, now_ns)
             if self._watch.warned:
-                return None  # Attached clients already received a warning, and some ranks still make progress.
+                return None  # Do not repeat the warning while some ranks still make progress.
         self._watch = hang_detection.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
-        # The hang note begins with the file name, because a receipt truncates long notes. The stack file is in the
-        # run's directory.
+        # The hang note begins with the stack file's name, because a receipt truncates long notes. The stack file is in
+        # the run's directory.
         self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
         if self._then is HangAction.END and not at_work:
             return HangConfirmed(detail=told)
@@ -280,7 +280,10 @@ class HangWatchdog(_HangDetector):
         )
 
     def _write(self, attempt: Attempt, finding: HangFinding) -> tuple[Path, str]:
-        """Write the stack file of all ranks. Return the file's path, and the error message or ""."""
+        """Write the stack file of all ranks.
+
+        Return the stack file's path, and the error message of a failed write or "".
+        """
         name = f"hang-{next(self._numbers)}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
         title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
@@ -297,7 +300,7 @@ class HangWatchdog(_HangDetector):
         self._say("")
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Report that some ranks returned early, without an end of the run."""
+        """Report that some ranks returned early, without ending the run."""
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -365,7 +368,7 @@ class GangHangReporter(_HangDetector):
         self.hang = msgspec.structs.replace(who, file=where)
         path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
-        # All nodes write the same note, so the merged receipt shows the note once.
+        # The merged receipt shows the note once, because all nodes write the same note.
         self._notes.append(f"{told}: {judgement.sentence}")
         if judgement.ends:
             return HangConfirmed(detail=judgement.sentence)
@@ -459,7 +462,10 @@ class GangHangReporter(_HangDetector):
         )
 
     def _write(self, number: int, who: Hang, told: str) -> tuple[Path, str]:
-        """Write the stack file of this node's ranks. Return the file's path, and the error message or ""."""
+        """Write the stack file of this node's ranks.
+
+        Return the stack file's path, and the error message of a failed write or "".
+        """
         path = self._directory / f"hang-{self._place.number}-{number}.txt"
         if self._attempt is None:
             return path, " could not be written (no rank has been inspected yet)"
@@ -533,7 +539,7 @@ class IdleWatchdog:
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:
             self._idle = None
             return None
-        if not self._begun:  # The first check after user code has started.
+        if not self._begun:  # This check is the first since user code started.
             self._begun = True
             self._idle = idleness.begin(self._spec, self._clock.boottime_ns())
         if self._idle is None:

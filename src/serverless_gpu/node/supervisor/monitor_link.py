@@ -5,11 +5,11 @@
 
 The connection to the monitor never blocks. If the monitor is missing, hangs or dies, an attempt loses only its
 telemetry and tracking. A function's ranks start without waiting for the monitor, because `mlflow` in a rank finds its
-run later (`inside/`). A program runs no code of this package, and its environment cannot change later. The start of a
-program therefore waits briefly for the tracking variables. A program's start waits longer while the home's own MLflow
-server starts. The start of a Ray cluster also waits, because Ray workers need the tracking variables. The receipt of a
-very short run waits up to `LINK_NS` for the tracking link. The client already has the outcome during the wait for the
-link, and the devices are free.
+run later (`inside/`). A program runs no code of this package. The environment of a running program cannot change. The
+start of a program therefore waits briefly for the tracking variables. A program's start waits longer while the home's
+own MLflow server starts. The start of a Ray cluster also waits, because Ray workers need the tracking variables. The
+receipt of a very short run waits up to `LINK_NS` for the tracking link. During the wait for the link, the client
+already has the outcome. The devices are already free during the wait for the link.
 
 Failure cases: Without a monitor, the supervisor tries to connect at most every two seconds. If an attempt ends before
 the monitor runs, the supervisor writes the attempt to the monitor's backlog. If the monitor dies, its successor

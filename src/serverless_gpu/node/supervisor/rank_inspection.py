@@ -12,14 +12,14 @@ signal at the next inspection, its main thread has returned from the call.
 
 The stem sends the signals, because only the stem knows which ranks it has not reaped yet. A signal therefore never
 reaches another process. The inspector skips a rank that no longer catches the signals or has closed its memfd. A
-skipped rank runs another program, or user code replaced the handlers. A signal could end a skipped rank or write the
-stack into one of the user's files.
+skipped rank runs another program or user code with its own signal handlers. A signal could end a skipped rank or write
+the stack into one of the user's files.
 
 An inspection never blocks. The supervisor's event loop polls the inspection and still forwards output.
 
-Failure cases: If a rank does not answer in time, for example a frozen rank, the inspection has no stack of the rank.
-The inspector signals a stopped rank only if `wake` is True. After a stopped rank has written its stack, the inspector
-stops the rank again.
+Failure cases: The inspection has no stack of a rank that does not answer in time, such as a frozen rank. The inspector
+signals a stopped rank only if `wake` is True. After a stopped rank has written its stack, the inspector stops the rank
+again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
-_IN_PYTHON_NS = 50_000_000  # Nanoseconds within which a rank that runs Python on a CPU core answers.
-_IN_CALL_US = 20_000  # Microseconds of CPU time without an answer that show that a rank runs no Python code.
+_IN_PYTHON_NS = 50_000_000  # Response deadline in nanoseconds for a rank that runs Python on a CPU core.
+_IN_CALL_US = 20_000  # CPU time without an answer, in microseconds, that indicates a rank outside of Python code.
 _STEADY_NS = 100_000_000  # Nanoseconds without growth after which an unfinished stack counts as final.
 _STACK_BYTES_MAX = 1 << 20
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")

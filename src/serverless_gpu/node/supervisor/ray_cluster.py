@@ -8,16 +8,16 @@
 While a process holds the flock on a cluster directory, the run continues. Only the supervisor and the stem hold the
 flock. The flock also keeps systemd-tmpfiles from deleting the directory of a run that takes many days.
 
-Failure cases: Without free space in /tmp, the run does not start, and its final state contains the reason. If the
+Failure cases: Without free space in /tmp, the run ends before its start with the reason in its final state. If the
 supervisor and the stem are both killed, an agent of the same user removes the cluster directory later. If the sweeper
 removes a directory that a supervisor has just created, the supervisor tries another name. The sweeper gives up on a
 directory after `_SWEEPS_MAX` failed sweeps.
 
 Ray writes one log file per process below its sessions' directories (/tmp/sgpu-ray-*/<start>/session_*/logs). The
-supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. Only these logs
-can explain a failure after all Ray processes have ended. The supervisor skips pipes, links and files that it cannot
-copy, because the run's outcome does not depend on them. On a slow disk, the supervisor stops copying after `LIMIT_NS`,
-because the devices stay reserved during the copy. The receipt reports the missing logs.
+supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. After all Ray
+processes have ended, only Ray's log files can explain a failure. The supervisor skips pipes, links and files that it
+cannot copy, because the run's outcome does not depend on them. On a slow disk, the supervisor stops copying after
+`LIMIT_NS`, because the devices stay reserved during the copy. The receipt reports the missing logs.
 
 Ray counts CPUs, GPUs and memory but isolates no resource. A node's share therefore states only how many resources Ray
 may schedule for tasks of this run.
@@ -69,7 +69,7 @@ MEMORY_FIGURES = Path("/proc/meminfo")
 class NoDirectory(OSError):
     """Raised if no directory can be created for a run's Ray cluster.
 
-    The exception's text contains the directory's path and the reason.
+    The exception's text contains the directory's path and the cause.
     """
 
 
@@ -104,7 +104,7 @@ class AttemptCluster:
             os.mkdir(self.own, 0o700)
         else:
             _make_spill(self.path, files)
-        with contextlib.suppress(OSError):  # The file is only for users who look for Ray's directory.
+        with contextlib.suppress(OSError):  # Users can read the path of Ray's directory from this file.
             write_text(files / "directory", f"{self.path}\n")
 
     def share(self) -> dict[str, object]:

@@ -18,12 +18,12 @@ how long a node runs without the server. For a gang on one node, `Peers` only re
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
 `model/lifecycle/rendezvous.py` chooses the addresses. The rendezvous tests the same connections that the ranks make
-later. As with NCCL and Gloo, every node connects to every other node. The kernel chooses the ports of test connections,
-and test packets are as large as the network allows. Every node also connects to the rendezvous port on rank 0's node.
+later. As with NCCL and Gloo, every node connects to every other node. The kernel chooses the ports of test connections.
+Test packets are as large as the network allows. Every node also connects to the rendezvous port on rank 0's node.
 Before user code begins, the server can therefore name a pair of nodes that cannot communicate.
 
-No function blocks the supervisor's event loop. An unknown peer may connect, but receives no data before it sends a
-secret that only the gang's nodes know. The supervisor closes connections with a wrong secret.
+No function blocks the supervisor's event loop. An unknown peer receives no data before it sends a secret that only the
+gang's nodes know. The supervisor closes connections with a wrong secret.
 
 Failure cases: The supervisor waits `PROBE_S` for an address that does not answer. Once every node was reached at
 another address, the supervisor waits only `SETTLE_S`. A port counts as not reached if another program answers. In a
@@ -358,13 +358,13 @@ class Rendezvous:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
             if not self._has_room():
-                return  # Connections of identified peers end soon, and the kernel queues new connections.
+                return  # The kernel queues new connections until connections of identified peers end.
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
                 return
-            # The peer has closed the connection, or no descriptor is free. Without a free descriptor, a retry of
-            # `accept` would be a busy loop.
+            # `accept` fails if the peer has closed the connection or no descriptor is free. Without a free descriptor,
+            # a retry of `accept` would be a busy loop.
             except OSError:
                 select.select([], [], [], _BREATH_S)
                 return

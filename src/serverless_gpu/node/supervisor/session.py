@@ -8,9 +8,9 @@ one event loop in one thread. `model/lifecycle/session.py` decides which run get
 
 Failure cases:
 
-If the session's owner exits, for example a killed notebook kernel, the session ends at once. A forked child with a copy
-of the owner's socket does not delay the session's end. The session then cancels waiting runs. Runs that use the
-session's devices continue, because their supervisors and stems have copies of the lock descriptors.
+If the session's owner exits, for example because a notebook kernel is killed, the session ends at once. A forked child
+with a copy of the owner's socket does not delay the session's end. At its end, the session cancels waiting runs. Runs
+that use the session's devices continue, because their supervisors and stems have copies of the lock descriptors.
 
 If a run's supervisor is killed, the run's device loan ends once the stem has ended too. The stem's exit closes the
 loan's pipe. The session verifies returned devices before another run gets them.
@@ -264,7 +264,7 @@ class SessionHolder:
         self._audience.tend()
         if self._ending is not None:
             loans = self._book.loans if self._book is not None else {}
-            # The run has returned its devices, but the run's stem still holds them.
+            # The run's stem still holds devices that the run has returned.
             is_leaving = bool(loans.keys() & self._reported.keys())
             if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
                 self._conclude(None)

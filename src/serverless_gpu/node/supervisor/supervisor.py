@@ -15,7 +15,7 @@ If the agent or the client exits, a new agent and `sgpu attach` find the supervi
 If the supervisor dies, the stem reads end of file and kills every rank at once. The stem's copies of the lock
 descriptors keep the devices locked until the ranks have ended.
 
-If the stem dies, its ranks die too and the attempt fails as `runtime_lost`.
+If the stem dies, its ranks die too. After the death of its stem, an attempt fails as `runtime_lost`.
 
 If no stem connects, the attempt fails as `start_failed` or with the environment's reason. The failure message contains
 the zygote's output.
@@ -32,7 +32,7 @@ If the agent assigns the attempt twice, only one supervisor gets the attempt's l
 again.
 
 If the kernel cannot end a process (D state), the supervisor ends the attempt after a minute, although the process
-remains (`ProcessDrain`). The final device check then takes the remaining processes into account.
+remains (`ProcessDrain`). The final device check takes remaining processes into account.
 
 For ranks on other nodes, see `rendezvous.py`.
 """
@@ -156,7 +156,7 @@ class Supervisor:
             return
         self._account.prepare()
         problem = self._audience.listen()
-        if problem:  # If the socket cannot be opened, the run continues but clients cannot attach.
+        if problem:  # If the socket cannot be opened, the run continues without attached clients.
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
         if self._watchdogs.gpus.fd is not None:
@@ -184,7 +184,7 @@ class Supervisor:
             self._unwatch(self._agent.fileno())
             self._agent.close()
             if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
-                # No supervisor has accepted the launch yet, so the client sends the launch to the next agent.
+                # The client sends the launch to the next agent, because no supervisor has accepted the launch yet.
                 if self._reservation is not None:
                     self._reservation.close()
                 (self._directory / "facts.jsonl").unlink(missing_ok=True)

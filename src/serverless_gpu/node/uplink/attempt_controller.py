@@ -5,14 +5,14 @@
                 │ └──── the socket ───────────┘
                 └─ PendingReport ─▶ Reporter ─▶ server       one thread reports; answers become Lease, Confirm, Cancel
 
-A restarted uplink finds the attempt by its directory and `remote.json`. The uplink then reconnects to the supervisor's
-socket. Without the supervisor's socket, the attempt's lock shows if a supervisor runs. If no supervisor runs, the
-uplink writes `stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore has a `stopped.json` and
-a receipt at its end.
+A restarted uplink finds the attempt by its directory and `remote.json`. A restarted uplink reconnects to the
+supervisor's socket. Without the supervisor's socket, the attempt's lock shows if a supervisor runs. If no supervisor
+runs, the uplink writes `stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore has a
+`stopped.json` and a receipt at its end.
 
 Failure cases:
 
-If the node cannot start the attempt, the attempt ends as `refused` and no user code has run.
+If the node cannot start the attempt, the attempt ends as `refused` without running user code.
 
 If the agent dies before a supervisor has accepted the launch, the uplink launches the attempt again, at most three
 times. A new launch is safe because an attempt without facts has not run.
@@ -471,7 +471,7 @@ def settle_orphan(
     The caller holds the attempt's lock. `detail` is the reason why the attempt never started. `seen_ns` is the boottime
     at which a process of the attempt was last seen, or None.
     """
-    # With a damaged record, or with facts but no record, user code may have begun.
+    # User code may have begun if the record is damaged, or if facts exist without a record.
     begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
     stopped = None if begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
     lost = LostAttempt(

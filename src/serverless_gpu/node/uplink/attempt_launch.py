@@ -2,8 +2,8 @@
 
     Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
-User code waits until the server has answered a report about the attempt. An order may be an hour old, and the server
-may have started another attempt since then.
+User code waits until the server has answered a report about the attempt. An order may be an hour old. The server may
+have started another attempt after it sent the order.
 
 A node starts the interpreter before the run's ranks exist. A client must therefore name an existing interpreter that
 other users cannot replace (`check_python`). Interpreter options may change the interpreter's behaviour. The node
@@ -307,5 +307,5 @@ def _anybody_may_change(path: str) -> bool:
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & stat.S_IWOTH:
         return False
-    # A sticky directory protects its entries, so only its own mode matters.
+    # Only the mode of a sticky directory itself matters, because the directory protects its entries.
     return not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)

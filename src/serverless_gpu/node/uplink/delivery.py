@@ -7,10 +7,10 @@
                                             └─ Upload: large files as blobs first, in a separate thread
         hash in parts ─▶ query missing parts ─▶ send them ─▶ the next report names the file by its parts
 
-A restarted uplink does not know the log offsets on the server. The uplink sends an empty piece for each log, and the
-server answers with the offset to continue from. The uplink sends a piece of a log again if the server's disk has lost
-the piece. The report with the final state queries each log once more, so that the uplink also detects a lost last
-piece.
+A restarted uplink does not know the log offsets on the server. The uplink sends an empty piece for each log. The
+server's answer contains the offset at which the uplink continues. The uplink sends a piece of a log again if the
+server's disk has lost the piece. The report with the final state queries each log once more, so that the uplink also
+detects a lost last piece.
 
 A run whose results cannot be delivered does not succeed. If the server answers all requests except the upload for
 `upload_s`, the attempt ends as `result_upload`. The failure message names the directory of the undelivered results.
@@ -121,7 +121,7 @@ class OutputDelivery:
 
         `ended` is True if the report contained the final state.
         """
-        # The server lost parts of a blob, so the upload starts again.
+        # The upload starts again, because the server lost parts of a blob.
         if isinstance(error, NotFound) and self._upload is not None:
             self._upload.close()
             self._upload = None
@@ -352,7 +352,7 @@ class LogShipment:
                     match = _LOG_NAME.fullmatch(entry.name)
                     if match is not None and (self.samples or self._asks or match[2] != _SAMPLES):
                         found[int(match[1]), match[2]] = entry.stat(follow_symlinks=False).st_size
-        except OSError:  # The logs were deleted, so the uplink has no data to send.
+        except OSError:  # The uplink has no data to send, because the logs were deleted.
             return found
         return dict(sorted(found.items()))
 

@@ -5,14 +5,14 @@
     acknowledging    sends acknowledgements in batches
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-The uplink joins the server with an agent token. The uplink makes no decisions about a run. The server sends orders, and
-the supervisor executes orders. The uplink outlives the process that started it (`start_stop.py`). A run needs the
-uplink only for its reports and its lease.
+The uplink joins the server with an agent token. The uplink makes no decisions about a run. The server sends the orders
+that the supervisor executes. The uplink outlives the process that started it (`start_stop.py`). A run needs the uplink
+only for its reports and its lease.
 
 Failure cases:
 
 If the uplink is killed, runs continue. The next uplink finds runs by `remote.json` and by their sockets. The next
-uplink then sends the data that the server does not have.
+uplink sends the data that the server does not have.
 
 If the server does not answer, the uplink retries with exponential backoff of up to 5 s. Unsent data stays on the node's
 disk.
@@ -21,7 +21,7 @@ If the server restarts with another port or token, the uplink reads the profile 
 
 If an attempt's token expires while the server is unreachable, the next heartbeat returns another token (`server.py`).
 
-If two uplinks start at once, only one uplink acquires the lock, and the second uplink exits.
+If two uplinks start at once, the uplink that does not acquire the lock exits.
 
 If an administrator has not approved the node yet, or another process uses its identity, the log names the remedy. The
 uplink repeats its hello message until the server accepts the node.
@@ -226,7 +226,7 @@ class Uplink:
             except ServerlessGpuError as error:
                 say(f"orders: {type(error).__name__}: {error.message}")
                 self._server.look_again()
-            # After the stream breaks, another server process may answer, so the node sends its hello message again.
+            # The node sends its hello message again, because another server process may answer after the stream breaks.
             self._joined.clear()
             self._wake.set()
             threading.Event().wait(backoff.next_s())
@@ -325,6 +325,6 @@ class Uplink:
 
 
 def say(line: str) -> None:
-    """Write a line to the uplink's log. If the disk is full, the line is lost and the uplink continues."""
+    """Write a line to the uplink's log. If the disk is full, the uplink drops the line and continues."""
     with contextlib.suppress(OSError):
         print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)

@@ -201,7 +201,10 @@ class Reporter:
             self._line.close()
 
     def _ask(self, report: Report, backoff: Backoff) -> ReportAnswer | None:
-        """Send a report. Return None, after a pause, if the server has not accepted the report."""
+        """Send a report, and return the server's answer.
+
+        If the server has not accepted the report, pause and return None.
+        """
         try:
             answer = self._line.get().ask("POST", self._route, report, answer=ReportAnswer)
         except StaleAttempt:
@@ -214,7 +217,7 @@ class Reporter:
             if text != self._error:  # Log only the first of several equal errors.
                 self._say(text)
             self._error = text
-            # The server received a report within the lease, so the server cannot have given up the attempt.
+            # The server cannot have given up the attempt, because the server received a report within the lease.
             is_held = not self._over and self._clock.boottime_ns() < self._until_ns
             self._was_heard = isinstance(error, ServerStorageFull) and is_held
             self._delivery.refused(error, ended=report.ending is not None)
@@ -408,7 +411,7 @@ class Reporter:
         known = self._news.known
         if wanted or (known.ending is not None and behind) or (self._ending_sent and known.finished):
             self._news.learn(AT_ONCE_S)
-        # Data written meanwhile waits for the next report, because each report takes CPU time from the ranks.
+        # Data written during a report waits for the next report, because each report takes CPU time from the ranks.
         elif behind:
             self._news.learn(SOON_S)
 
@@ -445,7 +448,7 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.STARTING
     sentence: str = ""
     begun: bool = False  # True once user code has begun.
-    ending: Stopped | None = None  # None while the attempt runs.
+    ending: Stopped | None = None  # Final state of the attempt; None while the attempt runs.
     finished: bool = False  # True once the receipt is written.
     stop: StopReason | None = None  # Reason of a requested stop, or None.
     tracked: str = ""  # Link to the run in MLflow, once known.
@@ -455,9 +458,9 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
 class PendingReport:
     """Holds the newest unreported state of an attempt and the deadline for its report.
 
-    The attempt's listening thread writes the state, and the reporter reads the state. Each change has a separate report
-    deadline. A report combines all pending changes. A run of ten milliseconds therefore needs only one report. A rank
-    that prints line by line does not cause one request per line.
+    The attempt's listening thread writes the state that the reporter reads. Each change has a separate report deadline.
+    A report combines all pending changes. A run of ten milliseconds therefore needs only one report. A rank that prints
+    line by line does not cause one request per line.
     """
 
     def __init__(self, clock: Clock) -> None:

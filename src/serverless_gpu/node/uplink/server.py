@@ -6,7 +6,7 @@
     ServerTime          the server's clock; the node's own wall clock is not used
 
 The uplink reads the profile again whenever the server does not answer. A server that restarts with another port or
-token rewrites the profile, and every connection then uses the new values.
+token rewrites the profile. Every connection uses the values of the current profile.
 
     report ─▶ answer with the next token ─▶ take ─▶ used by every connection of the attempt, stored in its directory
        └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
@@ -101,7 +101,7 @@ class UplinkServer:
 class ServerConnection:
     """A connection that always uses the server's current profile.
 
-    `token` is an attempt's token, or a function that returns it; "" for the node's own token.
+    `token` is an attempt's token, or a function that returns the token. The value "" selects the node's own token.
     """
 
     def __init__(self, server: UplinkServer, token: str | Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""The charging loop: converts facts into ledger entries, which never change.
+"""The charging loop, which converts facts into immutable ledger entries.
 
     report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ wakeup
     settled and uncharged   ─▶ facts ─▶ lines (`metering.py`) ─▶ missing entries (`ledger.post`) ─▶ charges
@@ -13,7 +13,7 @@ reverses the provisional entries. Before retention removes a run, its provisiona
 The facts, the tariff and the end time of an attempt determine its charges. The charging loop therefore keeps no state
 in memory. The column `crews.uncharged` marks rows with missing ledger entries. Each report after an attempt's end
 writes `crews.uncharged`, even if the column is already true. On PostgreSQL, a concurrent charging transaction therefore
-conflicts, and the loop repeats the transaction.
+conflicts. The loop repeats a conflicting transaction.
 
 Failure cases:
 
@@ -64,7 +64,7 @@ ASIDE_MAX = 1_000
 DOUBT_S = 60.0
 """Maximum seconds by which a node's device time may exceed the server's time since placement."""
 DAYS_MAX = 400
-"""Maximum number of days in a charge. Longer periods indicate a wrong clock, so the loop skips them."""
+"""Maximum number of days in a charge. The loop skips longer periods, because they indicate a wrong clock."""
 _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 

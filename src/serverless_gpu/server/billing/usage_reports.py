@@ -5,7 +5,7 @@ to attempts that have just ended.
 
     facts, up to the last report ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each node
 
-One transaction reads posted and unposted usage, so a report counts all usage exactly once. If an attempt's facts
+A report counts all usage exactly once, because one transaction reads posted and unposted usage. If an attempt's facts
 contradict each other, its usage counts as zero, as in the ledger. A report reads at most `UNPOSTED_MAX` unposted rows
 of `crews` and states if more exist. For a caller with limited access, all sums and totals contain only the usage of the
 caller and of the caller's teams.
@@ -233,7 +233,7 @@ class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
     account: Account
     line: LedgerLine  # Current metering line of the day. `amounts` contains only the unposted part.
     amounts: Amounts
-    is_posted: bool  # True if the ledger already has entries for that day.
+    is_posted: bool  # True if the ledger already has entries for the day of the metering line.
 
 
 class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):

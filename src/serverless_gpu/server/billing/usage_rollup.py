@@ -4,9 +4,9 @@
                                         by plain account   ─▶ added to `used_plain_days`
                the number of the last charge               ─▶ `folded`, in the same transaction
 
-Ledger entries never change and become visible in the order of their numbers, so the loop adds each entry once. A report
-reads the sums and all later ledger entries. The amounts in a report therefore do not depend on the progress of this
-loop. After a crash, the loop continues with the first ledger entry that it has not added.
+The loop adds each ledger entry once, because entries never change and become visible in the order of their numbers. A
+report reads the sums and all later ledger entries. The amounts in a report therefore do not depend on the progress of
+this loop. After a crash, the loop continues with the first ledger entry that it has not added.
 """
 
 from __future__ import annotations

@@ -4,17 +4,19 @@
                         └─▶ no amount left to hold ─▶ StopReason.BUDGET by the server, naming the budget ─▶ node
             ranks write a checkpoint ─▶ BUDGET_STOPPED
 
-The database stores a stop request with the run. The run therefore stops even if an operator raises, deletes or resets
-the budget in the meantime. The owner may then submit the run again. The database also stores announced thresholds, so
-the server announces a threshold only once, even after a crash. The enforcer closes a hard budget before it stops any
-run. The amounts that stopped runs release therefore admit no other run until an operator reopens the budget.
+The database stores a stop request with the run. A run with a stop request therefore stops even if an operator raises,
+deletes or resets the budget. The owner may submit a stopped run again. The server announces a threshold only once, even
+after a crash, because the database stores announced thresholds. The enforcer closes a hard budget before it stops any
+run. Until an operator reopens the budget, the server therefore starts no other run with the amounts released by stopped
+runs.
 
 Failure cases:
 
 - If the server is killed between the check and the stop request, the enforcer checks again within five seconds of the
   restart. The holds of the runs cover the costs until the next check.
 
-- If the database is unavailable, the enforcer stops no runs. Runs then end when their leases expire.
+- If the database is unavailable, the enforcer stops no runs. During an outage of the database, runs end when their
+  leases expire.
 
 - If an operator raises a budget between the check and the stop request, the request's transaction reads the budget
   again.

@@ -115,7 +115,7 @@ class BudgetService:
                 raise TooLarge(f"this server already has {BUDGETS_MAX} budgets, the maximum", hint="delete a budget")
             budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
             if before is not None and before.budget != budget:
-                # A changed budget is open again, and the enforcer repeats its threshold notices.
+                # A changed budget is open again. The enforcer repeats the threshold notices of a changed budget.
                 budgets.forget_said(connection, name)
             audit.record(
                 connection,

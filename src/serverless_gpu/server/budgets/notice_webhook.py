@@ -7,8 +7,8 @@
      "unit": "micros", "currency": "USD", "sentence": "budget 'llm' is at 80 %: …"}
 
 The webhook may receive a notice twice, with the same `id`. If the operator configures no webhook, the server stores
-notices for `sgpu budget list` only. The webhook loop retries each notice independently, so a refused notice does not
-delay other notices.
+notices for `sgpu budget list` only. A refused notice does not delay other notices, because the webhook loop retries
+each notice independently.
 
 Failure cases:
 
@@ -18,8 +18,8 @@ Failure cases:
 
 - The webhook sends an endless response body. The webhook loop reads only the status line and headers.
 
-- The webhook answers with a redirect. The HTTP client does not follow redirects, so notices go only to the configured
-  address.
+- The webhook answers with a redirect. Notices go only to the configured address, because the HTTP client does not
+  follow redirects.
 
 - The webhook path may be a secret. Log messages therefore contain only the webhook's host name.
 """
@@ -96,8 +96,8 @@ def _post(url: str, one: Notice) -> str:
     body = {"id": one.seq, "kind": one.kind, "at": format_utc(one.at_ns), **one.document}
     headers = {"User-Agent": f"serverless-gpu/{__version__}"}
     try:
-        # Notices are rare, so each notice opens a new connection. The client ignores the environment's proxy settings,
-        # because a proxy could read the notices.
+        # The server opens a new connection for each notice, because notices are rare. The client ignores the
+        # environment's proxy settings, because a proxy could read the notices.
         with (
             httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
             client.stream("POST", url, json=body, headers=headers) as answer,

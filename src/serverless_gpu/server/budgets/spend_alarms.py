@@ -178,8 +178,8 @@ class SpendAlarms:
         run: OngoingAttempt | None,
     ) -> None:
         at_ns = self._clock.wall_ns()
-        # The line break separates alarm keys from budget names. Deleting a budget's warnings therefore never deletes an
-        # alarm.
+        # A line break distinguishes an alarm key from a budget name. Deleting a budget's warnings therefore never
+        # deletes an alarm.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 

@@ -27,7 +27,7 @@ Failure cases:
 
 - The server has just started. Until the first call of `look`, the server starts no run that a budget could count.
 
-- A call of `look` fails. The standings stay unchanged, and the caller receives the error.
+- A call of `look` fails. The caller of `look` receives the error, while the standings stay unchanged.
 
 - A budget changes during a call of `look`. The next call of `look` reads the changed budget.
 """
@@ -125,7 +125,7 @@ class Spending:
         self._lock = threading.RLock()
         self._moment = 1
         self._changed = 1  # Event number of the last budget change.
-        self._book_of = 0  # Event number of the last budget read.
+        self._book_of = 0  # Event number of the last read of all budgets.
         self._looked = 0  # Event number of the newest finished `look`.
         self._index = BudgetIndex(())
         self._ledger = LedgerSums()

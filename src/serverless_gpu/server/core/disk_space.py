@@ -30,7 +30,7 @@ def free_bytes(place: Path | int) -> int | None:
         disk = os.statvfs(place)
     except OSError:
         return None
-    # Some network and FUSE file systems report zero blocks, so their free space is unknown.
+    # The free space of some network and FUSE file systems is unknown, because they report zero blocks.
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 

@@ -14,11 +14,11 @@
                            └─ after `bound_s` ─▶ "has not answered for 7 s", returned at once until the answer comes
 
 A failed disk or an unreachable bucket may never answer. Without probes, a few `/health` requests could block every
-server thread. Each disk, store or database check therefore runs in a separate daemon thread. A probe caches only
-successful checks, so a failed check runs again for the next caller.
+server thread. Each disk, store or database check therefore runs in a separate daemon thread. A failed check runs again
+for the next caller, because a probe caches only successful checks.
 
-`/health` is a public route, so its answers name no host, path, user or run. A `/health` answer contains only component
-names, fixed texts and durations. The server logs the details when a component's health changes.
+Answers of `/health` name no host, path, user or run, because `/health` is a public route. A `/health` answer contains
+only component names, fixed texts and durations. The server logs the details when a component's health changes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)
 
 A reader notes the key's version *before* reading the data. If the key changes between the read and the wait, the wait
-ends immediately. A touch transfers no data. Every reader has a timeout, so a lost touch only delays a reader.
+ends immediately. A touch transfers no data. A lost touch only delays a reader, because every reader has a timeout.
 
 After the server closes the hub, every wait ends immediately. A stream checks `closed` before each wait, because the
 server may be stopping. The hub drops the least recently touched keys. A reader of a dropped key wakes up once without a

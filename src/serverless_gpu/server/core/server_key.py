@@ -112,7 +112,7 @@ def token_until_s(token: str) -> int | None:
 
 
 def sha256(token: str) -> str:
-    """Return a token's hash for the database. Tokens are random, so a fast hash is enough."""
+    """Return a token's hash for the database. A fast hash is enough, because tokens are random."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

@@ -12,13 +12,13 @@ the server log by mistake. The log formatter removes tokens, passwords in addres
 messages and tracebacks. Threads that anyio starts inherit their caller's logging context. Each server loop adds its
 name to its log lines.
 
-A separate writer thread writes the log file, so the event loop never waits for the disk.
+The event loop never waits for the disk, because a separate writer thread writes the log file.
 
 Failure cases:
 
-* The disk does not respond. Log records then wait in a bounded queue. If the queue is full, the server drops log
-  records. A later log line reports the number of dropped records. A stopping server waits at most `CLOSING_S` seconds
-  for the queue.
+* The disk does not respond. Log records wait in a bounded queue until the disk responds. If the queue is full, the
+  server drops log records. A later log line reports the number of dropped records. A stopping server waits at most
+  `CLOSING_S` seconds for the queue.
 
 * The disk is full. The server loses log lines but continues.
 

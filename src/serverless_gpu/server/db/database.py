@@ -6,7 +6,7 @@
 
 A transaction function receives a connection and reads one snapshot of the database. `write` commits either all changes
 of the transaction function or none. If a concurrent transaction changes the same row, `write` runs the transaction
-function again. A transaction function must therefore use neither the clock nor files, the network or engines.
+function again. A transaction function must therefore not use the clock, files, the network or engines.
 
 Failure cases:
 
@@ -22,7 +22,8 @@ Failure cases:
 
 * A transaction function starts another transaction. `Database` refuses the inner transaction to prevent a deadlock.
 
-* Another server uses the database, or the leader lock's session broke. The server then writes nothing (`leader_lock`).
+* Another server uses the database, or the leader lock's session broke. A server without the leader lock writes nothing
+  (`leader_lock`).
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Database:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self.reserve = FileReserve(path)
         self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
-        # An in-memory database exists only in one connection, so the writer thread also reads.
+        # The writer thread also reads, because an in-memory database exists only in one connection.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
         self._writer = GroupCommit(self._engine, clock=clock, measures=self._measures)
 
@@ -258,7 +259,7 @@ class Database:
     def problem(self, *, now_ns: int) -> str:
         """Test whether the database accepts reads and writes, and return an error message or "".
 
-        A database on a read-only disk still answers reads, so the health check must also write.
+        The health check must also write, because a database on a read-only disk still answers reads.
         """
         try:
             self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
@@ -297,7 +298,7 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    # Another server may have terminated the previous connection, so check the lock again.
+                    # Check the lock again, because another server may have terminated the previous connection.
                     self.leader_lock.require()
                     if self._is_numbered:
                         leader_lock.require_postgres(connection, self.leader_lock.name)

@@ -12,10 +12,10 @@ Each stop, heartbeat or end of a run needs a few kilobytes of disk space. The di
 
 Failure cases:
 
-* The database has used up the disk reserve too. Writes fail, and nodes store their reports until the disk has free
-  space.
+* The database has used up the disk reserve too. Database writes fail until the disk has free space. Nodes store their
+  reports until database writes succeed.
 
-* The server cannot create the disk reserve. The server logs the problem, and writes fail once the disk is full.
+* The server cannot create the disk reserve. The server logs the problem. Database writes fail once the disk is full.
 
 * PostgreSQL has no disk space for its write-ahead log. PostgreSQL stops until an operator frees disk space. At its next
   start, PostgreSQL empties the unlogged reserve table, which frees some disk space.

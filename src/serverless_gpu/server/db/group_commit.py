@@ -4,21 +4,21 @@
     thread B ── work ─▶├─ queue ─▶  A's work · SAVEPOINT B's work · SAVEPOINT C's work
     thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get their results
 
-SQLite allows only one writing connection at a time, and each durable commit costs one fsync. Callers therefore queue
-their transaction functions instead of competing for SQLite's lock. Transaction functions that arrive during one fsync
-share the next fsync.
+SQLite allows only one writing connection at a time. Each durable commit costs one fsync. Callers therefore queue their
+transaction functions instead of competing for SQLite's lock. Transaction functions that arrive during one fsync share
+the next fsync.
 
 Failure cases:
 
-* A transaction function raises an exception. The writer thread rolls back to the function's savepoint, and only its
-  caller receives the exception.
+* A transaction function raises an exception. The writer thread rolls back to the function's savepoint. Only the
+  function's caller receives the exception.
 
-* The shared transaction fails, for example because the disk is full. The writer thread then runs each transaction
-  function in a separate transaction. Only the callers of failing transaction functions receive an error.
+* The shared transaction fails, for example because the disk is full. After the failure, the writer thread runs each
+  transaction function in a separate transaction. Only the callers of failing transaction functions receive an error.
 
-* The server process dies. Uncommitted changes are lost, but no caller has received a result for a lost change.
+* The server process dies. Uncommitted changes are lost. No caller has received a result for a lost change.
 
-* Another server has claimed the database. The writer thread commits nothing, and each caller receives `Superseded`.
+* Another server has claimed the database. The writer thread commits nothing. Each caller receives `Superseded`.
 """
 
 from __future__ import annotations

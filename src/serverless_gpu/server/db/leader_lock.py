@@ -9,18 +9,18 @@ A server keeps leases and deliveries in memory. Two servers with one database wo
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── another generation, or refused for a minute ─▶ gone: the server ends
 
-A PostgreSQL restart releases the leader lock, and the server immediately acquires the lock again. After a network
+A PostgreSQL restart releases the leader lock. The server immediately acquires the released lock again. After a network
 failure, PostgreSQL ends the old session and releases its lock within half a minute. If PostgreSQL refuses the leader
 lock for a minute, another server therefore holds the lock. A server that lost the leader lock to another server never
 writes again:
 
-* The next owner first terminates all database sessions of other servers. PostgreSQL then rolls back the open
-  transactions of these sessions.
+* The next owner first terminates all database sessions of other servers. PostgreSQL rolls back the open transactions of
+  terminated sessions.
 
 * A new database session checks the leader lock before its first write (`doubt`).
 
-* Each owner increments the database's generation and stores its name as the holder. A server that finds another holder
-  ends, because its leases and deliveries are outdated.
+* Each owner increments the database's generation and stores its name as the holder. If a server finds another holder,
+  the server ends, because its leases and deliveries are outdated.
 
 The generation fences writes:
 
@@ -29,9 +29,9 @@ The generation fences writes:
     SQLite        each commit that changed rows also increments a counter in the row. The commit fails if the row has
                   another holder. `high_water_mark_file.py` detects a rollback by that count
 
-A machine may suspend a server during a transaction and resume the server an hour later. The database then rolls back
-the interrupted transaction. The in-memory state of a paused server may be outdated. After `STALE_S` seconds without a
-check, the server therefore checks the leader lock before each read.
+A machine may suspend a server during a transaction and resume the server an hour later. The database rolls back the
+transaction of a suspended server. The in-memory state of a paused server may be outdated. After `STALE_S` seconds
+without a check, the server therefore checks the leader lock before each read.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ class LeaderLock:
             self._looked_ns = self._clock.boottime_ns()
 
     def numbered(self) -> None:
-        """Record that this server has a generation. From now on, another holder ends this server."""
+        """Record that this server has a generation.
+
+        After this call, the server ends if another server becomes the holder.
+        """
         self._is_numbered = True
 
     def lose(self) -> None:
@@ -210,7 +213,7 @@ class LeaderLock:
             lives = self._session_lives()
             self._held = self._held and lives  # Block writes until this server holds the lock again.
             self._held = (lives or self._try_session()) and not self.is_gone
-        # The database is unreachable, so the next check decides about the owner.
+        # The next check decides about the owner, because the database is unreachable.
         except sa.exc.DBAPIError:
             self._held = False
             return

@@ -72,7 +72,8 @@ pools = sa.Table(
     # Seconds within which borrowing runs must release lent devices.
     sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
-    # Isolation of the pool. "none" allows principals to share a uid, and NULL means undecided.
+    # Isolation of the pool. The value "none" allows principals to share a uid. NULL means that the isolation is
+    # undecided.
     sa.Column("isolation", sa.String(16)),
 )
 
@@ -143,7 +144,7 @@ notices = sa.Table(  # Outbox of webhook notices.
     sa.Index("ix_notices_open", "sent_ns", "seq"),
 )
 
-drains = sa.Table(  # Drain of the whole server: with a row, the server starts no runs.
+drains = sa.Table(  # Drain of the whole server. The server starts no runs while this table has a row.
     "drains",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
@@ -500,7 +501,7 @@ def _sums() -> list[sa.Column[int]]:
     return [sa.Column(name, sa.BigInteger, nullable=name == "micros") for name in names]
 
 
-# Daily sums of `charges` for reports. The server can rebuild these sums from `charges` (`usage_rollup.py`).
+# Daily sums of `charges` for reports. The server can rebuild the daily sums from `charges` (`usage_rollup.py`).
 used_days = sa.Table(
     "used_days",
     metadata,

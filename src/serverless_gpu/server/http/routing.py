@@ -244,8 +244,8 @@ class Stream(Generic[T]):
                     checked_ns = clock.boottime_ns()
                 yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
         except ServerProblem as error:
-            # The caller has lost access, or the database is unreachable. The server has already sent the status, so the
-            # reader receives the error only after a reconnect.
+            # The caller has lost access, or the database is unreachable. The reader receives the error only after a
+            # reconnect, because the server has already sent the status.
             _logger.warning("a stream ends: %s", error.message)
         finally:
             streams.dec()
@@ -323,7 +323,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         data = b"" if self.body in (None, Incoming) else await request.body()
 
         def answer() -> Response:
-            # Large JSON bodies would block the event loop, so this thread also decodes and encodes JSON.
+            # This thread also decodes and encodes JSON, because large JSON bodies would block the event loop.
             return make_response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
@@ -485,7 +485,7 @@ def range_response(read: Reader, size: int, asked: str) -> Response:
 def _answer(read: Reader, start: int, length: int, status: int, headers: dict[str, str]) -> Response:
     headers["Content-Length"] = str(length)
     pieces = read(start, length)
-    # Read the first bytes before the status, so that a missing object still causes an error response.
+    # Read the first bytes before sending the status, so that a missing object still causes an error response.
     first = next(pieces, b"")
     following = itertools.chain((first,), pieces)
     return StreamingResponse(following, status_code=status, headers=headers, media_type=BYTES)

@@ -12,8 +12,8 @@ then creates the database row and revokes the file's earlier token. To change a 
 the token file and restart the server. The server never replaces a revoked token.
 
 The administrator's token and the node's token expire after 90 days. Each use extends the validity of the node's token.
-The server replaces the administrator's token in its last 30 days. The old administrator token stays valid until its
-expiry, so waiting clients can still use the old token.
+The server replaces the administrator's token in its last 30 days. Waiting clients can still use the old administrator
+token, because it stays valid until its expiry.
 """
 
 from __future__ import annotations

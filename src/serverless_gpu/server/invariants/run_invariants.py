@@ -81,7 +81,7 @@ UNSTOPPED_S = 30.0
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {
-    # An operator who restores a backup can lose waiting runs. A run that no node can execute fails.
+    # An operator who restores a backup can lose waiting runs. A run fails if no node can execute the run.
     State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
     State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
@@ -101,8 +101,8 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     devices: tuple[str, ...]  # Globally unique device identifiers.
     began_ns: int  # Time of the first exec system call.
-    ended_ns: int | None = None  # Time at which the last process ended; None before.
-    freed_ns: int | None = None  # Time at which the node released the devices; None before.
+    ended_ns: int | None = None  # Time at which the last process ended; None while a process remains.
+    freed_ns: int | None = None  # Time at which the node released the devices; None before the release.
     crew: int = 0  # Number of the node within the attempt.
 
 

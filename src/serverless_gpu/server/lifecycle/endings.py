@@ -9,10 +9,11 @@ run's ending. The ending lists failures on other nodes as consequences and names
 
 Failure cases:
 
-- A node of another version sends an ending that the server cannot parse. The server ignores this ending and computes
-  the costs from the attempt's facts.
+- A node of another version sends an ending that the server cannot parse. The server ignores an unparsable ending and
+  computes the costs from the attempt's facts.
 
-- The facts of a node contradict each other. The server counts zero usage for this node, as in the ledger.
+- The facts of a node contradict each other. The server counts zero usage for a node with contradictory facts, as in the
+  ledger.
 
 - The server has lost a node. The run's ending contains the last known state of the lost node's ranks.
 """
@@ -46,7 +47,7 @@ from serverless_gpu.units import format_duration_ms
 TAILS_MAX = 8
 """Maximum number of ranks whose last output an ending contains, as on a single node."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""Reasons that every node of a gang reports for the same event."""
+"""End reasons that every node of a gang reports for the same event."""
 
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """Ending of a run before all its nodes have ended."""
+    """Early ending of a run, before the run has ended on all nodes."""
 
     state: State
     reason: Reason
@@ -95,7 +96,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
-    """Return a run's certain ending before all nodes have ended, or None."""
+    """Return a run's early but certain ending, or None."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None

@@ -12,11 +12,12 @@ any other failed run.
 
 Failure cases:
 
-- A node stops reporting. The server suspends the gang's hang detection until the silent node reports again.
+- A node stops reporting. While a node of a gang is silent, the server suspends the gang's hang detection.
 
-- A caller stops the run or a node fails during hang detection. The server ends the gang's hang detection.
+- During hang detection, a caller stops the run, or a node fails. The server ends the gang's hang detection.
 
-- A node reports impossible values. The server refuses the report, because users of other nodes read these values.
+- A node reports impossible values. The server refuses a report with impossible values, because users of other nodes
+  read reported values.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from serverless_gpu.server.records.runs import StoredRun
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
 """End reasons that apply to all nodes of a gang."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Time limits that each node enforces. The first node at a time limit stops the gang."""
+"""Time limits that each node enforces. The first node that reaches a time limit stops the gang."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -183,7 +183,7 @@ def is_folded(run: StoredRun) -> bool:
 
 
 def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
-    """Return the run events before the end of the run."""
+    """Return the run events that precede the end of the run."""
     was_silent = run.state is State.UNREACHABLE
     if folded.state is State.UNREACHABLE:
         return [] if was_silent else [Silent()]

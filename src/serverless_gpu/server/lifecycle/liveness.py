@@ -11,9 +11,9 @@ with two limits:
     soft_expiry_s                      the server shows the run as UNREACHABLE, and cancels an unsent order
     granted grace + partition_margin   the node has stopped the ranks by its own clock: given up (NODE_GONE)
 
-While a start order waits for an engine, the node has no ranks that could report. The node's heartbeats then renew the
-attempt's lease. The limits depend on the attempt's granted grace period, not on the current setting. The monitor never
-ends an attempt whose node reports, even if the node needs hours to stop.
+While a start order waits for an engine, the node has no ranks that could report. While the start order waits, the
+node's heartbeats renew the attempt's lease. The limits depend on the attempt's granted grace period, not on the current
+setting. The monitor never ends an attempt whose node reports, even if the node needs hours to stop.
 
 Leases and presence exist only in memory. Leases use boottime, because wall clocks can jump. After its start, the server
 treats every attempt as if its node had just reported. A server that was down for a day therefore abandons no attempt.
@@ -63,7 +63,7 @@ class Leases:
         self._freed: set[CrewId] = set()
 
     def free(self, crew: CrewId) -> bool:
-        """Record the early release of an attempt's devices on a node, and return True the first time."""
+        """Record the early release of an attempt's devices on a node, and return True for a new release."""
         with self._lock:
             is_news = crew not in self._freed
             self._freed.add(crew)
@@ -169,7 +169,7 @@ class Presence:
             return node_id in self._streams
 
     def is_new_refusal(self, key: tuple[str, ...]) -> bool:
-        """Record a node's refusal, and return True the first time."""
+        """Record a node's refusal, and return True for a new refusal."""
         with self._lock:
             if key in self._refused:
                 return False
@@ -254,14 +254,14 @@ class LivenessMonitor:
     def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:
         why = f"node {crew.node} disconnected before it received the order"
         if self._presence.is_there(crew.node_id, now_ns=now_ns):
-            # An earlier transaction cancelled the order and then failed, so the node never receives this order.
+            # The node never receives an order that an earlier, failed transaction has cancelled.
             if not self._deliveries.is_taken_back(run.id, run.fence):
                 return False
             why = f"the server cancelled its order to {crew.node} before sending the order"
         return self._take_back_order(run.id, run.fence, why)
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
-        """Apply a node's silence to its run, unless the attempt has changed meanwhile."""
+        """Apply a node's silence to a run on the node, unless the attempt has changed meanwhile."""
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 

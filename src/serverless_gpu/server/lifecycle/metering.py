@@ -7,9 +7,9 @@ one node by the same offset. The offset aligns the node's start of user code wit
 rounds an attempt's usage once per node.
 
 Database rows contain the server's wall clock times. If an operator moves the wall clock by hours, a one-minute attempt
-appears to last hours. Such a wrong duration would exhaust the run's budget immediately. A `Lifetime` therefore converts
-each new wall clock time to boottime only once. If an attempt ended before the server started, its database rows show
-the duration but not the boottime of the end.
+appears to last hours. A duration that is wrong by hours could exhaust the run's budget immediately. A `Lifetime`
+therefore converts each new wall clock time to boottime only once. If an attempt ended before the server started, its
+database rows show the duration but not the boottime of the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""Maximum nanoseconds of usage after the last fact: two heartbeat facts, because one fact may be late."""
+"""Maximum nanoseconds of usage after the last fact, equal to two heartbeat facts because one fact may be late."""
 OFF_NS = 1_000_000_000
 """Smallest clock offset of a node that the server corrects, in nanoseconds."""
 
@@ -91,7 +91,7 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return facts with times of the server's clock; unchanged if the node's clock is right."""
+    """Return facts with times of the server's clock, unchanged if the node's clock is right."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)

@@ -5,8 +5,9 @@
              ├─ finish   running attempts continue to their end; a retry waits
              └─ stop     the server stops running and queued runs, up to 200 in each pass
 
-When an administrator changes the owner, the server chooses `finish` or `stop`. The transaction that changes the owner
-also stores the policy. After a restart, the server uses the stored policy, even if the default policy has changed.
+When an administrator changes the owner, the server chooses the policy `finish` or `stop` for the owner's runs. The
+transaction that changes the owner also stores the policy. After a restart, the server uses the stored policy, even if
+the default policy has changed.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def decide_for_runs(
     if may_start(after):
         if wanted is not None:
             raise InvalidValue(
-                f"{after.name} may start runs, so their runs continue",
+                f"{after.name} may start runs, which therefore continue",
                 hint="disable the principal or change its role before you choose a policy for its runs",
             )
         _write(connection, after.name, None)

@@ -7,7 +7,7 @@
 
 User code of a gang waits for `chosen`. A single SQL statement therefore ensures that an attempt never has both `chosen`
 and `called_off`. If the server calls a gang off, the gang's user code never begins. The transaction that calls off a
-gang also marks the nodes that never reported as refused. If a refused node reports later, the server answers that the
+gang also marks as refused every node without any report. If a refused node reports later, the server answers that the
 attempt has ended. Other nodes of the gang end the attempt with a final report, as after any failure.
 
 `RendezvousStates` exists only in memory. Nodes repeat their offer and reach in every report until user code begins.
@@ -16,13 +16,13 @@ limits.
 
 Failure cases:
 
-- The server crashes. The server sends the rendezvous address to nodes only after the commit of `chosen`. Every later
-  answer to a node contains this address.
+- The server crashes. The server sends the rendezvous address to nodes only after the commit of `chosen`. Every answer
+  to a node after the commit contains the rendezvous address.
 
 - A node reports an offer that differs from its first offer. The server uses only the node's first offer, because other
-  nodes have tried the addresses in it.
+  nodes have already tried the addresses in the first offer.
 
-- Before the rendezvous, a caller stops the run or a node fails. The next call of `look` calls the gang off. The
+- Before the rendezvous, a caller stops the run, or a node fails. The next call of `look` calls the gang off. The
   attempt's end reason remains the stop request or the node failure.
 
 - One node of a gang is silent after all other nodes have reported. The server chooses no address until the silent node
@@ -30,10 +30,12 @@ Failure cases:
 
 - A node sends neither reports nor heartbeats before the rendezvous. The server calls the gang off and marks the node as
   refused. The next attempt of the run does not wait for the refused node. The called-off attempt does not count against
-  the run's attempt limit. The server also refuses a node that becomes silent after the server has called its gang off.
+  the run's attempt limit. The server also refuses a node that becomes silent after the server has called off the node's
+  gang.
 
-- An operator restores the server from a backup. User code may have begun after the backup, so the server calls no gang
-  off. If user code runs on some nodes while other nodes wait for the lost rendezvous address, the server ends the gang.
+- An operator restores the server from a backup. The restored server calls no gang off, because user code may have begun
+  after the backup. If user code runs on some nodes while other nodes wait for the lost rendezvous address, the server
+  ends the gang.
 """
 
 from __future__ import annotations
@@ -159,9 +161,9 @@ class RendezvousService:
         if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
             return answer
         if attempt.chosen is not None:
-            # The supervisor of rank 0 uses the rendezvous port until it receives the address. While the supervisor uses
-            # the rendezvous port, connections of other ranks would fail. Ray nodes need not wait for rank 0, because
-            # they retry connections.
+            # The supervisor of rank 0 uses the rendezvous port until the supervisor receives the address. While the
+            # supervisor uses the rendezvous port, connections of other ranks would fail. Ray nodes need not wait for
+            # rank 0, because they retry connections.
             is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
             return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
         known = self._meetings.find((attempt.run_id, attempt.fence))
@@ -205,7 +207,7 @@ class RendezvousService:
 
     def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
         """Store the chosen address or call the gang off, after all nodes have reported offers and reaches."""
-        quiet_s = self._settings.soft_expiry_s / 2  # Two heartbeat intervals last at most this many seconds.
+        quiet_s = self._settings.soft_expiry_s / 2  # Half of the soft expiry covers two heartbeat intervals.
         try:
             came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
         except ValueError as error:
@@ -300,7 +302,7 @@ class RendezvousService:
         apart: tuple[int, int] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Call a gang off, and mark its nodes that never reported as refused.
+        """Call a gang off, and mark as refused every node of the gang without any report.
 
         Args:
             attempt: the attempt of the gang.
@@ -351,9 +353,9 @@ class RendezvousService:
 
 
 def has_met(attempt: StoredAttempt) -> bool:
-    """Return True if a gang has an address or was called off. Running user code proves an address.
+    """Return True if a gang has an address or was called off.
 
-    The database of a restored server may lack the address.
+    Running user code proves that the gang had an address. The database of a restored server may lack the address.
     """
     if attempt.chosen_json is not None or attempt.called_off or attempt.began:
         return True
@@ -361,7 +363,7 @@ def has_met(attempt: StoredAttempt) -> bool:
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:
-    """Mark a node that never reported as refused, after the server called off its gang."""
+    """Mark a node without any report as refused, after the server has called off the node's gang."""
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
@@ -418,13 +420,13 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def offers_for(self, number: int) -> tuple[Offer, ...]:
-        """Return all offers of the gang, or nothing while offers are missing or after the node's reach."""
+        """Return all offers of the gang, or nothing before the last offer and after the node's reach report."""
         if self.offered_ns is None or number in self.reaches:
             return ()
         return tuple(self.offers[one] for one in sorted(self.offers))
 
     def outcome(self, nodes: Sequence[str], *, now_ns: int, quiet_s: float) -> Chosen | Apart | None:
-        """Return the gang's chosen connection, or its connection failure; None while a report is missing.
+        """Return the gang's chosen connection or its connection failure, or None while a report is missing.
 
         Args:
             nodes: names of the nodes, by node rank.

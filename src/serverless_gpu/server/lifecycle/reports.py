@@ -13,9 +13,9 @@ repeated facts and files by name. The state of an attempt never moves backwards.
 
 Failure cases:
 
-- The server has abandoned the attempt because its node was unreachable for too long or restarted. The server answers
-  the report with `stale`. The server still accepts output and facts of an abandoned attempt, but no state, files or
-  ending. The server writes the ending of an abandoned attempt to the audit.
+- The server has abandoned the attempt because its node was unreachable for too long or restarted. The server answers a
+  report about an abandoned attempt with `stale`. The server still accepts output and facts of an abandoned attempt, but
+  no state, files or ending. The server writes the ending of an abandoned attempt to the audit.
 
 - The server abandons the attempt while a report arrives. The report handler renews the lease before it reads the
   attempt's row. The monitor checks the lease within the transaction that abandons the attempt. After a long silence,
@@ -27,23 +27,23 @@ Failure cases:
   treat the report as received.
 
 - A node reports a refused attempt as starting or running, because the server delivered the order twice. The server
-  answers that the attempt is stale. User code of a refused attempt never begins, because it waits for the server's
-  first answer.
+  answers that the attempt is stale. User code of a refused attempt never begins, because user code waits for the
+  server's first answer.
 
 - The server restarts with a longer grace period than the attempt's stored grace period. The server stores the longer
   grace period before it sends the period to the node.
 
-- The node has reported the end of the attempt, and the run has continued. The server still accepts the receipt of the
+- The run has continued after the node reported the end of the attempt. The server still accepts the receipt of the
   ended attempt.
 
 - Results refer to a blob whose parts are missing on the server. The server refuses a report with missing blob parts and
   writes nothing. The results of all ranks are therefore on the server before the run is complete.
 
 - The server crashes after appending the logs of a report and before the transaction. The node sends the report again
-  after the crash. The server then appends only the missing part of the logs.
+  after the crash. From the repeated report, the server appends only the missing part of the logs.
 
 - A report contains text that is too long or has control characters. The server truncates the text and replaces control
-  characters before other users read it.
+  characters before other users read the text.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ReportService:
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
             return self._answer(stale=True)
-        # The server may have requested this report after the read above, so the code below reads the attempt again.
+        # Read the attempt again below if the server has requested a report after the first read.
         was_asked = self._looks.done(found.crew.node_id, crew)
         self._check(found, said)
         was_silent = False
@@ -191,7 +191,7 @@ class ReportService:
             self._close_logs(found.crew, said, offsets)
         is_freed = said.freed and found.is_current and self._leases.free(crew)
         applied = _Applied()
-        # After a long silence, the monitor may abandon the attempt concurrently, so this report needs a transaction.
+        # After a long silence, a report needs a transaction, because the monitor may abandon the attempt concurrently.
         is_news = was_silent or self._is_news(found, said)
         if is_news:
             if said.ending is not None:
@@ -203,7 +203,7 @@ class ReportService:
                 faults.reach("after_report_before_answer")
         self._announce(found, said, applied, is_news=is_news)
         if is_freed:
-            # Wake the scheduler after the transaction, so that it sees every change of the report.
+            # Wake the scheduler after the transaction, so that the scheduler sees every change of the report.
             self._hub.touch(SCHEDULER)
         if found.is_current:
             self._rendezvous.hear(found.attempt, found.crew, said)
@@ -242,8 +242,8 @@ class ReportService:
     def _heartbeat_s(self) -> float:
         """Return the seconds between heartbeats of an attempt.
 
-        The interval grows with the number of attempts. Nodes report news immediately, so the interval affects only
-        reports without news. The server shows an attempt as unreachable only after more than three lost heartbeats.
+        The interval grows with the number of attempts. The interval affects only reports without news, because nodes
+        report news immediately. The server shows an attempt as unreachable only after more than three lost heartbeats.
         """
         settings = self._settings
         wanted_s = self._leases.count() / SIGNS_PER_S
@@ -263,8 +263,8 @@ class ReportService:
     def _grant(self, crew: StoredCrew) -> None:
         """Store the configured grace period of an attempt on a node if the stored grace period is shorter.
 
-        The configured grace period may become shorter at a restart. The server then still waits for the longest grace
-        period that it has granted.
+        The configured grace period may become shorter at a restart. After a restart with a shorter grace period, the
+        server still waits for the longest granted grace period.
         """
         grace_s = self._settings.partition_grace_s
         if grace_s > crew.grace_s:
@@ -333,7 +333,7 @@ class ReportService:
         return wanted
 
     def _close_logs(self, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
-        """Mark missing output at the end of a log if the server's disk was too full to store it."""
+        """Mark missing output at the end of a log if the server's disk was too full for the output."""
         ends = dict(said.ending.log_ends) if said.ending is not None else {}
         for piece in said.logs:
             name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
@@ -391,7 +391,7 @@ class ReportService:
         if said.logs or applied.settled or applied.files or is_said or is_ending:
             self._hub.touch(run_key(found.run.id))
         if applied.settled:
-            # The node has checked its devices, so the scheduler knows which devices are free.
+            # The scheduler now knows the free devices, because the node has checked its devices.
             self._hub.touch(SCHEDULER)
         if applied.settled or (said.facts and found.crew.ended_ns is not None):
             self._hub.touch(LEDGER)
@@ -452,7 +452,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     _keep_facts(connection, found.crew, said)
     if found.crew.given_up:
         ending = said.ending
-        # The node may repeat its final report, but the audit records an ending only once.
+        # The audit records an ending only once, even if the node repeats its final report.
         if ending is not None and crews.note_late(connection, crew, reason=ending.reason.value):
             detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.crew.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
@@ -481,7 +481,7 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
     if said.facts:
         for seq in facts.add(connection, crew.id, said.facts):
             _log.error(
-                "fact %d of attempt %s arrived again with other contents, so the server keeps the first", seq, crew.gang
+                "fact %d of attempt %s arrived again with other contents, which the server ignores", seq, crew.gang
             )
         if crew.ended_ns is not None:
             # Write `uncharged` even if `uncharged` is already True. On PostgreSQL, the write forces the repetition of a
@@ -495,8 +495,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         _check_results(connection, found, said)
         stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
-        # The node reports an unkillable process only with its next heartbeat. Until this heartbeat, the scheduler must
-        # not use the node.
+        # The node reports an unkillable process only with its next heartbeat. Until the next heartbeat, the scheduler
+        # must not use the node.
         if not said.ending.proven:
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not use the GPU of the unkillable process.
@@ -568,7 +568,7 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
     if there < len(wanted):
         raise InvalidValue(
             f"attempt {attempt.gang} reports completion, but the server has only {there} of {len(wanted)} results",
-            hint="send the missing results before the ending or together with it",
+            hint="send the missing results before the ending or together with the ending",
         )
 
 

@@ -3,8 +3,8 @@
     an order: allowed to leave (`send`) ──▶ sent: never canceled
        └─ held back until an engine has reserved the gang        └─ canceled (`hold`): never sent
 
-`OrderDeliveries` exists only in memory. An earlier server process may have sent its orders, so the current process
-never cancels those orders.
+`OrderDeliveries` exists only in memory. The current server process never cancels the orders of an earlier process,
+which may have sent the orders.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class OrderDeliveries:
         self._mine: set[tuple[str, int]] = set()
 
     def watch(self, engine: Engine) -> None:
-        """Hold back start orders on nodes of an engine until the engine has reserved their gangs."""
+        """Hold back start orders on nodes of an engine until the engine has reserved the gangs."""
         self._engine = engine
 
     def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
-        """Return True if the engine has not reserved the gang of an order, so that the order must wait."""
+        """Return True if an order must wait until the engine has reserved the order's gang."""
         engine = self._engine
         if engine is None or not any(engine.has(node) for node in nodes):
             return False
@@ -92,9 +92,9 @@ class OrderDeliveries:
     def forget(self, gangs: Collection[tuple[str, int]]) -> None:
         """Stop tracking the orders of ended gangs.
 
-        Callers must read the tracked gangs *before* they read the active gangs from the database. In the opposite
-        order, a newly placed gang would look like an ended gang. Without tracking, the server could send a canceled
-        order or cancel a sent order.
+        Callers must read the tracked gangs *before* they read the active gangs from the database. If a caller read the
+        database first, a newly placed gang would look like an ended gang. Without tracking, the server could send a
+        canceled order or cancel a sent order.
         """
         with self._lock:
             for known in (self._sent, self._held, self._mine):

@@ -1,6 +1,6 @@
 """Stores state transitions of runs and attempts.
 
-No other module changes the state of a run or an attempt.
+Only this module changes the state of a run or an attempt.
 
     an event on a node ─▶ gangs.follow ─┐
     an event of a run ──────────────────┴─▶ model/run_lifecycle.advance
@@ -128,7 +128,7 @@ class ReportRequests:
 
 
 class Announcer:
-    """After the commit of a transition, wakes the components and clients that wait for it."""
+    """Wakes the components and clients that wait for a committed transition."""
 
     def __init__(self, *, hub: Hub, looks: ReportRequests, measures: ServerMetrics) -> None:
         self._hub = hub
@@ -209,13 +209,13 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def because(self) -> str:
-        """Return the cause of a gang's early end; "" if unknown or if the gang has one node."""
+        """Return the cause of a gang's early end, or "" if the cause is unknown or the gang has one node."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
         return "" if cause is None else gangs.cause_sentence(cause, self.attempt)
 
     @property
     def detail(self) -> str:
-        """Return the cause of a gang's end, to append to the message of the end reason."""
+        """Return the cause of a gang's end as a suffix for the message of the end reason."""
         over = self.folded.over if self.folded is not None and len(self.crews) > 1 else None
         if self.folded is None or self.folded.cause is None or over is None:
             return ""
@@ -228,7 +228,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Sequence[NewCrew], at_ns: int) -> int:
-    """Place a waiting run: store its attempt and one order per node before any process starts.
+    """Place a waiting run, and store its attempt with one order per node before any process starts.
 
     Returns:
         The fence of the attempt.
@@ -258,7 +258,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
 
 
 def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
-    """Apply events to a run, in order. Write no row if no state changes.
+    """Apply events to a run, in order. Write rows only if a state changes.
 
     Apply events of an attempt to all of its nodes.
 
@@ -281,7 +281,7 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
 def apply_to_crew(
     connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note
 ) -> TransitionResult:
-    """Apply events to a run's attempt on one node, in order. Write no row if no state changes.
+    """Apply events to a run's attempt on one node, in order. Write rows only if a state changes.
 
     Args:
         run: the run as read in this transaction, with an unfinished attempt.
@@ -536,7 +536,7 @@ def ask_to_stop(
         if run is not None and run.stop is why:
             return None
         state = "gone" if run is None else run.state
-        raise AlreadyFinished(f"run {run_id} has already ended; it is {state}", hint="an ended run cannot be stopped")
+        raise AlreadyFinished(f"run {run_id} has already ended as {state}", hint="an ended run cannot be stopped")
     told = apply(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
     if told.changed:
         detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})

@@ -12,7 +12,8 @@ stale. The server requests a new hello from a forgotten or unknown node.
 
 A node is one installation on one machine. A node's token is valid only for the node's own installation
 (`node_admission.py`). While a node is present or may still have active runs, the server refuses other nodes with the
-same name. If the server admitted the second node, this node would receive orders for runs of the first node.
+same name. If the server admitted a second node with the same name, the second node would receive orders for the first
+node.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""Capability of nodes that support `RunSpec.max_run_s`. Other nodes receive the smaller limit as `timeout`."""
+"""Capability of nodes that support `RunSpec.max_run_s`. Nodes without this capability receive the smaller limit as
+`timeout`."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """Minimum seconds between two writes of a node's last message time, unless other data has changed."""
@@ -178,7 +180,7 @@ class AgentService:
         )
         news = _beaten(node.hello, said) != node.hello
         if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
-            # A node counts as present even if a full disk prevents the write.
+            # A node counts as present even if a full disk prevents the write of its heartbeat.
             with contextlib.suppress(ServerStorageFull):
                 self._database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if self._presence.heard(node_id, now_ns=self._clock.boottime_ns()) or news:
@@ -298,7 +300,7 @@ class AgentService:
         return node, before
 
     def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
-        """Return an order for its node; None if the attempt has ended or the server holds the order back."""
+        """Return an order for its node, or None if the attempt has ended or the server holds the order back."""
         if order.kind == "stop":
             if order.stop is None:
                 return None
@@ -364,7 +366,8 @@ class AgentService:
                 sent[order.seq] = now_ns
                 yield order
                 faults.reach("after_order_left")
-            # Nodes do not confirm report requests, so the server repeats each request until the report arrives.
+            # The server repeats each report request until the report arrives, because nodes do not confirm such
+            # requests.
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked
@@ -562,7 +565,7 @@ def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) 
     """Confirm orders, so that the server stops repeating these orders."""
     if len(body.seqs) > OPEN_MAX:
         raise TooLarge(
-            f"the request confirms {len(body.seqs)} orders, which are too many",
+            f"the request confirms {len(body.seqs)} orders, which is over the limit",
             hint=f"confirm at most {OPEN_MAX} orders in one request",
         )
     agents.take(call.who, node, body.seqs)

@@ -1,4 +1,4 @@
-"""Available capacity: last reported nodes minus running attempts; also views of nodes and pools."""
+"""Available capacity: last reported nodes minus running attempts, with views of nodes and pools."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def now(settings: Settings, clock: Clock) -> Times:
 
 def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
     """Read nodes, pools and running attempts from the database."""
-    freed = leases.freed()  # Runs that end between the two reads do no harm.
+    freed = leases.freed()  # A run may safely end between this read and the next read.
     return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),

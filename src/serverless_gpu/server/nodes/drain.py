@@ -1,10 +1,10 @@
-"""Drains the server for maintenance: no new runs start.
+"""Drains the server for maintenance, so that no new runs start.
 
     drain  ─▶ a row  ─▶ the scheduler places nothing; waiting runs show the operator, the time and the note
     resume ─▶ no row ─▶ the scheduler wakes at once
 
-During a drain, running runs continue. The database stores the drain, so the drain continues after a server restart. A
-drained server still accepts new runs but does not start them. `node_service.py` drains single nodes.
+During a drain, running runs continue. A drain continues after a server restart, because the database stores the drain.
+A drained server still accepts new runs but does not start them. `node_service.py` drains single nodes.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@
     agent's token, later         ─▶ the address of the Ray cluster, after a crash or a boot
     hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
-A machine that has not received the answer repeats its join request with the same join token. For a repeated join
-request, the server creates another agent token and revokes the previous agent token. `sgpu token list` shows all
-machines with a token. `sgpu token revoke` revokes a machine's token. The audit records every step except an admitted
-hello. Each server process records a repeated refusal only once.
+A machine repeats an unanswered join request with the same join token. For a repeated join request, the server creates
+another agent token and revokes the previous agent token. `sgpu token list` shows all machines with a token. `sgpu token
+revoke` revokes a machine's token. The audit records every step except an admitted hello. Each server process records a
+repeated refusal only once.
 
-A joining client reports failures before it starts Ray, for example a used join token or a node name in use.
+Before it starts Ray, a joining client reports failures such as a used join token or a node name in use.
 """
 
 from __future__ import annotations

@@ -60,14 +60,14 @@ class SharingState(msgspec.Struct, frozen=True, kw_only=True):
     """Current sharing state of a node, from its calendar."""
 
     shared: bool = True  # True while users other than the node's owner may use the node.
-    turns_ns: int | None = None  # Time of the next sharing change, nanoseconds since 1970; None for never.
+    turns_ns: int | None = None  # Time of the next sharing change in nanoseconds since 1970, or None for never.
     problem: str = ""  # Problem of an invalid calendar, as text that follows the node's name, or "".
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Time and reason for a run to leave its node."""
 
-    at_ns: int | None  # Time to leave, in nanoseconds since 1970; None to leave immediately.
+    at_ns: int | None  # Time to leave in nanoseconds since 1970, or None to leave immediately.
     because: str  # Reason for leaving the node, as the server shows it to users.
 
 
@@ -80,7 +80,7 @@ def sharing(rules: NodeRules, at_ns: int) -> SharingState:
 
 
 def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveRequest | None:
-    """Return the request for a run to leave its node; None if the run may stay."""
+    """Return the request for a run to leave its node, or None if the run may stay."""
     if rules.drain is not None and rules.drain.stop:
         return LeaveRequest(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
     if not may_concern(rules, at_ns) or owner == rules.calendar.owner:

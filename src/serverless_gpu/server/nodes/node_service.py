@@ -99,7 +99,7 @@ class NodeService:
         """Abandon a node that an operator declares dead, and end all attempts on the node."""
         if not known_dead:
             raise InvalidValue(
-                f"the server forgets node {name!r} only if it is dead: an active run on the node would run twice",
+                f"the server forgets node {name!r} only after its death, because active runs would run twice",
                 hint="make sure that the node is dead, then confirm with i_know_it_is_dead",
             )
         at_ns = self._clock.wall_ns()
@@ -185,7 +185,8 @@ class NodeRuleService:
             drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
             if before is not None and drain != before:
                 _check_own(asked, before.by, f"drains {node.name}")
-                # Waiting users see the note with its author, so the author of a new note replaces the previous author.
+                # The author of a new note replaces the previous author, because waiting users see the note with its
+                # author.
                 if drain.note != before.note:
                     drain = msgspec.structs.replace(drain, by=asked.who.name)
             rules = msgspec.structs.replace(node.rules, drain=drain)

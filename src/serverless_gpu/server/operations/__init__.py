@@ -1,4 +1,4 @@
 """Operates a server: backup, restore, key rotation, systemd, sidecars, status and metrics.
 
-`sgpu server` and the start of the process use this package. Start reading with `backup.py`.
+The command `sgpu server` and the start of the server process use this package. Start reading with `backup.py`.
 """

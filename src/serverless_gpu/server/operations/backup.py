@@ -12,12 +12,13 @@
                         ─▶ restored.json? ─▶ every unended run, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
 Backup. The server keeps running during a backup. The server writes each file before the database row that names the
-file. The backup copies the database first, so the copied files include every file that the copied database names.
-Unchanged files become hard links to their copies in the previous backup. A daily backup therefore needs disk space only
-for one day's changes. The next backup removes the partial files of an interrupted backup.
+file. The backup copies the database before the files. The copied files therefore include every file that the copied
+database names. Unchanged files become hard links to their copies in the previous backup. A daily backup therefore needs
+disk space only for one day's changes. The next backup removes the partial files of an interrupted backup.
 
-Restore. After the backup, the server may have started or ended runs. Nodes delete confirmed reports, so a restored
-server cannot find out the current state of unended runs. The restored server therefore starts no unended run again:
+Restore. After the backup, the server may have started or ended runs. A restored server cannot find out the current
+state of unended runs, because nodes delete confirmed reports. The restored server therefore starts no unended run
+again:
 
     waits      LOST, `server_restored`: the owner submits the run again if it did not run
     runs       unchanged. If its node still runs the attempt, the node's reports arrive and the run continues
@@ -31,21 +32,21 @@ another machine. Before the move, the operator must drain and stop the server an
 
 Rollback. A server with a rolled-back database would run ended runs a second time. The server therefore refuses to start
 until an operator restores a backup or accepts the data loss (`--accept-rollback`). With `--accept-rollback`, the server
-writes `restored.json` as after a restore. All waiting runs of a rolled-back database become LOST, so no run executes
-twice.
+writes `restored.json` as after a restore. All waiting runs of a rolled-back database become LOST, so that no run
+executes twice.
 
 Failure cases:
 
-* The disk is too full for a backup: the backup command removes its partial copy. Earlier backups stay unchanged.
+* If the disk is too full for a backup, the backup command removes its partial copy. Earlier backups stay unchanged.
 
-* A file disappears during the copy: the backup omits it, because its run ended long ago.
+* If a file disappears during the copy, the backup omits the file, because its run ended long ago.
 
 * A backup was altered: `verify` and a restore name the first altered file.
 
-* The target already has a server directory, or an operator renamed a running server's directory: the restore changes
-  nothing.
+* If the target already has a server directory, the restore changes nothing. If an operator has renamed a running
+  server's directory, the restore also changes nothing.
 
-* A restore is killed: the target has either no server or a complete server. The next start of the server settles the
+* After a killed restore, the target has either no server or a complete server. The next start of the server settles the
   remaining unended runs.
 """
 
@@ -527,7 +528,7 @@ def rollback_sentence(settings: Settings, read: Read) -> str:
         return ""
     mark: HighWaterMark | None
     try:
-        # Read the high-water mark before the database. Commits between the two reads then cause no false rollback.
+        # Read the high-water mark before the database, so that commits between the two reads cause no false rollback.
         mark = high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
@@ -535,7 +536,7 @@ def rollback_sentence(settings: Settings, read: Read) -> str:
 
 
 def mark_path(settings: Settings) -> Path | None:
-    """Return the path of the high-water mark; None for a database in memory."""
+    """Return the path of the high-water mark, or None for a database in memory."""
     url = sa.make_url(settings.database)
     if url.get_backend_name() != "sqlite":
         return settings.directory / "database.mark"

@@ -4,17 +4,17 @@
          ─▶ all tokens of principals are revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
 
 An operator must stop the server before a rotation. The marker file `rotation.json` contains the digest of the old key.
-While `rotation.json` exists, the server does not start. Every rotation step is repeatable, so the next `rotate` call
-continues a killed rotation.
+While `rotation.json` exists, the server does not start. The next `rotate` call continues a killed rotation, because
+every rotation step is repeatable.
 
-A rotation cannot change the values of secrets, which come from other services. The rotation seals contexts only of
-unended runs again, because the server never opens the context of an ended run.
+A rotation cannot change the values of secrets, which come from other services. The rotation reseals the contexts of
+unended runs only, because the server never opens the context of an ended run.
 
 Failure cases:
 
-* The server or its Ray is still running: the rotation changes nothing and reports an error.
+* If the server or its Ray is still running, the rotation changes nothing and reports an error.
 
-* A sealed row cannot be decrypted: the rotation leaves the row unchanged, and the next server start reports it.
+* If a rotation cannot decrypt a sealed row, the row stays unchanged. The next server start reports the row.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
+from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.records import audit, charges, nodes, pools
 from serverless_gpu.server.records.crews import CrewId
-from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
@@ -53,7 +53,7 @@ LIVE = (State.QUEUED, *ACTIVE)
 FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
 DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
 """Device states. Quarantined devices and devices in use by other programs are unavailable. Devices of unusable nodes
-are away."""
+count as away."""
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class StateSample(msgspec.Struct, frozen=True, kw_only=True):
     devices: Mapping[tuple[str, str], int]  # Devices by type and state.
     lease_age_s: float  # Longest time without a heartbeat of any attempt.
     orders: tuple[int, float]  # Number of unacknowledged orders, and age of the oldest unacknowledged order.
-    free: int | None  # Free bytes on the disk of the server's files; None if unknown.
+    free: int | None  # Free bytes on the disk of the server's files, or None if unknown.
     drained: bool  # True if the server starts no new runs.
     unchained: int  # Audit rows that are not yet in the audit chain.
     uncharged: int  # Ended attempts whose charges are not fully in the ledger.
@@ -78,7 +78,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     queued_ns: int | None
     nodes: list[StoredNode]
     minimums: dict[str, Level]  # Isolation levels that pools require.
-    held: list[tuple[str, CrewId, str, int]]  # keys: node, supervisor, type, devices
+    held: list[tuple[str, CrewId, str, int]]  # Values per entry: node, supervisor, type, devices.
     orders: tuple[int, int | None]
     drained: bool
     unchained: int

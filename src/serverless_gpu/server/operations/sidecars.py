@@ -22,18 +22,19 @@ Python interpreter runs for the same store.
 
 Failure cases:
 
-* Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage. A Ray outage
+* If Ray dies or its keeper is killed, the server restarts the keeper. `/health` reports an outage of Ray. A Ray outage
   does not affect running runs.
 
-* Ray does not start: the server continues without Ray. New gangs on other machines wait, and the server shows the
-  reason.
+* If Ray does not start, the server continues without Ray. The server shows the reason for new gangs that wait for other
+  machines.
 
-* MLflow is not installed, or listens on loopback although the server has remote users: the server refuses to start.
+* If MLflow is not installed, the server refuses to start. The server also refuses to start if it has remote users and
+  its MLflow listens on loopback.
 
-* MLflow fails: the server continues, and restarts MLflow after a pause. `/health` reports the reason for an MLflow
+* If MLflow fails, the server continues and restarts MLflow after a pause. `/health` reports the reason for an MLflow
   failure.
 
-* The server is killed: the kernel closes the pipe to MLflow's keeper, and the keeper ends.
+* If the server is killed, the keeper of MLflow ends after the kernel has closed its pipe.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def refuse_ray(settings: Settings) -> None:
         taken = ray_machine.taken_port(settings.ray.port, address)
         if taken is not None:
             raise ServerProblem(
-                f"port {taken} is taken, and Ray needs {start_arguments.port_range(settings.ray.port)}",
+                f"another process uses port {taken} of Ray's range {start_arguments.port_range(settings.ray.port)}",
                 hint="choose another range of a hundred ports: --ray-port 8100",
             )
 
@@ -209,7 +210,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         ca = Path(settings.tls_ca).read_text(encoding="ascii")
     elif settings.tls_cert:
         certificate = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
-        # Other machines can verify a self-signed server certificate only with a copy of it.
+        # Another machine can verify a self-signed server certificate only with a copy of the certificate.
         ca = certificate if tls.is_its_own(certificate) else ""
     path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
@@ -354,7 +355,8 @@ class _MlflowKeeper:
 
     def _started(self) -> tuple[subprocess.Popen[bytes], str]:
         for _ in range(_MLFLOW_TRIES):
-            # Stop an MLflow server of another interpreter, in each try because a tracked run may start it again.
+            # Stop an MLflow server of another interpreter before each try, because a tracked run may restart that
+            # server.
             stop_server(self._place)
             keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
             for _ in range(_MLFLOW_LOOKS):

@@ -1,4 +1,4 @@
-"""Repository of attempts. No other module reads or writes the `attempts` table.
+"""Repository of attempts. Only this module reads and writes the `attempts` table.
 
 The scheduler inserts an attempt before the server sends an order to any node. A run's state follows the state of its
 current attempt. After the end of an attempt, the run may continue with another attempt. A row of `crews` contains the
@@ -122,7 +122,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Return the message of all nodes, or different messages with their node names."""
+        """Return the common message of all nodes, or the different messages with node names."""
         said = [(crew.node, crew.sentence) for crew in self.crews if crew.sentence]
         if len(said) == len(self.crews) and len({text for _, text in said}) == 1:
             return said[0][1]
@@ -188,7 +188,7 @@ def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> l
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttempt, at_ns: int) -> None:
-    """Insert a new attempt. The caller then inserts the attempt's rows in `crews`."""
+    """Insert a new attempt. After this call, the caller inserts the attempt's rows in `crews`."""
     row = msgspec.structs.asdict(new) | {
         "nonce": secrets.token_hex(16) if new.num_nodes > 1 else "",
         "run_id": run_id,
@@ -222,7 +222,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if an attempt was placed after a time on one of these GPU types (None: any type)."""
+    """Return True if an attempt was placed after a time on one of the given GPU types (None for any type)."""
     query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
@@ -304,9 +304,9 @@ def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Mark an attempt as settled if all of its nodes are settled, and return True in that case."""
-    # Increase the attempt's version even if some nodes are unsettled. On PostgreSQL, two concurrent settlements could
-    # otherwise each miss the other node's settlement.
+    """Mark an attempt as settled and return True if all of its nodes are settled."""
+    # Increase the attempt's version even if some nodes are unsettled. With an unchanged version, two concurrent
+    # settlements on PostgreSQL could each miss the other node's settlement.
     values: dict[str, object] = {"version": attempts.c.version + 1}
     is_settled = not crews.is_any_unsettled(connection, run_id, fence)
     if is_settled:

@@ -191,14 +191,14 @@ def chained_seq(connection: sa.Connection) -> int:
 
 
 def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
-    """Return True if an audit row is not in the audit chain; faster than `pending`."""
+    """Return True if the audit chain lacks an audit row, with a faster query than `pending`."""
     unlinked = sa.select(audit.c.seq).select_from(_UNLINKED)
     wanted = unlinked.where(audit_links.c.number.is_(None), audit.c.seq > after_seq).limit(1)
     return connection.execute(wanted).first() is not None
 
 
 def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
-    """Return the number of audit rows outside the audit chain, and the time of the oldest such row."""
+    """Return the number of audit rows outside the audit chain, and the time of the oldest of these rows."""
     query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
     row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
     return row[0], row[1]

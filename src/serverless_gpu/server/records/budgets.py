@@ -1,7 +1,7 @@
 """Repository of budgets, budget warnings and webhook notices.
 
 The notices form an outbox. The server writes each notice in the transaction of the notice's event. The webhook loop
-retries each notice until the receiver accepts it or the notice is too old. Spending alarms are also notices.
+retries each notice until the receiver accepts the notice or the notice is too old. Spending alarms are also notices.
 """
 
 from __future__ import annotations

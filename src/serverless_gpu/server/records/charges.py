@@ -1,8 +1,8 @@
 """Repository of ledger entries, accounts, uncharged attempts and device utilisation.
 
 Only the charging loop (`charging.py`) adds entries, one transaction after the other. Ledger entries therefore become
-visible in the order of their numbers (`seq`), even on PostgreSQL. Readers can read new entries after the last read
-number without missing any entry. The server never changes ledger entries.
+visible in the order of their numbers (`seq`), even on PostgreSQL. A reader that remembers the highest number can read
+all newer entries without a gap. The server never changes ledger entries.
 
 An account combines the owner of usage with the usage's properties. Charges with equal properties share an account. The
 server chooses an attempt's account at the placement. Later changes of the node's pool do not change the attempt's
@@ -128,8 +128,8 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
-    # Insert a row per tag, by which reports group usage. Reports count an empty tag value as no tag, and PostgreSQL
-    # stores no NUL.
+    # Insert a row per tag, because reports group usage by tag. Omit empty tag values, which reports count as no tag.
+    # Omit tags with NUL, which PostgreSQL cannot store.
     tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
     if tags:
         rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
@@ -330,7 +330,7 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
     query = sa.select(charges.c.account_id, charges.c.day, *totals).where(charges.c.day >= from_day)
     if after_seq:
         query = query.where(charges.c.seq > after_seq)
-    # On PostgreSQL, a BIGINT sum is a Decimal, and a sum of only NULLs is None.
+    # PostgreSQL returns a BIGINT sum as a Decimal. A sum of only NULLs is None.
     rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
     return [
         LedgerSum(
@@ -375,7 +375,7 @@ def before(
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if runs used one of these GPU types (None: any type) after a time. Removed runs count."""
+    """Return True if runs used one of some GPU types (None for any) after a time. Removed runs count."""
     query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(accounts.c.gpu_type.in_(gpu_types))

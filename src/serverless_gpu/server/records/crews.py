@@ -1,6 +1,6 @@
 """Repository of the parts of attempts on one node.
 
-No other module uses the `crews` table. The server inserts one row for each node of a new attempt, before it sends any
+Only this module uses the `crews` table. The server inserts one row for each node of a new attempt, before it sends any
 order. A `crews` row contains the last state that the node reported, or UNREACHABLE if reports stop. A change of a
 `crews` row also increases the version of its attempt (`attempts.change`). Two concurrent reports for one attempt
 therefore cannot miss each other's changes.
@@ -119,8 +119,8 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
     def is_stale(self, state: State) -> bool:
         """Return True if the node must stop the attempt, because the server has abandoned or refused it.
 
-        After a refusal, the server may place the run again, so user code of the refused attempt must not begin. An
-        attempt with a reported end is not stale, because the server still expects its receipt.
+        User code of a refused attempt must not begin, because the server may place the run again. An attempt with a
+        reported end is not stale, because the server still expects its receipt.
         """
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
@@ -270,7 +270,7 @@ def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Store a node's receipt, or settle without one; return False if nothing changes.
+    """Store a node's receipt or settle without a receipt, and return False if nothing changes.
 
     The server also stores a receipt that arrives after the attempt was settled without a receipt.
     """

@@ -23,7 +23,7 @@ from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
 HALF_LIVES = 8
-"""Maximum age of usage in half-lives; older usage weighs less than 1 in 250."""
+"""Maximum age of usage in half-lives, because older usage weighs less than 1 in 250."""
 _decode_teams = msgspec.json.Decoder(tuple[str, ...]).decode
 # Number of intervals per half-life, with an error of at most 1.3 % because usage counts at an interval's middle.
 _PARTS = 28
@@ -66,7 +66,7 @@ def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None
 
 
 def longest_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return the longest device time in seconds of recent runs of an owner and name; None if unknown."""
+    """Return the longest device time in seconds of recent runs of an owner and name, or None if unknown."""
     return duration_estimates.longest_s(durations_s(connection, owner, name)) if name else None
 
 
@@ -108,7 +108,7 @@ class LearnedDurations:
         self._known: dict[tuple[str, str], tuple[float | None, int]] = {}
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest device time of recent runs in seconds; None if unknown."""
+        """Return the longest device time of recent runs in seconds, or None if unknown."""
         found = self._known.get((owner, name))
         if found is None or abs(now_ns - found[1]) > KEPT_S * 1e9:
             if len(self._known) >= KEPT_MAX:

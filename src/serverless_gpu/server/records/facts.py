@@ -58,7 +58,7 @@ def of_crew(connection: sa.Connection, crew: CrewId) -> list[Fact]:
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the facts of each attempt on each node, in order; empty for attempts without facts."""
+    """Return the facts of each attempt on each node, in order. An attempt may have no facts."""
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     query = sa.select(*_WHOSE, facts.c.fact_json).order_by(*_WHOSE, facts.c.seq)
     for some in _are(ids):

@@ -4,7 +4,7 @@
     node_bindings   token ─▶ its node; without approval, the node waits for an administrator
     invitations     join token ─▶ the number of homes that may still join
 
-After a restart, the server reads its nodes from these tables and waits for messages of the nodes. The database does not
+After a restart, the server reads its nodes from the database and waits for messages of the nodes. The database does not
 store the presence of nodes, which `lifecycle/liveness.py` tracks in memory. `model/access_control.py` contains the
 rules for token bindings.
 """
@@ -150,8 +150,8 @@ def drain(connection: sa.Connection, node_id: str, why: str) -> None:
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
     """Return True if a node still has the boot, machine, pool and rules that the caller has read.
 
-    The check rewrites the node's row without a change. On PostgreSQL, a concurrent change of the node then causes a
-    conflict. After a write conflict, the database layer retries one of the transactions.
+    The check rewrites the node's row without a change. Because of the rewrite, a concurrent change of the node causes a
+    conflict on PostgreSQL. After a write conflict, the database layer retries one of the transactions.
     """
     same = sa.and_(
         nodes.c.id == node.id,
@@ -167,7 +167,7 @@ def is_still(connection: sa.Connection, node: StoredNode) -> bool:
 
 
 def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
-    """Mark a node as dead. If the node reconnects, it becomes a member again."""
+    """Mark a node as dead. If a dead node reconnects, the node becomes a member again."""
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(forgotten_ns=at_ns))
 
 

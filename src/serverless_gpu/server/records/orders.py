@@ -3,8 +3,8 @@
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
 The server writes an order in the transaction that starts or stops the attempt. The server repeats each order until the
-node confirms it, even after restarts of server or node. A node may receive an order twice. Nodes recognize a repeated
-order by its gang and execute each order once. The server does not deliver orders for attempts that have ended.
+node confirms the order, even after restarts of server or node. A node may receive an order twice. Nodes recognize a
+repeated order by its gang and execute each order once. The server does not deliver orders for attempts that have ended.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def remove(connection: sa.Connection, name: str) -> bool:
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return the maximum concurrent devices per user, by policy, for policies with such a maximum."""
+    """Return the maximum concurrent devices per user for each policy with this limit."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 

@@ -21,7 +21,8 @@ DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
 SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 UNSET = "unset"
-"""Isolation of a pool that only one principal may use. All other values are levels of `model.isolation`."""
+"""Isolation of a pool that only one principal may use. All other isolation values of a pool are levels of
+`model.isolation`."""
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_shared(self) -> bool:
-        """Return True if several principals may use the pool: in sandboxes, or with a uid that they share."""
+        """Return True if several principals may use the pool, in sandboxes or with a shared uid."""
         return self.isolation not in (None, UNSET)
 
     @property
@@ -81,7 +82,7 @@ def find(connection: sa.Connection, name: str) -> StoredPool | None:
 
 
 def level(connection: sa.Connection, name: str) -> Level:
-    """Return the isolation level of a pool's runs. Without the pool, return `NONE`."""
+    """Return the isolation level of a pool's runs. For a missing pool, return `NONE`."""
     found = find(connection, name)
     return NONE if found is None else found.level
 

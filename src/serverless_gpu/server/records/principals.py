@@ -3,8 +3,8 @@
     sgpu_<identifier>_<43 characters>          token of a principal: random, shown once
     sgpa_<run>_<fence>_<until>_<43 characters> token of an attempt: computed, see `server_key.py`
 
-The database contains only the SHA-256 of a token. A token is valid unless it is revoked or expired, or its owner is
-disabled. Disabling a principal revokes all tokens of the principal. Enabling a disabled principal does not restore the
+The database contains only the SHA-256 of a token. A token is valid until its revocation, its expiry or the disabling of
+its owner. Disabling a principal revokes all tokens of the principal. Enabling a disabled principal does not restore the
 principal's tokens.
 """
 
@@ -51,7 +51,7 @@ _SECRET_CHARACTERS = 43
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[a-z0-9][a-z0-9._@-]{0,63}")
 RESERVED = ("server", "attempt")
-"""Names that no principal may have, because the audit uses them for the server and for attempts."""
+"""Names that no principal may have, because the audit uses these names for the server and for attempts."""
 
 
 # --- principals -------------------------------------------------------------------------------------------------------

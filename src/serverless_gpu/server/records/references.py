@@ -1,6 +1,6 @@
 """Finds references to a principal, team or pool, which prevent its deletion.
 
-Usage and audit entries may keep the name of a deleted object, so they do not prevent its deletion.
+Usage and audit entries do not prevent the deletion of an object, because the entries may keep the object's name.
 """
 
 from __future__ import annotations

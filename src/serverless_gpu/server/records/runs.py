@@ -1,6 +1,6 @@
 """Repository of submitted runs and their states.
 
-No other module uses the `runs` table. The queries read a run together with its current attempt on all nodes. Only
+Only this module uses the `runs` table. The queries read a run together with its current attempt on all nodes. Only
 `transitions.py` changes the state of a run, with the compare-and-set function `change`. Retention removes only complete
 runs. A complete run has ended, its attempts are settled, and the ledger contains all of its charges. This module also
 lists the blob parts and snapshots in use for garbage collection.
@@ -146,7 +146,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Return the remaining seconds of user code for all further attempts; None without a limit."""
+        """Return the remaining seconds of user code for all further attempts, or None without a limit."""
         total_s = self.spec.total_run_s
         return None if total_s is None else max(_LEFT_S_MIN, total_s - self.ran_ms / 1e3)
 
@@ -353,7 +353,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
     """Return a page of runs, newest first, and the next page's cursor, or "" after the last page."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
-        return [], ""  # PostgreSQL stores no NUL character, so no run can match a filter with a NUL character.
+        return [], ""  # A filter with a NUL character matches no run, because PostgreSQL stores no NUL character.
     query = _SELECT.order_by(runs.c.id.desc())
     if wished.seen_by is not None:
         own = runs.c.owner == wished.seen_by
@@ -364,7 +364,7 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
         if value:
             query = query.where(column == value)
     for key, value in wished.tags.items():
-        # Search the JSON of all tags for the JSON of one tag; the return statement below removes false matches.
+        # Search the JSON of all tags for the JSON of one tag. The return statement below removes false matches.
         text = msgspec.json.encode({key: value}).decode()[1:-1]
         query = query.where(runs.c.tags_json.contains(text, autoescape=True))
     if cursor:

@@ -5,8 +5,8 @@
     placement       ─▶ the newest version of each, with the attempt          else FAILED/secret_missing, no order
     order           ─▶ the values of these versions, to the attempt's node
 
-A run can use the secrets of its owner. With `team=`, the run can also use the secrets of that team while its owner is a
-member. If owner and team have a secret of the same name, the owner's secret takes precedence.
+A run can use the secrets of its owner. With `team=`, a run can also use the team's secrets while the run's owner is a
+member of the team. If owner and team have a secret of the same name, the owner's secret takes precedence.
 
 Failure cases:
 
@@ -14,8 +14,8 @@ Failure cases:
   version after the attempt has ended.
 
 - A user deletes a secret after the placement. The server immediately deletes all values of the secret. The node refuses
-  an order without the secret's value, and the next placement ends the run. An attempt that has already received the
-  value continues.
+  an order without the secret's value. The next placement of the run ends the run. An attempt that has already received
+  the secret's value continues.
 
 - The key file is lost. The server does not start without the key file. With `--key-lost`, the server deletes all secret
   values that it cannot decrypt.
@@ -62,7 +62,7 @@ class SecretOwner(NamedTuple):
 def put(
     connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str, value: bytes, by: ChangedBy
 ) -> tuple[SecretView, bool]:
-    """Store the next version of a secret, and return the version, and True if the value is new.
+    """Store the next version of a secret, and return the version with True if the value is new.
 
     Args:
         connection: connection of the transaction.

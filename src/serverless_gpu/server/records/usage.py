@@ -9,8 +9,8 @@ A report over a million charges takes one second, with any grouping. Each groupi
 
 For a report that reads `charges`, a query with only two sums first finds the most expensive groups. A second query then
 computes all sums of the most expensive groups. The queries read tags from the table `account_tags`. SQLite and
-PostgreSQL join `account_tags` by index instead of parsing the JSON of a million accounts. A run counts in the group of
-its first charge, so each run belongs to exactly one group. Observed GPU utilisation comes from a separate table,
+PostgreSQL join `account_tags` by index instead of parsing the JSON of a million accounts. Each run belongs to exactly
+one group, because a run counts in the group of its first charge. Observed GPU utilisation comes from a separate table,
 `utilisations`, and uses the same groups.
 """
 
@@ -261,7 +261,7 @@ class _Report:
 
     @staticmethod
     def _finest(by: tuple[str, ...]) -> str:
-        """Return the grouping field with the most values: "run", else the first tag, else ""."""
+        """Return the grouping field with the most values, which is "run", else the first tag, else ""."""
         return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
 
     def _daily(self, table: sa.Table) -> sa.FromClause:
@@ -282,8 +282,8 @@ class _Report:
 
     def _dearest(self, by: tuple[str, ...], field: str, limit: int) -> list[Any]:
         """Return the field's values in the most expensive groups, from a query with only two sums."""
-        # Sum doubles, which are exact up to 2^53. PostgreSQL sums integers as `numeric`, which takes one second longer
-        # for a million groups.
+        # Sum the values as doubles, which are exact up to 2^53. PostgreSQL sums integers as `numeric`, which takes one
+        # second longer for a million groups.
         cost, used = (sa.func.sum(sa.cast(charges.c[name], sa.Double)).label(name) for name in ("micros", "gpu_ms"))
         query = self._grouped(by, charges, [cost, used]).where(*self._conditions(charges))
         rows = self._connection.execute(self._dearest_first(query, by, cost, used).limit(limit))

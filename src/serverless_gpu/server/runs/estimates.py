@@ -5,7 +5,7 @@
 
 An estimate fails with the same errors as a submission of the run. A run waits even on free devices if the server is
 drained or the owner is suspended. An exhausted policy limit or budget also delays a run. The estimate contains the
-reason for such a delay.
+reason for a delay.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every user sees the queue order and the owner, team and demand of each waiting run. Only callers who may see a run
 receive its identifier, name and wait sentence. A wait sentence can name a run that is ahead in the queue or that
-occupies the devices. The waiting user can then contact the owner of the named run.
+occupies the devices. A waiting user can therefore contact the owner of the named run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class QueueViews:
             )
             for run in there
         ]
-        # Move runs that no node can execute now to the end, because they delay no other run.
+        # Move to the end all runs that no node can execute now, because these runs delay no other run.
         entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
         return QueueView(entries=tuple(entries), waiting=waiting)
 

@@ -20,7 +20,7 @@ Failure cases:
 
 - The database is unavailable. The loop logs the error and retries in the next tick.
 
-- An operator sets the clock back. The ages of runs are then negative, so the loop deletes no runs.
+- An operator sets the clock back. The loop deletes no runs, because the ages of runs are negative after the step back.
 
 - The clock is ahead, for example after a battery failure. The loop pauses for an hour after each server start and after
   each clock step of more than a day.

@@ -2,10 +2,10 @@
 
 `RunQueries` reads and streams runs. `StopService` sends stop requests to runs. `submission.py` accepts runs.
 
-The server stores the author of a stop request and sends a stop order to the nodes of the run. A stop request and the
-end of a run may coincide. The database transaction that commits first then decides. If the results are durable before
-the stop request, the run has succeeded. The server then answers the stop request with the ended run. The server answers
-a repeated stop request with the current state of the run.
+The server stores the author of a stop request and sends a stop order to the nodes of the run. If a stop request and the
+end of a run coincide, the database transaction that commits first decides the outcome. If the results are durable
+before the stop request, the run has succeeded. The server answers a stop request after a success with the ended run.
+The server answers a repeated stop request with the current state of the run.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def read_log(
     """Return a part of a rank's output. The header `SGPU-Complete` is 1 at the end of the output."""
     stored = database.read(lambda db: _visible(call, db, run))
     fence = query.fence or stored.fence
-    # Read the run's state before the size of the output. The order ensures that the reader misses no concurrent output.
+    # Read the run's state before the size of the output, so that the reader misses no concurrent output.
     complete = stored.state in TERMINAL or fence < stored.fence
     data, size = b"", 0
     if fence:

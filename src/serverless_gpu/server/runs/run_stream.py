@@ -22,9 +22,9 @@ Failure cases:
 
 - The reader disconnects. The caller of `RunStream` closes the stream.
 
-- The server stops and closes the hub. The stream closes without an ending message, and the reader reconnects.
+- The server stops and closes the hub. The reader reconnects after the stream has closed without an ending message.
 
-- Retention deletes the run. The server then closes the stream.
+- Retention deletes the run. The server closes the stream of the deleted run.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 0  # Number (`seq`) of the last event that the reader has received.
     # Offset of the next byte to read in each output stream.
     offsets: dict[Place, int] = msgspec.field(default_factory=dict)
-    # The ranks whose output the reader has requested; None for the run's live ranks.
+    # The ranks whose output the reader has requested, or None for the run's live ranks.
     ranks: tuple[int, ...] | Literal["all"] | None = None
 
 
@@ -160,7 +160,7 @@ class RunStream:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            # The event ends its attempt, so the attempt's output must precede the event.
+            # The attempt's output must precede the event that ends the attempt.
             if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
@@ -174,7 +174,7 @@ class RunStream:
             return found
         found += self._endings(look)
         if look.early is not None and not self._early and not self._output.more_to_read:
-            self._early = True  # The output of other nodes and the final ending message still follow.
+            self._early = True  # Other nodes' output and the final ending message still follow.
             found.append(look.early)
         # The stream sends no message about a changed wait reason if the sentence is unchanged.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
@@ -339,7 +339,7 @@ def parse_offsets(text: str) -> dict[Place, int]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | Literal["all"] | None:
-    """Parse a list of ranks such as ``"0,3"``; "" selects the run's live ranks."""
+    """Parse a list of ranks such as ``"0,3"``, or "" for the run's live ranks."""
     if text in ("", "all"):
         return "all" if text else None
     items = text.split(",")

@@ -6,8 +6,8 @@ The client generates the run identifier and stores the identifier on disk before
 request after a lost answer, the server returns the existing run. If a different request has the same identifier, the
 server raises a conflict and changes nothing.
 
-The server does not unpickle the call. The context contains the caller's environment variables, so the database stores
-only the encrypted context. `QueueLimits` limits the number of waiting runs per principal.
+The server does not unpickle the call. The database stores only the encrypted context, because the context contains the
+caller's environment variables. `QueueLimits` limits the number of waiting runs per principal.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some runs that waited too long for a suitable node. Return the number of all such runs."""
+        """End some runs that waited too long for a suitable node. Return the number of all overdue runs."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9

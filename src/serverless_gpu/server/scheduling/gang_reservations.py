@@ -157,7 +157,7 @@ class EngineReservations:
         elif isinstance(answer, Impossible):
             del self._asked[gang]
             if not self.give_back(asked.run_id, asked.fence, answer.sentence):
-                # An earlier process may have sent the order, so the node will report the outcome.
+                # The node will report the outcome of an order that an earlier process may have sent.
                 self._say(asked, answer.sentence)
         else:
             self._say(asked, answer.sentence)

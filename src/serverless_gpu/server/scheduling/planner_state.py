@@ -5,8 +5,9 @@
     state that the planner knows ────────┘
 
 After a decision of the planner, the sync treats its placements and preemptions as executed. The server may fail to
-store a decision, for example because the user has canceled the run. After such a failure, the next tick reads the
-actual state and applies the difference to the planner. The sync therefore needs no code that undoes decisions.
+store a decision, for example because the user has canceled the run. If the server has not stored a decision, the next
+tick reads the actual state and applies the difference to the planner. The sync therefore needs no code that undoes
+decisions.
 
 The planner's clock adds the boottime since the server's start to the wall clock time of the start. The planner's clock
 therefore never moves backwards. If an operator moves the wall clock by more than `OFF_S`, the sync creates a new
@@ -14,10 +15,10 @@ planner from the database. The sync restores the promised latest start of each r
 
 Failure cases:
 
-- A tick fails. The scheduler calls `forget`, so the next tick creates a new planner from the database.
+- A tick fails. The scheduler calls `forget`, so that the next tick creates a new planner from the database.
 
-- The server is killed before it stores a promised latest start. The next server process may then start the run later
-  than promised.
+- The server is killed before it stores a promised latest start. Without the stored promise, the next server process may
+  start the run later than promised.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ V = TypeVar("V")
 
 
 class PlannerSync:
-    """Synchronizes a planner with the database. Not thread-safe, so other threads must use `WaitReasons`."""
+    """Synchronizes a planner with the database. `PlannerSync` is not thread-safe. Other threads must use
+    `WaitReasons`."""
 
     def __init__(
         self,

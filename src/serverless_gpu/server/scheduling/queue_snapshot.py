@@ -116,7 +116,7 @@ class QueueSnapshot:
         """Read the queue, the nodes, and the limits on starts.
 
         With `afresh`, the method also reads past usage and promised starts. `underway` contains the number of devices
-        of each run that the scheduler has decided to place. The database still shows such a run as waiting.
+        of each run that the scheduler has decided to place. The database still shows the runs in `underway` as waiting.
         """
         as_of = self._budget_admission.as_of()  # Read the budget inputs before any row, as `LookInputs` explains.
         there = capacity.load(connection, self._leases)

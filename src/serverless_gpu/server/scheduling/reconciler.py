@@ -84,8 +84,8 @@ class Reconciler:
     def tick(self, now_ns: int) -> int | None:
         """Run all due checks, and return the time of the next tick."""
         self._hear_engine()
-        # Read the reservations before the database. The server stores a run before it reserves nodes, so a reservation
-        # without a run is obsolete.
+        # Read the reservations before the database. A reservation without a run is obsolete, because the server stores
+        # a run before it reserves nodes.
         reserved = self._engine.recover() if self._engine is not None else ()
         known = self._deliveries.known()
         active = self._database.read(active_runs.active_briefly)

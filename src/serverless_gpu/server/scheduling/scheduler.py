@@ -202,7 +202,7 @@ class Scheduler:
         if drain.find(connection) is not None:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
-            # The node has restarted or left since the decision. Its next hello message wakes the scheduler.
+            # The node has restarted or left since the decision. The node's next hello message wakes the scheduler.
             return None
         if not uid_sharing.admits(connection, run.owner, on[0].pool):
             return None  # An administrator has changed the pool's isolation since the decision.

@@ -36,7 +36,7 @@ _NOBODY = "the scheduler has not read the queue yet"
 
 
 class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """The wait reason of a run; empty if the run does not wait or before the scheduler's first tick."""
+    """The wait reason of a run, empty for a run that does not wait and before the scheduler's first tick."""
 
     sentence: str = ""  # The wait reason as a sentence.
     wait: Wait | None = None  # The wait reason as separate values.

@@ -10,18 +10,18 @@ read.
 `collect` deletes unreferenced parts in two steps, separated by a grace period. First, `collect` condemns a part. After
 the grace period, `collect` deletes a part that is still condemned. A query for a part, or another `put`, removes the
 part from the list of condemned parts. After the query or the `put`, the caller has at least one grace period to create
-a reference to the part. The server keeps the list of condemned parts in memory, so a restarted server condemns parts
-again.
+a reference to the part. A restarted server condemns parts again, because the list of condemned parts exists only in
+memory.
 
 Failure cases:
 
-* The bytes do not match their digest: callers receive HashMismatch.
+* If bytes do not match their digest, callers receive HashMismatch.
 
-* The disk is full: callers receive ServerStorageFull.
+* If the disk is full, callers receive ServerStorageFull.
 
-* The store does not answer: callers receive StoreUnavailable after the retries of the store.
+* If the store does not answer, callers receive StoreUnavailable after the retries of the store.
 
-* A part is missing or altered in the store: callers receive NotFound and must send the part again.
+* If a part is missing or altered in the store, callers receive NotFound and must send the part again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Blobs:
         key = _key(digest)
         if blake3(data).hexdigest() != digest:
             raise HashMismatch(
-                f"{len(data)} bytes arrived for part {digest[:12]}, but they do not match this digest",
+                f"{len(data)} bytes arrived for part {digest[:12]}, which do not match this digest",
                 hint="send the part again. If the error recurs, check the network between client and server for "
                 "a device that alters data",
             )
@@ -112,7 +112,7 @@ class Blobs:
         faults.reach("after_part_before_answer")
 
     def try_store(self) -> str:
-        """Test the store with a write, a read and a deletion. Return the problem, or ""."""
+        """Test the store with a write, a read and a deletion. Return a description of the problem, or ""."""
         data = b"serverless-gpu looks whether it can store anything: " + secrets.token_bytes(16)
         key = _key(blake3(data).hexdigest())
         try:

@@ -26,17 +26,17 @@ every byte and requests `repair` after an error.
 
 Failure cases:
 
-* The network alters data during the transfer: the client receives HashMismatch and sends the object again.
+* If the network alters data during the transfer, the client receives HashMismatch and sends the object again.
 
-* An object violates a validation rule: the client receives EnvironmentRejected.
+* If an object violates a validation rule, the client receives EnvironmentRejected.
 
-* The disk is full: the client receives ServerStorageFull.
+* If the disk is full, the client receives ServerStorageFull.
 
-* The store does not answer: the client receives StoreUnavailable after the retries of the store.
+* If the store does not answer, the client receives StoreUnavailable after the retries of the store.
 
-* The data in a pack differs from a unit's rows: the verification raises `ContentMismatch`.
+* If the data in a pack differs from a unit's rows, the verification raises `ContentMismatch`.
 
-* The verification of a unit cannot start within WAIT_S seconds: the client receives StoreUnavailable.
+* If the verification of a unit cannot start within WAIT_S seconds, the client receives StoreUnavailable.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ class EnvironmentStore:
     def repair(self, keys: Collection[str]) -> tuple[str, ...]:
         """Verify snapshots and units with their content, and delete objects that no restore can use.
 
-        The server verifies every claim of the caller, so any caller who may restore can request a repair. The server
-        skips units that a repair has found intact within the last `REPAIRED_S` seconds.
+        Any caller who may restore can request a repair, because the server verifies every claim of the caller. The
+        server skips units that a repair has found intact within the last `REPAIRED_S` seconds.
         """
         now_ns = self._clock.boottime_ns()
         wanted = [
@@ -483,7 +483,7 @@ class ContentChecks:
     def _turn(self, turns: threading.Semaphore) -> Iterator[None]:
         if not turns.acquire(timeout=WAIT_S):
             raise StoreUnavailable(
-                f"the server is busy with other units; the unit has waited for {WAIT_S:.0f} s",
+                f"the unit has waited for {WAIT_S:.0f} s, because the server is busy with other units",
                 hint="wait until the client has sent the unit again, because the verification takes a few seconds",
             )
         try:

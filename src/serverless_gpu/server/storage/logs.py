@@ -15,13 +15,13 @@ samples, `rank` is the node's number.
 
 Failure cases:
 
-* Only the database's disk reserve is left: the server accepts fewer bytes, and the node sends the rest later. The
-  node's report still succeeds, because the report is also the run's heartbeat. If bytes are still missing at the end of
-  the run, the server notes the gap in the last line of the log.
+* If only the database's disk reserve is left, the server accepts fewer bytes. The node sends the missing bytes later.
+  The node's report still succeeds, because the report is also the run's heartbeat. If bytes are still missing at the
+  end of the run, the server notes the gap in the last line of the log.
 
-* Two requests write to one file: the file lock serializes them.
+* If two requests write to one file, the file lock serializes the requests.
 
-* A node sends more output than the limit of a stream: the server ignores the excess.
+* If a node sends more output than the limit of a stream, the server ignores the excess.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Logs:
             if missing <= 0 or _is_closed(fd):
                 return 0
             line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
-            # The line about missing bytes may use the reserved disk space, but that space may also be full.
+            # The line about missing bytes may use the reserved disk space. The reserved space may also be full.
             with contextlib.suppress(OSError):
                 os.write(fd, line)
             os.fchmod(fd, _CLOSED)
@@ -264,7 +264,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_disk(directory: Path) -> bool:
-    """Sync the file system of a directory. Return False if the operating system has no such call."""
+    """Sync a directory's file system. Return False if the operating system cannot sync file systems."""
     if not hasattr(_libc, "syncfs"):
         return False
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

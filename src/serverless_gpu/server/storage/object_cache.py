@@ -4,26 +4,26 @@
          ├ another request reads it from the bucket  ─▶ the same bytes
          └ else: from the bucket, compared with its name, cached ─▶ from the file
 
-A pack's name is the digest of its bytes, so a cached pack never becomes outdated. The address of a unit or snapshot
-does not cover all of its data. For example, a later `put` may make a unit refer to different packs. Cached units and
-snapshots are therefore valid only for `DOCUMENT_S` seconds, and not after a restart. A missing pack invalidates all
-cached units and snapshots. The server compares every cached copy with its digest before each use. After a disk error,
-the server downloads the object again.
+A cached pack never becomes outdated, because a pack's name is the digest of its bytes. The address of a unit or
+snapshot does not cover all of its data. For example, a later `put` may make a unit refer to different packs. Cached
+units and snapshots are therefore valid only for `DOCUMENT_S` seconds, and not after a restart. A missing pack
+invalidates all cached units and snapshots. The server compares every cached copy with its digest before each use. After
+a disk error, the server downloads the object again.
 
 When the cache or the disk is full, the server removes the least recently used copies. If an object does not fit into
 the cache, the server serves the object from memory to all waiting requests.
 
 Failure cases:
 
-* The bucket does not have the object: callers receive KeyError.
+* If the bucket does not have the object, callers receive KeyError.
 
-* The bucket does not answer: all callers that wait for the object receive StoreUnavailable.
+* If the bucket does not answer, all callers that wait for the object receive StoreUnavailable.
 
-* The bucket returns wrong data twice: callers receive EnvironmentCorrupt with the object's name.
+* If the bucket returns wrong data twice, callers receive EnvironmentCorrupt with the object's name.
 
-* The disk is full or not writable: the server serves the object from memory.
+* If the disk is full or not writable, the server serves the object from memory.
 
-* The server is killed: the next start removes temporary files.
+* After a kill of the server, the next start removes temporary files.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ DOCUMENTS_AT_ONCE = 16
 TURN_S = 15.0
 """Seconds for which a download waits for a free slot."""
 FIRST_BYTES = 64 << 20
-"""Number of bytes that the first request to the bucket asks for. Every pack is shorter and needs only one request."""
+"""Number of bytes that the first request to the bucket asks for. Every pack is shorter than this range and needs only
+one request."""
 DOCUMENT_S = 600
 """Seconds for which a cached unit or snapshot is valid."""
 WAIT_S = 40.0
@@ -376,7 +377,7 @@ class KeptFile(_Copy):
         self.size = os.fstat(self._fd).st_size
 
     def __del__(self) -> None:
-        # Several requests share a copy, so a reader that disconnects must not close the copy.
+        # A reader that disconnects must not close the copy, because several requests share a copy.
         if self._fd >= 0:
             os.close(self._fd)
 

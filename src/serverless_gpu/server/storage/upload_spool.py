@@ -8,9 +8,10 @@ does not delay heartbeats.
 
 Failure cases:
 
-* The disk is full: the sender receives ServerStorageFull, before the first byte if the size is known.
+* If the disk is full, the sender receives ServerStorageFull. If the size is known, the sender receives the error before
+  the first byte.
 
-* The sender disconnects or sends more than the route accepts: the server deletes the incomplete file.
+* If the sender disconnects or sends more than the route accepts, the server deletes the incomplete file.
 """
 
 from __future__ import annotations

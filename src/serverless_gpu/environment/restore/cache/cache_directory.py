@@ -45,7 +45,7 @@ from serverless_gpu.json_codec import from_msgpack
 from serverless_gpu.units import format_bytes
 
 LINKED = "linked"
-"""Name of a marker file in the cache. The file exists if trees may link to files of units.
+"""Name of a marker file in the cache. The marker file exists if trees may link to files of units.
 """
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -123,11 +123,17 @@ class CachePaths:
         return self.environment(address) / "looked"
 
     def compiling_lock(self) -> Path:
-        """Return the lock that protects new bytecode from a concurrent check, shared by compiling processes."""
+        """Return the lock that protects new bytecode from a concurrent check.
+
+        Compiling processes share the lock.
+        """
         return self.locks / "compiling"
 
     def write_note(self, address: str, note: UnitNote) -> None:
-        """Write the record of a unit, and preserve the file's modification time, which stores the fetch time."""
+        """Write the record of a unit.
+
+        The method preserves the record's modification time, which stores the fetch time.
+        """
         path = self.unit(address) / "note"
         before = path.stat().st_mtime_ns
         write_document(path, note)

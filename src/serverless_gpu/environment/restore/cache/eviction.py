@@ -8,7 +8,7 @@ least recently used unit first, together with all environments that contain the 
 use.
 
 Before a restore uses units, the restore records the units under the shared lock `evicting`. An eviction holds the lock
-`evicting` exclusively. The eviction therefore sees the record of every earlier restore, and a later restore sees the
+`evicting` exclusively. The eviction therefore sees the record of every earlier restore. A later restore sees the
 evicted units as missing.
 """
 
@@ -67,8 +67,7 @@ def forget(places: CachePaths, keep: int) -> None:
 
 def sweep(places: CachePaths) -> None:
     """Delete unfinished directories of exited processes, and replaced directories without users."""
-    # Without the eviction lock, a concurrent sweep would hold environment locks, so every environment would seem in
-    # use.
+    # Without the eviction lock, every environment would seem in use while a concurrent sweep holds environment locks.
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
     for parent in (*_directories(places.units), places.trees):
@@ -215,7 +214,8 @@ def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | Non
 def _delete_with_links(places: CachePaths, directory: Path) -> None:
     """Delete a moved directory, and record that the linked units are still intact.
 
-    Removing a link changes the file's change time. Without the record, the next check would suspect the unit.
+    Removing a link changes the file's change time. Without the record of intact links, the next check would suspect the
+    unit.
     """
     match = _LEFT.fullmatch(directory.name)
     if directory.parent != places.trees or match is None:

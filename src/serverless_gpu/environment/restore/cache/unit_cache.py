@@ -15,8 +15,8 @@
             another process fetches it? check it again after the others; the report names the awaited unit
 
 A single stream transfers all units (`unpack_each`), which avoids a round trip for each small unit. A killed process
-leaves the directory `.new-<address>`. The kernel releases the killed process's lock, and the next process that acquires
-the lock unpacks the unit again.
+leaves the directory `.new-<address>`. The kernel releases the lock of the killed process. The next process that
+acquires the lock unpacks the unit again.
 
 `cache_directory.py` defines the paths, `unit_integrity.py` checks units, and `eviction.py` removes them.
 
@@ -400,14 +400,14 @@ class UnitCache(CachePaths):
     def _mend_bytecode(self, address: str, seal: Sweep) -> str:
         """Remove unrecorded or modified bytecode, and return the path of the first modified file.
 
-        Unrecorded bytecode comes from a killed process or an earlier serverless-gpu version.
+        Killed processes and earlier versions of serverless-gpu leave unrecorded bytecode behind.
         """
         unit = self.unit(address)
         known = known_bytecode(unit)
         wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
         lock = try_lock(self.compiling_lock()) if wrong else None
         if lock is None:
-            return ""  # If another process is compiling, the next check decides.
+            return ""  # If another process is compiling, the next check removes the bytecode.
         try:
             for path in wrong:
                 (unit / path).unlink(missing_ok=True)

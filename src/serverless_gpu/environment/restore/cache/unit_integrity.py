@@ -8,23 +8,24 @@
                                                      └▶ the file has another time, or changed after `linked`
 
 A unit's seal is a digest of all file metadata, computed during the verification of the file contents. Ranks cannot
-write to a unit through a mount, but processes of the cache's owner can write to the cache directory. Every write
-updates the inode's change time, which no system call can set. A replaced file or directory has a different inode.
-Comparing the seal therefore detects modified and replaced files without reading the contents.
+write to a unit through a mount. Processes of the cache's owner can write to the cache directory. Every write updates
+the inode's change time, which no system call can set. A replaced file or directory has a different inode. Comparing the
+seal therefore detects modified and replaced files without reading the contents.
 
 The owner of a hard-linked file can modify the file for every environment that contains the unit. Before each use, the
-cache therefore checks every file of a linked unit (`suspects`). All files of units have the same modification time, so
-an ordinary write is visible. A write that restores the modification time still updates the change time. Creating or
-removing a link also updates the change time, so the cache touches the file `linked` after it creates links. A check
-reads every file with a later change time. `link_tree.py` checks each file immediately before linking the file.
+cache therefore checks every file of a linked unit (`suspects`). An ordinary write is visible, because all files of
+units have the same modification time. A write that restores the modification time still updates the change time.
+Creating or removing a link also updates the change time. The cache therefore touches the file `linked` after it creates
+links. A check reads every file with a later change time. `link_tree.py` checks each file immediately before linking the
+file.
 
 The cache compiles bytecode after it has sealed a unit, and records each bytecode file after the compilation. Bytecode
 of a linked unit is suspicious if its modification time is later than the last link. `unit_metadata.py` also adds files
 to sealed units. `unit_cache.py` handles modified units.
 
-Failure cases: A process with the uid of the cache's owner can forge the records, so users who distrust each other need
-separate uids. If the system clock was set back, the check can miss a modification of a linked unit that restores the
-file's modification time.
+Failure cases: A process with the uid of the cache's owner can forge the records. Users who distrust each other
+therefore need separate uids. If the system clock was set back, the check can miss a modification of a linked unit that
+restores the file's modification time.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def known_bytecode(unit: Path) -> dict[str, Identity]:
 def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
     try:
         return msgspec.msgpack.encode((here, seen))
-    except UnicodeEncodeError:  # Valid units never contain such a name, so the digest matches no recorded seal.
+    except UnicodeEncodeError:  # No recorded seal matches an invalid name, because valid units have UTF-8 names.
         return ascii((here, seen)).encode()
 
 

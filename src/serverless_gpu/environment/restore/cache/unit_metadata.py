@@ -8,9 +8,9 @@
     [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
     #!python in a script of a wheel       → #!<interpreter of this tree>
 
-The outline contains a RECORD generated from the unit's rows, which `importlib.metadata` and pip read. The RECORD lines
-for scripts differ in each tree, so the restore adds the lines when it assembles the tree. Creating files is the largest
-cost of preparing mounts, especially on a disk with many recent deletions. Metadata stored in units reduces the
+The outline contains a RECORD generated from the unit's rows, which `importlib.metadata` and pip read. The restore adds
+the RECORD lines for scripts when it assembles a tree, because these lines differ in each tree. Creating files is the
+largest cost of preparing mounts, especially on a disk with many recent deletions. Metadata stored in units reduces the
 generated files of an environment with 200 distributions from a thousand to a hundred. If an environment needs different
 content, the environment's generated file hides the unit's file.
 
@@ -141,7 +141,7 @@ class SharedMetadata:
         self._places = places
 
     def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
-        """Return the generated files of a root's site area that the root's units do not contain."""
+        """Return the generated files of a root's site area, except files that the root's units contain."""
         files = dict(wanted)
         for address, _ in _notes_directories(number, snapshot, outlines):
             added = read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}

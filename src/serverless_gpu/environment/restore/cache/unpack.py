@@ -7,8 +7,8 @@
 The extractor never opens a path through a link. The extractor opens each directory relative to its parent's descriptor
 (`openat` with O_NOFOLLOW). The extractor creates a file only if no entry with its name exists (O_EXCL). The extractor
 creates links after it has written all files. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which
-keeps the directories of the current path open. A unit's rows are sorted by path, so consecutive files are usually in
-the same directory.
+keeps the directories of the current path open. Consecutive files are usually in the same directory, because a unit's
+rows are sorted by path.
 
 The extractor creates each file with mode 0444 or 0555. All unpacked files have the same modification time, which keeps
 their bytecode valid in every tree. A unit's directory has mode 0700 until the extractor has written and verified all of
@@ -60,7 +60,7 @@ def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = i
     """Unpack a unit into a new directory and verify its content. If unpacking fails, delete the directory.
 
     The caller must have checked the unit (`StoreBlobs.read_unit`). The target directory must not exist yet. The parent
-    directory of the target must exist, and no other process may write to it.
+    directory of the target must exist. No other process may write to the parent directory.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
         pass
@@ -292,13 +292,13 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
 class WrittenTree:
     """A new directory that several threads fill.
 
-    The new directory is empty, and other users cannot enter it.
+    The new directory is empty. Other users cannot enter the new directory.
     """
 
     def __init__(self, directory: Path) -> None:
         self.fd = os.open(directory, _ENTER)
         self._made: set[str] = set()
-        # A process can read its umask only by briefly changing it, but Linux reports the umask in /proc.
+        # Linux reports the umask in /proc. Without /proc, a process can read its umask only by briefly changing it.
         self.masked = _umask() & _DIRECTORY_MODE != 0
 
     def enter(self, above: int, name: str, path: str) -> int:
@@ -582,4 +582,4 @@ def _umask() -> int:
                     return int(line.split()[1], 8)
     except (OSError, ValueError):
         pass
-    return 0o777  # The umask is unknown, so the extractor sets all modes explicitly.
+    return 0o777  # The extractor sets all modes explicitly, because the umask is unknown.

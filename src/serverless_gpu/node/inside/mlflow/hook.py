@@ -15,10 +15,11 @@ the run. The hook changes MLflow in a rank as follows:
 * Ranks do not end the job's run, because other ranks may still be training. The node records how the job ended.
 
 The hook does nothing if user code never imports MLflow. The hook patches the user's own MLflow installation, of any
-version. If the hook cannot patch an MLflow version, it prints one warning, and ranks may create their own runs.
+version. If the hook cannot patch an MLflow version, the hook prints one warning. Without the patch, ranks may create
+their own runs.
 
-Failure cases: `job.py` handles an unknown run, and `writes.py` a server that does not answer. At process exit, `settle`
-waits for asynchronous logging for a bounded time and then reports lost points.
+Failure cases: `job.py` handles an unknown run. `writes.py` handles a server that does not answer. At process exit,
+`settle` waits for asynchronous logging for a bounded time and then reports lost points.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ class MlflowHook:
         if not job.run_id or os.environ.get(RUN, job.run_id) != job.run_id:
             return False
         if asked.get("parent_run_id") or self.mlflow.active_run() is not None:
-            return False  # The user named a parent run, or a second run is active, which MLflow refuses.
+            return False  # MLflow handles a parent run that the user named, and refuses a second active run.
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
@@ -356,7 +357,7 @@ class MlflowHook:
         self, original: Callable[..., Any], client: Any, run_id: str, *args: Any, **kwargs: Any
     ) -> None:
         if run_id == self.job.run_id and run_id:
-            # The hook does not wait for held writes here, because every `end_run` would then wait for an unreachable
+            # The hook's `end_run` does not wait for held writes, because every call would wait for an unreachable
             # server.
             self._flush(SETTLE_S)
         else:

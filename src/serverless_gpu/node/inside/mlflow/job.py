@@ -3,15 +3,15 @@
     monitor ──▶ <attempt>/tracking.json ──▶ MlflowJob.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID
     supervisor ── the same variables, if it knows them in time ────────┘
 
-When a rank starts, the monitor may not know the MLflow run yet. The import of MLflow then waits for `tracking.json`,
-for at most `WAIT_S` seconds. The import stops waiting if the monitor ends or MLflow cannot answer. If the wait exceeds
-a second, the rank prints a message. The rank does not overwrite variables that user code has changed.
+When a rank starts, the monitor may not know the MLflow run yet. If the run is unknown, the import of MLflow waits for
+`tracking.json`, for at most `WAIT_S` seconds. The import stops waiting if the monitor ends or MLflow cannot answer. If
+the wait exceeds a second, the rank prints a message. The rank does not overwrite variables that user code has changed.
 
 Failure cases: If the tracking server does not answer the node ("away") or the monitor has ended, the import does not
-wait. In both cases, the rank prints a message once. If the caller has named a tracking server, MLflow keeps its
-configuration, and every later `start_run` checks the server again. Once the tracking server answers, the rank asks the
-node to find the run (`ask`). Without a tracking server, all ranks would share a database that MLflow creates in the
-working directory. The hook therefore gives each rank a separate database in the attempt directory.
+wait. If the import does not wait, the rank prints one message. If the caller has named a tracking server, MLflow keeps
+its configuration. Every later `start_run` checks the named server again. Once the tracking server answers, the rank
+asks the node to find the run (`ask`). Without a tracking server, all ranks would share a database that MLflow creates
+in the working directory. The hook therefore gives each rank a separate database in the attempt directory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ URI, RUN, EXPERIMENT, EXPERIMENT_NAME = (
 ASKED = "tracking.asked"
 BACK_S = 15.0
 _ASK_AGAIN_S = 60.0
-# MLflow stores the artifacts of a local database in the directory that this variable names.
+# Name of the variable with the artifact directory of MLflow's local databases.
 _ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"
 _FELT_S = 1.0  # Minimum wait in seconds that a rank reports.
 APPEARS_S = 2.0  # Maximum seconds until a monitor writes the file of a new attempt.
@@ -82,7 +82,7 @@ class MlflowJob:
         return not self.run_id and self._state == "away" and is_server and not self.changed(URI)
 
     def ask(self) -> bool:
-        """Ask the node to find the job's run. Return True if the run is then known."""
+        """Ask the node to find the job's run. Return True if the node has found the run."""
         if time.monotonic() < self._ask_again:
             return False  # A recent request of this rank did not find the MLflow run.
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class MlflowJob:
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
-        """Set the experiment name in the environment to that of the run's experiment.
+        """Set the experiment name in the environment to the name of the run's experiment.
 
         The caller may have set another experiment name.
         """
@@ -118,7 +118,7 @@ class MlflowJob:
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
     def _do_without(self) -> None:
-        """Report that the job's run is not known, and name the store that receives this rank's data instead."""
+        """Report that the job's run is unknown, and name the store that receives this rank's data."""
         why = f": {self._sentence}" if self._sentence else ""
         unknown = f"the node does not know this job's MLflow run{why}. "
         apart = self._apart()
@@ -179,7 +179,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return True while a monitor updates the file. After the monitor has ended, the file is old."""
+        """Return True while a monitor updates `tracking.json`. The `tracking.json` of an ended monitor is old."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:

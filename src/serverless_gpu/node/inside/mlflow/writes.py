@@ -8,9 +8,9 @@
   values of one parameter after one `start_run` gets MLflow's own error.
 * **Refused values:** MLflow's asynchronous logging collects the calls of one second in a batch, which the server
   accepts or refuses as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad values.
-* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million of them. `Writes`
-  counts the points of all ranks of a node in files in the attempt directories. At 80 % of the limit, a rank prints a
-  warning. Above the limit, `Writes` drops points and prints a notice.
+* **Limit of points:** MLflow accepts ten million points per run. The node reserves two million points for its own
+  metrics. `Writes` counts the points of all ranks of a node in files in the attempt directories. At 80 % of the limit,
+  a rank prints a warning. Above the limit, `Writes` drops points and prints a notice.
 * **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` keeps a bounded
   number of writes in memory and sends them once the server answers. MLflow's own queue would wait for a timeout at each
   write. A synchronous call waits only for a single timeout.
@@ -21,8 +21,9 @@
 MLflow accepts points in any order, because each point contains its step and time. Sending a batch twice has no further
 effect. `HeldWrites` counts the points that it drops.
 
-Failure cases: If no thread can start, `HeldWrites` keeps the writes in memory until the rank ends and drops them. If
-the process forks, the child process starts with an empty queue. The parent process sends the writes in its own queue.
+Failure cases: If no thread can start, `HeldWrites` keeps the writes in memory and drops the writes at the rank's end.
+If the process forks, the child process starts with an empty queue. The parent process sends the writes in its own
+queue.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Failure cases:
   of Ray on node n.
 * If the node task of node 0 has ended or never started, node n reports a failure that names node 0's machine.
 * If Ray on node n ends because the head has ended, node n waits `_SETTLE_S` seconds for the message "done".
-* On SIGTERM, the node task ends this node's Ray and then terminates itself by SIGTERM.
+* On SIGTERM, the node task ends this node's Ray before terminating itself by SIGTERM.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunCluster:
             self._head.tell(address)
 
     def missing(self) -> list[int]:
-        """Return the node numbers that have not joined the cluster."""
+        """Return the numbers of the nodes that have not joined the cluster."""
         return [] if self._head is None else self._head.missing()
 
     def shares(self) -> list[ClusterShare]:

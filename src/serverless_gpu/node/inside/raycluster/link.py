@@ -135,7 +135,8 @@ class _Wire:
         """Return the received messages, or None at end of file.
 
         Raises OSError if the connection fails. Raises NonsenseError if a message is not valid. If messages arrived
-        before the end of file, `receive` first returns these messages. The next call of `receive` then returns None.
+        before the end of file, `receive` first returns these messages. The next call of `receive` after these messages
+        returns None.
         """
         messages: list[protocol.Message] = []
         while True:
@@ -188,7 +189,7 @@ class HeadLink:
         return [self._listener, *(guest.wire.sock for guest in self._guests)]
 
     def missing(self) -> list[int]:
-        """Return the node numbers that have not joined the cluster."""
+        """Return the numbers of the nodes that have not joined the cluster."""
         return [node for node in range(1, self._num_nodes) if node not in self._joined]
 
     def tell(self, address: str) -> None:
@@ -368,7 +369,7 @@ class MemberLink:
         try:
             sock = socket.create_connection(self._head, timeout=_CONNECT_S)
             # If the head runs on this machine and does not listen yet, the kernel may choose the head's port as local
-            # port. The socket is then connected to itself.
+            # port. A socket with the head's port as local port is connected to itself.
             if sock.getsockname() == sock.getpeername():
                 sock.close()
                 raise OSError("no process listens at the head's address")
@@ -397,7 +398,7 @@ class MemberLink:
         return []
 
     def _break(self, error: Exception, now: float) -> list[LinkState]:
-        """Close the connection. The node retries later, unless the head has already proved the secret."""
+        """Close the connection. The node retries later, unless the head has already sent its proof."""
         self._hang_up()
         if self._known:
             self._closed = True

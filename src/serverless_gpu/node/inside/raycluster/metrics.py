@@ -20,8 +20,8 @@ Failure cases:
 * If a line is not a metric or exceeds the length limit, the metrics process ignores the line.
 * Labels contain users' task names, which may contain any characters. The metrics process therefore parses labels by
   their quotes.
-* A gauge that Ray computes as a difference may fall below 0 after a process has ended. The metrics process then reports
-  0 for the gauge.
+* A gauge that Ray computes as a difference may fall below 0 after a process has ended. The metrics process reports 0
+  for a negative gauge.
 
 The metrics process ends when its parent ends.
 """

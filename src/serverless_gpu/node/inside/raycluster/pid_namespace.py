@@ -11,8 +11,8 @@ A process family ends completely even without a pid namespace. Every process bel
 Failure cases: The kernel may refuse to create a pid namespace, which often happens in containers. Without a pid
 namespace, the node task becomes the subreaper of its descendants and ends them one by one. A pid namespace without its
 own /proc is unusable, because Ray would look up its pids in another namespace's process list. A short-lived child
-therefore tries to create the pid namespace first. The child has one thread, but a library or profiler may have started
-more threads in the node task. If the node task has several threads, the kernel refuses a pid namespace to users other
+therefore tries to create the pid namespace first. Unlike the child, the node task may have several threads, which a
+library or profiler has started. If the node task has several threads, the kernel refuses a pid namespace to users other
 than root (EINVAL).
 """
 

@@ -1,8 +1,8 @@
 """Finds the installed Ray without importing the package, because the import takes a second.
 
 Failure cases: If Ray is not installed, `ray_version` raises ModuleNotFoundError. If Ray is a source tree without
-metadata, this module reads the version from Ray's `_version.py`. Before Ray 2.55, all nodes write to the head's
-directory, so `ray_version` rejects clusters of several nodes.
+metadata, this module reads the version from Ray's `_version.py`. For Ray before 2.55, `ray_version` rejects clusters of
+several nodes, because all nodes would write to the head's directory.
 """
 
 from __future__ import annotations

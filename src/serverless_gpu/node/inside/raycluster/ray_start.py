@@ -5,10 +5,10 @@
                                                   └─ agents, monitor, …   Ray restarts them, or ends with them
 
 Ray is ready when the node's agents have written their ports to files. The raylet registers with the head immediately
-after the agents have written their ports. Ray versions without port files print a line to the output of `ray start`
-instead. Ray has failed on a node when `ray start`, the raylet or the head's gcs_server has ended. The node task watches
-`ray start`, the raylet and gcs_server by pidfd. `ray start --block` checks its processes only once a second. `ray
-start` treats a SIGTERM sent to one of its processes as a requested stop.
+after the agents have written their ports. Ray versions without port files report readiness by a line in the output of
+`ray start`. Ray has failed on a node when `ray start`, the raylet or the head's gcs_server has ended. The node task
+watches `ray start`, the raylet and gcs_server by pidfd. `ray start --block` checks its processes only once a second.
+`ray start` treats a SIGTERM sent to one of its processes as a requested stop.
 
 Ports: The node task assigns all ports explicitly, so that clusters on one machine do not collide. By default, Ray uses
 fixed ports or lets its processes choose ports. The node task tests each port by binding the port. The node task avoids
@@ -22,8 +22,8 @@ process groups.
 
 Failure cases:
 
-* A watched process may end before Ray is ready, for example because another process took a port. The node task then
-  retries, up to `_TRIES_MAX` attempts.
+* A watched process may end before Ray is ready, for example because another process took a port. After an early end of
+  a process, the node task retries, up to `_TRIES_MAX` attempts.
 * If Ray is not ready after `START_S` seconds, the node task does not retry.
 
 A failed start raises `RayStartFailed` with Ray's last output.
@@ -237,7 +237,8 @@ def token_of(secret: str) -> str:
 # --- ports ------------------------------------------------------------------------------------------------------------
 
 
-_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # Services use lower ports, and Kubernetes assigns higher ports.
+# Range between the ports of common services and the ports that Kubernetes assigns.
+_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _PORT_RANGE_MIN = 1_000
 _PORT_TRIES_MAX = 2_000
@@ -289,8 +290,8 @@ def _port_range(range_file: str) -> tuple[int, int]:
         return _LOWEST_PORT, min(low - 1, _HIGHEST_PORT)
     if 65_535 - high >= _PORT_RANGE_MIN:
         return high + 1, 65_535
-    # If the ephemeral range covers nearly all ports, the range cannot be avoided. A retry of `ray start` then resolves
-    # port conflicts.
+    # If the ephemeral range covers nearly all ports, the range cannot be avoided. Without an unused range, a retry of
+    # `ray start` resolves port conflicts.
     return _LOWEST_PORT, 65_535
 
 
@@ -333,7 +334,7 @@ class RayProcesses(NamedTuple):
         Wait up to `timeout_s` seconds for a Ray process to end.
         """
         ended = linux.readable(self.watched, timeout_s)
-        # `ray start` ends after another process has ended, so the function returns the other process's name.
+        # If another process has ended before `ray start`, the function returns the other process's name.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
         return names[0] if names else ""
 
@@ -369,8 +370,7 @@ def start(
             return engine
         words = engine.last_words()
         problem = f"{ended}: {words}" if words else ended
-        # End the remaining processes of the failed start attempt. The agents end with the raylet, and all processes end
-        # with the process family.
+        # End the remaining processes of the failed start attempt. Ray's agents end with the raylet.
         for pid in (*linux.descendants(engine.pid), engine.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

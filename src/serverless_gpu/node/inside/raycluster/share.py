@@ -43,7 +43,7 @@ class ClusterShare(NamedTuple):
     cpus: int
     object_store_bytes: int
     dashboard: bool  # True if the head runs its dashboard.
-    node_rank: int  # Node number; node 0 runs the head and the driver.
+    node_rank: int  # Number of the node in the cluster. Node 0 runs the head and the driver.
     num_nodes: int
     host: str  # Name of this node in messages to users.
     address: str  # Address of this node for other nodes; 127.0.0.1 in a cluster of one node.

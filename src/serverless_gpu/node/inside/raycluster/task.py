@@ -22,8 +22,8 @@ Failure cases:
 * If the driver cannot import Ray, the import in the user's function raises the error.
 * If the driver fails or ends without an event, the node task checks whether Ray has ended. If Ray still runs, the node
   task reports the driver's failure like the failure of any rank.
-* If Ray ends after the driver has returned, the driver's result remains valid. The driver then has `_FAREWELL_S`
-  seconds to end.
+* If Ray ends after the driver has returned, the driver's result remains valid. After it has returned, the driver has
+  `_FAREWELL_S` seconds to end.
 * If no process can start or the disk has no space for the token, the node task reports `start_failed`.
 * If the node task dies, the kernel ends the init process, the driver and Ray (PR_SET_PDEATHSIG).
 """
@@ -410,14 +410,16 @@ class Driver:
 
     def look(self, number: int) -> None:
         """Forward a stack signal to the driver's main thread, which writes its stack."""
-        if not self.has_ended():  # Only this thread reaps the driver, so the kernel has not reused the driver's pid.
+        # The kernel has not reused the driver's pid, because only this thread reaps the driver.
+        if not self.has_ended():
             with contextlib.suppress(OSError):
                 linux.signal_main_thread(self.pid, number)
 
 
 def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> int:
     linux.set_name("sgpu-driver")
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code then reaches only the driver's own processes.
+    # With a separate process group, `os.killpg(0, ...)` in user code reaches only the driver's own processes.
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(Exception):

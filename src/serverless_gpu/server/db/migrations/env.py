@@ -6,7 +6,7 @@ from alembic import context
 
 from serverless_gpu.server.db.tables import metadata
 
-# SQLite cannot alter a column, so Alembic copies the table in batch mode.
+# Alembic copies the table in batch mode, because SQLite cannot alter a column.
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,

@@ -1,4 +1,4 @@
-"""Adds pool isolation, and a flag for tokens whose validity each use extends."""
+"""Adds pool isolation and a flag for tokens that each use renews."""
 
 from __future__ import annotations
 
