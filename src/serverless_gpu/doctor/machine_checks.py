@@ -416,7 +416,7 @@ CHECKS = (
         title="Retention of runs",
         symptoms=(
             "ResultUnavailableHere: rank 0 returned a value, but the files of run … were deleted",
-            "InvalidValue: there is no run '…'",
+            "InvalidValue: run '…' does not exist in …",
         ),
         cause="The agent deletes directories of ended runs after some days. If ended runs exceed the "
         "size limit, the agent deletes the oldest run directories first.",

@@ -26,7 +26,7 @@ from serverless_gpu.doctor.facts import (
     warning,
 )
 from serverless_gpu.engines.ray.start_arguments import OLDEST
-from serverless_gpu.model.scheduling.wait_messages import REMEDY, REVOKE
+from serverless_gpu.model.scheduling.wait_messages import REVOKE, SANDBOX_REMEDY
 from serverless_gpu.node.inside.raycluster.ray_installation import release
 from serverless_gpu.node.mlflow_server.server import NO_DATABASE, OTHER_VERSION
 from serverless_gpu.units import format_days_ms
@@ -136,10 +136,8 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         )
     if server.closed_pools:
         sentence = f"only the first administrator's runs start in {', '.join(server.closed_pools)}"
-        mend = REMEDY.format(pool=server.closed_pools[0])
-        found += warning(
-            f"{sentence}: runs of other principals wait", f"{mend}   (an administrator must accept the risk)"
-        )
+        mend = SANDBOX_REMEDY.format(pool=server.closed_pools[0])
+        found += warning(f"{sentence}: runs of other principals wait", f"{mend}   (agents must run as root)")
     return found or ok("the server has no pool yet")
 
 
@@ -256,8 +254,8 @@ CHECKS = (
         "therefore read other principals' files, variables and secrets. On the server's machine, the code could also "
         "read the server's key and tokens. Therefore a pool runs only the first administrator's code until an "
         "administrator accepts the risk.",
-        mend="sgpu pool set NAME --isolation none   (to revert the setting, use --isolation unset, then run `sgpu "
-        "server rotate`)",
+        mend="sgpu pool set NAME --isolation sandbox, or none to share the user   (to revert the setting, use "
+        "--isolation unset, then run `sgpu server rotate`)",
         probe=_isolation,
     ),
     Check(

@@ -158,8 +158,14 @@ def _number(page: str, pattern: str) -> int:
 def test_22D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may_have_them() -> None:
     server = (REPOSITORY / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
     minutes, policy = QueuePolicy().preempt_after_s / 60, QueuePolicy()
-    assert _number(_PAGE, r"has had its devices for (\w+) minutes \(`queue_preempt_after`\)") == minutes
-    assert _number(server, r"has had its devices for (\w+) minutes \(`queue_preempt_after`\)") == minutes
+    assert (
+        _number(_PAGE, r"(?:for|than) (\w+) minutes(?: after the run.s placement)? \(`queue_preempt_after`\)")
+        == minutes
+    )
+    assert (
+        _number(server, r"(?:for|than) (\w+) minutes(?: after the run.s placement)? \(`queue_preempt_after`\)")
+        == minutes
+    )
     assert _number(_PAGE, r"at most (\w+) times") == policy.preemptions_max
     assert _number(server, r"at most (\w+) times") == policy.preemptions_max
 

@@ -117,4 +117,4 @@ def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: 
     assert '"shared": [' in sgpu("node", "calendar", node, "--json").stdout
     with pytest.raises(InvalidValue, match=re.escape(golden("remote.nodes.window-calendar"))):
         sgpu("node", "calendar", node, "--shared", "mo-fr")
-    assert sgpu("node", "calendar", node, "--clear").stdout.endswith("all users may use it at any time\n")
+    assert sgpu("node", "calendar", node, "--clear").stdout.endswith("All users may use the node at any time\n")

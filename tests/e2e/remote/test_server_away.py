@@ -204,7 +204,7 @@ KEEPING = (
     (("up", "--port", "0"), "a server stores its database, keys and tokens in the home directory"),
     (("server", "config"), "the server stores its files in the home directory"),
     (("server", "logs"), "the server stores its log in the home directory"),
-    (("secret", "delete", "--local", "TOKEN"), "`sgpu secret` stores secrets in the home"),
+    (("secret", "delete", "--local", "TOKEN"), "`sgpu secret` stores secrets in the home directory"),
     (("mlflow",), "the MLflow server stores its runs in the home directory"),
     (("queue",), "its server.json names the server"),
 )

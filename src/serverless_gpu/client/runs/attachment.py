@@ -68,7 +68,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
             return cast("Run[object]", run)
     if record is None or record.problem:
         raise InvalidValue(
-            f"there is no run {run_id!r} in {home.runs}{elsewhere}",
+            f"run {run_id!r} does not exist in {home.runs}{elsewhere}",
             hint="list runs with `sgpu runs`; the agent deletes old runs (`[retention]` in config.toml)",
         )
     return _attach_here(home, record)

@@ -23,6 +23,7 @@ Clock = Callable[[int], str]
 
 NAMED_MAX = 3
 REMEDY = "sgpu pool set {pool} --isolation none"
+SANDBOX_REMEDY = "sgpu pool set {pool} --isolation sandbox"
 REVOKE = "sgpu pool set {pool} --isolation unset"
 _MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
@@ -204,7 +205,8 @@ def isolation_sentence(pools: Sequence[str]) -> str:
     verb = "runs" if len(pools) == 1 else "run"
     return (
         f"{_named(pools)} {verb} the code of one principal only, because all runs there share one operating-system "
-        f"user. An administrator can allow other principals: `{REMEDY.format(pool=pools[0])}`"
+        f"user. An administrator can give each principal a sandbox: `{SANDBOX_REMEDY.format(pool=pools[0])}`. "
+        f"Where agents do not run as root, an administrator can share the user: `{REMEDY.format(pool=pools[0])}`"
     )
 
 
@@ -223,7 +225,8 @@ def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared
         waiting = closed or ["default"]
         found.append(
             f"runs of {who} wait in {_named(waiting)} with the reason isolation, because all runs there share one "
-            f"operating-system user. To allow these principals, use `{REMEDY.format(pool=waiting[0])}`"
+            f"operating-system user. To give each principal a sandbox, use "
+            f"`{SANDBOX_REMEDY.format(pool=waiting[0])}`. To share the user, use `{REMEDY.format(pool=waiting[0])}`"
         )
     return found
 

@@ -17,12 +17,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import CLOCK_FAULT
 from serverless_gpu.node.inside import protocol
-from serverless_gpu.node.inside.sandbox import View
+
+if TYPE_CHECKING:  # Every client imports this module, and none of them makes a sandbox.
+    from serverless_gpu.node.inside.sandbox import View
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """Directory of this package."""

@@ -54,7 +54,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     grafts: Sequence[Graft] = ()
 
     def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> None:
-        """Mount the files and the GPUs into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
+        """Mount files and GPUs into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
 
         `cluster` is the directory of the attempt's Ray cluster, or "".
         """

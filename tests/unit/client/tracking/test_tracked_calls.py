@@ -185,7 +185,7 @@ def test_what_only_mlflow_can_speak_to_is_left_to_it_and_said_without_a_password
 def test_what_is_no_address_is_said(uri: str) -> None:
     place = place_of(uri, "/here")
     assert (place.uri, place.store) == ("", "")
-    assert "tracks no runs" in place.problem
+    assert "run tracking is disabled" in place.problem
 
 
 def test_what_the_caller_should_know_is_said_once(

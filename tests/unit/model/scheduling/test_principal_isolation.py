@@ -13,7 +13,8 @@ from tests.support.model.asking import node, planner, wanted
 CLOSED, OPEN = Pool(name="default", single_principal=True), Pool(name="big")
 SENTENCE = (
     "pool default runs the code of one principal only, because all runs there share one operating-system user. "
-    "An administrator can allow other principals: `sgpu pool set default --isolation none`"
+    "An administrator can give each principal a sandbox: `sgpu pool set default --isolation sandbox`. "
+    "Where agents do not run as root, an administrator can share the user: `sgpu pool set default --isolation none`"
 )
 
 

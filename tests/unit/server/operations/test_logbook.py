@@ -59,7 +59,7 @@ def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> No
 def test_only_listed_fields_can_be_said() -> None:
     with pytest.raises(ValueError, match="does not define the field 'env'"), server_log.bound(env={"A": "b"}):
         pass
-    with server_log.bound(run=RUN), pytest.raises(ValueError, match="no field 'token'"):
+    with server_log.bound(run=RUN), pytest.raises(ValueError, match="does not define the field 'token'"):
         server_log.note(token="x")
 
 
