@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import glob
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -80,14 +82,69 @@ def hold(path: str) -> str:
     return "done"
 
 
-def attacks(home: str, run: str, supervisor_pid: int, zygote_pid: int) -> dict[str, str]:
+class Targets(NamedTuple):
+    """What a test has prepared for attacks, readable by every user of the machine."""
+
+    home: str
+    run: str
+    supervisor: int
+    file: str  # in /tmp
+    segment: str  # in /dev/shm
+    shared_memory: int  # identifier of a SysV segment
+    socket: str  # name of an abstract socket that accepts connections
+
+
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+UNPROVEN = {
+    *("patch a supervisor", "memory of another supervisor", "variables of another supervisor"),
+    *("cgroups", "make a device", "kernel log"),
+}
+"""Attacks without a positive control, which the kernel refuses at each level."""
+
+
+@contextlib.contextmanager
+def targets() -> Iterator[Targets]:
+    """Prepare files, shared memory and a socket that every user of the machine can use."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (
+        tempfile.NamedTemporaryFile(dir="/tmp") as file,
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as segment,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        for one in (file, segment):
+            os.chmod(one.name, 0o644)
+        name = f"sgpu-test-{os.getpid()}"
+        listener.bind(f"\0{name}")
+        listener.listen()
+        shared = libc.shmget(0, 4096, 0o1666)
+        try:
+            yield Targets("", "", 0, file.name, segment.name, shared, name)
+        finally:
+            libc.shmctl(shared, 0, None)
+
+
+def attacks(*prepared: Any) -> dict[str, str]:
     """Try what a run must not be able to do. Return the outcome by attack: "possible", or the refusal."""
+    home, run, supervisor_pid, file, segment, shared_memory, name = prepared
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_long
 
     def read(pattern: str) -> None:
-        found = glob.glob(pattern) or [pattern]
-        for path in found:
-            with open(path, "rb") as file:
-                file.read(1)
+        for path in glob.glob(pattern) or [pattern]:
+            with open(path, "rb") as found:
+                found.read(1)
+
+    def call(result: int) -> None:
+        if result < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def connect() -> None:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(f"\0{name}")
+
+    def make_device() -> None:
+        os.mknod("device", 0o20666, os.makedev(1, 8))
+        os.unlink("device")
 
     def patch(pid: int) -> None:
         with open(f"/proc/{pid}/maps") as maps:
@@ -105,15 +162,30 @@ def attacks(home: str, run: str, supervisor_pid: int, zygote_pid: int) -> dict[s
         "attempt token": lambda: read(f"{home}/runs/{run}/1/remote.json"),
         "secret in memory": lambda: read("/dev/shm/sgpu-secrets-*/*"),
         "end another supervisor": lambda: os.kill(supervisor_pid, 0),
-        "patch a zygote": lambda: patch(zygote_pid),
+        "memory of another supervisor": lambda: read(f"/proc/{supervisor_pid}/mem"),
+        "variables of another supervisor": lambda: read(f"/proc/{supervisor_pid}/environ"),
+        "patch a supervisor": lambda: patch(supervisor_pid),
+        "passwords of the machine": lambda: read("/etc/shadow"),
+        "file in /tmp": lambda: read(file),
+        "segment in /dev/shm": lambda: read(segment),
+        "SysV shared memory": lambda: call(libc.shmat(shared_memory, None, 0o10000)),
+        "abstract socket": connect,
+        "kernel log": lambda: read("/dev/kmsg"),
+        "cgroups": lambda: read("/sys/fs/cgroup/*/cgroup.procs"),
+        "make a device": make_device,
+        "own mount namespace": lambda: call(libc.unshare(0x20000)),
+        "user namespace": lambda: call(libc.unshare(0x10000000)),
+        "key ring": lambda: call(libc.syscall(KEYCTL[os.uname().machine], 0, -3, 1)),
+        "io_uring": lambda: call(libc.syscall(425, 1, ctypes.create_string_buffer(256))),
+        "change the root": lambda: call(libc.chroot(b"/")),
     }
     outcome = {}
-    for name, attempt in tried.items():
+    for attack, attempt in tried.items():
         try:
             attempt()
-            outcome[name] = "possible"
+            outcome[attack] = "possible"
         except (OSError, StopIteration) as error:
-            outcome[name] = repr(error)
+            outcome[attack] = repr(error)
     return outcome
 
 
@@ -147,20 +219,20 @@ def test_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_a_s
 ) -> None:
     isolate(admin, level)
     admin.ask("PUT", "/secrets/TOKEN", SecretRequest(value=b"hunter2-hunter2"), answer=SecretView)
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place, targets() as found:
         victim = hold_remote.submit(f"{place}/go")
         wait_for(lambda: Home(home).attempt(victim.id, 1).joinpath("logs").exists(), "the victim has logs")
         wait_for(lambda: list(Path("/dev/shm").glob("sgpu-secrets-*/TOKEN")), "the victim has its secret")
         watched = supervisor(home, victim.id)
         with acting_as(admin, "mallory", monkeypatch):
-            outcome = attack.distributed(str(home), victim.id, watched.pid, watched.pid)[0]
+            outcome = attack.distributed(*found._replace(home=str(home), run=victim.id, supervisor=watched.pid))[0]
         victim.cancel()
     assert isinstance(outcome, dict)
     refused = {name: text for name, text in outcome.items() if text != "possible"}
     if level == "none":
-        # Each attack but the last succeeds where runs share a uid, so it can show what a sandbox refuses. Zygotes of
-        # principals have user namespaces at every level.
-        assert refused.keys() <= {"patch a zygote"}
+        # An attack that succeeds where runs share a uid can show what a sandbox refuses. Zygotes of principals have
+        # user namespaces at every level, so only files decide about the memory of a supervisor.
+        assert refused.keys() <= UNPROVEN, {name: refused[name] for name in refused.keys() - UNPROVEN}
     else:
         assert refused.keys() == outcome.keys(), outcome
 

@@ -83,6 +83,7 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
     overlays, as in `namespaces.enter_mounts`. Raises OSError.
     """
     os.setgroups([])
+    seal.leave_keyring()
     if environment:
         enter_mounts(environment)
     mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)
@@ -122,7 +123,8 @@ def interpreter_parts(python: str) -> list[str]:
     found = [python]
     for program in dict.fromkeys((python, os.path.realpath(python))):
         prefix = os.path.dirname(os.path.dirname(program))
-        found += [os.path.join(prefix, part) for part in _PARTS]
+        if prefix != "/":  # `SYSTEM` has the parts of /bin/python3. The whole of /etc must stay hidden.
+            found += [os.path.join(prefix, part) for part in _PARTS]
     return found
 
 

@@ -31,6 +31,7 @@ CAPABILITIES_MAX = 64
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 22, 24, 38, 47
 _AMBIENT_RAISE, _AMBIENT_CLEAR = 2, 4
 _SECCOMP_MODE_FILTER = 2
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -56,6 +57,13 @@ def problem() -> str:
     if linux.landlock_abi() < linux.SIGNALS_SINCE_ABI:
         return "Landlock with scopes is missing (Linux 6.12 or newer is needed)"
     return ""
+
+
+def leave_keyring() -> None:
+    """Leave the session keyring of this process, because its possessors can read its keys under another uid too."""
+    machine = _MACHINES.get(platform.machine())
+    if machine is not None:
+        _libc.syscall(machine.keyctl, _KEYCTL_JOIN_SESSION_KEYRING, None)  # Fails where the kernel has no keyrings.
 
 
 def set_capabilities(wanted: tuple[int, ...]) -> None:
@@ -109,10 +117,11 @@ def _check(result: int, what: str) -> None:
 class _Machine:
     """Numbers of the refused system calls on one processor architecture."""
 
-    def __init__(self, audit: int, calls: tuple[int, ...], clone: int) -> None:
+    def __init__(self, audit: int, calls: tuple[int, ...], clone: int, keyctl: int) -> None:
         self.audit = audit  # Architecture in the data of a filter (linux/audit.h).
         self.calls = calls
         self.clone = clone
+        self.keyctl = keyctl
 
 
 # System calls added since 2019 have the same number on every architecture.
@@ -132,11 +141,13 @@ _MACHINES = {
             *(323, 172, 173),
         ),
         56,
+        250,
     ),
     "aarch64": _Machine(
         0xC00000B7,
         (89, 217, 280, 106, 273, 105, 294, 104, 219, 40, 265, 241, 41, 60, 142, 218, 268, 225, 224, 39, 97, 282),
         220,
+        219,
     ),
 }
 _CLONE3 = 435

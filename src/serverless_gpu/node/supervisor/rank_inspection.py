@@ -168,7 +168,7 @@ def _ask(look: RankInspection, number: int) -> _Asked | None:
     with contextlib.suppress(OSError, ValueError):
         catches = all(_is_in_set(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
         if catches and os.readlink(path).startswith(f"/memfd:{inside.STACK_FILE}"):
-            return _Asked(os.open(path, os.O_RDWR | os.O_CLOEXEC), look)
+            return _Asked(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), look)
     return None
 
 
