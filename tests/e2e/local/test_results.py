@@ -273,7 +273,7 @@ def test_attach_at_once_while_it_runs_and_after_its_end(where: str) -> None:
     assert late.receipt(timeout=50) == run.receipt(timeout=50)
     after = attach(run.id)
     assert after.results() == [0, 1] and after.receipt() == run.receipt() and after.status() == "SUCCEEDED"
-    with pytest.raises(InvalidValue, match="no run 'nonsense'"):
+    with pytest.raises(InvalidValue, match="run 'nonsense' does not exist"):
         attach("nonsense")
 
 

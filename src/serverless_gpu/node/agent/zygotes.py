@@ -44,7 +44,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -182,16 +182,7 @@ class Zygote:
         self._asked: deque[RestoredEnvironment | None] = deque()
         self._takers: deque[StemWaiter] = deque()
         try:
-            variables = {original(name): original(value) for name, value in context.environ.items()}
-            mounts = environment.mounts if environment is not None else ()
-            places = [str(path) for path in self.containment.paths]
-            namespace: Literal["", "wanted", "required"] = ("required" if preload else "wanted") if owner else ""
-            view = (
-                None
-                if principal is None
-                else view_of(principal, context.python, [] if environment is None else [environment.tree])
-            )
-            interpreter = CallerInterpreter(context.python, context.flags, variables, mounts, places, namespace, view)
+            interpreter = _interpreter_of(request, self.containment.paths, shared=bool(preload))
             self.process: subprocess.Popen[bytes] = zygote_process(
                 interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
             )
@@ -424,6 +415,21 @@ class Zygote:
             written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"exited with code {code}"
         return f"{self.context.python}, started as a zygote, {ended}:\n{written or '(no output)'}"
+
+
+def _interpreter_of(request: ZygoteRequest, cgroups: Sequence[Path], *, shared: bool) -> CallerInterpreter:
+    """Return the interpreter of a zygote, with mounts and isolation. `shared` zygotes serve several runs."""
+    context, environment, owner, principal = request
+    trees = [] if environment is None else [environment.tree]
+    return CallerInterpreter(
+        python=context.python,
+        flags=context.flags,
+        environ={original(name): original(value) for name, value in context.environ.items()},
+        mounts=() if environment is None else environment.mounts,
+        cgroups=[str(path) for path in cgroups],
+        namespace="" if not owner else "required" if shared else "wanted",
+        sandbox=None if principal is None else view_of(principal, context.python, trees),
+    )
 
 
 def stamp(file: str) -> Stamp:

@@ -60,7 +60,7 @@ def problem() -> str:
 
 
 def leave_keyring() -> None:
-    """Leave the session keyring of this process, because its possessors can read its keys under another uid too."""
+    """Leave the session keyring, because its possessors can read its keys under another uid too."""
     machine = _MACHINES.get(platform.machine())
     if machine is not None:
         _libc.syscall(machine.keyctl, _KEYCTL_JOIN_SESSION_KEYRING, None)  # Fails where the kernel has no keyrings.
