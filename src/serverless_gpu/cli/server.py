@@ -203,7 +203,9 @@ def decide_sharing(found: Exposure) -> bool | None:
 
     On a terminal, ask the operator to allow or forbid the shared UID.
     """
-    warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
+    warnings = sharing_warnings(
+        principals=found.principals, closed=found.closed, shared=found.shared, sandboxed=found.sandboxed
+    )
     for warning in warnings:
         say(f"sgpu: warning: {warning}", err=True)
     if not found.undecided:

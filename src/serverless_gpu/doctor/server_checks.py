@@ -138,7 +138,7 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         sentence = f"only the first administrator's runs start in {', '.join(server.closed_pools)}"
         mend = SANDBOX_REMEDY.format(pool=server.closed_pools[0])
         found += warning(f"{sentence}: runs of other principals wait", f"{mend}   (agents must run as root)")
-    return found or ok("the server has no pool yet")
+    return found or ok("no pool lets principals share an operating-system user")
 
 
 @about(lambda facts: facts.server)

@@ -46,7 +46,7 @@ def test_a_run_that_cannot_be_reached_is_not_said_to_be_lost(warm: Path, tmp_pat
     wait_for(lambda: run.status() == "RUNNING", "it runs")
     (socket,) = run_sockets(warm)
     (Home(warm).sockets() / socket).unlink()
-    with pytest.raises(AgentUnavailable, match=golden("local.edges.run-goes", id=run.id)):
+    with pytest.raises(AgentUnavailable, match=golden("local.edges.run-out-of-reach", id=run.id)):
         attach(run.id)
     run.cancel()
     with pytest.raises(RunCancelled):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Event
 from serverless_gpu.model.spec import RayCluster, RunSpec
@@ -11,7 +13,8 @@ from serverless_gpu.node.attempt.usage_account import AttemptAccount
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.supervisor.gang import LocalGang
+from serverless_gpu.node.supervisor.attempt_files import attempt_files
+from serverless_gpu.node.supervisor.gang import HostStem, LocalGang
 from serverless_gpu.testing import FakeClock
 
 
@@ -22,7 +25,7 @@ class Line:
         said: the sentences that whoever watches was told.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, stem: HostStem | None = None, uid: int = 0) -> None:
         device = Device(uuid="D-0", index=0, type="H100", kind=DeviceKind.FAKE, memory_bytes=0)
         launch = Launch(
             run_id="01run",
@@ -36,7 +39,8 @@ class Line:
         )
         ours, self.rank = pair()
         self.account = AttemptAccount(launch, FakeClock())
-        self.gang = LocalGang(launch, Channel(ours.sock), self.account)
+        files = msgspec.structs.replace(attempt_files(launch), uid=uid)
+        self.gang = LocalGang(launch, Channel(ours.sock), self.account, stem=stem, files=files)
         self.said: list[str] = []
         self.gang.on_said = self.said.append
 

@@ -21,6 +21,7 @@ from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.profile import SERVER, ServerProfile, check_address, remove_profile, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access_control import AccessReach, Role, reach
+from serverless_gpu.model.isolation import NONE, SANDBOX
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
 from serverless_gpu.wire.access import (
     OnDisabled,
@@ -84,9 +85,7 @@ def list_tokens(wide: bool, as_json: bool) -> None:
     help="Owner of the token (default: you).",
 )
 @click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Limit the token to this scope. Repeatable.")
-@click.option(
-    "--expires", metavar="DURATION", help="Lifetime of the token, for example 12h or 30d (default: unlimited)."
-)
+@click.option("--expires", metavar="DURATION", help="Lifetime of the token, for example 12h or 30d (default: 90 days).")
 @json_option(TokenMade)
 def create_token(label: str, principal: str, scopes: tuple[str, ...], expires: str | None, as_json: bool) -> None:
     """Create a token.
@@ -237,8 +236,9 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
     if reach(role, "runs", write=True) is AccessReach.NONE:
         return
     closed = [pool.name for pool in pools if pool.isolation == "unset"]
-    shared = [pool.name for pool in pools if pool.isolation == "none"]
-    for warning in sharing_warnings(principals=[name], closed=closed, shared=shared):
+    shared = [pool.name for pool in pools if pool.isolation == NONE]
+    sandboxed = [pool.name for pool in pools if pool.isolation == SANDBOX]
+    for warning in sharing_warnings(principals=[name], closed=closed, shared=shared, sandboxed=sandboxed):
         say(f"sgpu: warning: {warning}", err=True)
 
 

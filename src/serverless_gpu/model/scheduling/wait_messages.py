@@ -210,8 +210,13 @@ def isolation_sentence(pools: Sequence[str]) -> str:
     )
 
 
-def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str]) -> list[str]:
-    """Return the warnings to operators about principals that share one operating-system user."""
+def sharing_warnings(
+    *, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str], sandboxed: Sequence[str] = ()
+) -> list[str]:
+    """Return the warnings to operators about principals that share one operating-system user.
+
+    A server without any pool gets the warning about its future pool `default`.
+    """
     if not principals:
         return []
     who, found = ", ".join(first_few(principals)), []
@@ -219,9 +224,10 @@ def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared
         found.append(
             f"all runs in {_named(shared)} share one operating-system user. The code of {who} can read secrets "
             "and results of other users. On the server's machine, this code can also read the server's key and tokens. "
-            f"End the sharing for new runs with `{REVOKE.format(pool=shared[0])}`"
+            f"Give each principal a sandbox with `{SANDBOX_REMEDY.format(pool=shared[0])}`, or end the sharing for new "
+            f"runs with `{REVOKE.format(pool=shared[0])}`"
         )
-    if closed or not shared:
+    if closed or not (shared or sandboxed):
         waiting = closed or ["default"]
         found.append(
             f"runs of {who} wait in {_named(waiting)} with the reason isolation, because all runs there share one "

@@ -20,6 +20,7 @@ import os
 import select
 import selectors
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.agent.environments import RestoredEnvironment
@@ -27,7 +28,7 @@ from serverless_gpu.node.agent.zygotes import Containment, Key, ProblemTaker, Zy
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem, ZygoteStatus
 from serverless_gpu.node.processes.process_tree import CgroupRoot
-from serverless_gpu.node.processes.spawn import preload
+from serverless_gpu.node.processes.spawn import open_log, preload
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
@@ -105,7 +106,9 @@ class ZygotePool:
         def take(pid: int, fd: int) -> None:
             elsewhere = zygote.differs(context.packages)
             if elsewhere is None:
-                give(Stem(pid=pid, warm=warm and not zygote.dead, warm_reason=zygote.cold or why), fd)
+                cgroups = zygote.stem_cgroups.pop(pid, ())
+                is_warm = warm and not zygote.dead
+                give(Stem(pid=pid, cgroups=cgroups, warm=is_warm, warm_reason=zygote.cold or why), fd)
                 return
             os.close(fd)
             try:
@@ -113,7 +116,10 @@ class ZygotePool:
             except OSError as error:
                 fail(f"could not start {context.python}: {error}")
                 return
-            fresh.take_stem(lambda pid, fd: give(Stem(pid=pid, warm_reason=elsewhere), fd), fail)
+            fresh.take_stem(
+                lambda pid, fd: give(Stem(pid=pid, cgroups=fresh.stem_cgroups.pop(pid, ()), warm_reason=elsewhere), fd),
+                fail,
+            )
 
         zygote.take_stem(take, fail)
 
@@ -232,7 +238,15 @@ class ZygotePool:
         return zygote
 
     def _spawn(self, request: ZygoteRequest, preload: tuple[str, ...]) -> Zygote:
-        zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups)
+        if request.principal is None:
+            zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups)
+        else:  # Code of a principal can write to its log and would read the words of other principals in a shared one.
+            path = Path(f"{request.principal.home}.log")
+            log = open_log(path)
+            try:
+                zygote = Zygote(request, preload, (path, log), self._cgroups)
+            finally:
+                os.close(log)
         self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote))
         return zygote
 

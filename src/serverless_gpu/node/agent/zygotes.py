@@ -179,7 +179,8 @@ class Zygote:
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # The pid, channel and pidfd of each standby stem.
         # Environments of the requested stems, in the order of the requests.
-        self._asked: deque[RestoredEnvironment | None] = deque()
+        self._asked: deque[tuple[RestoredEnvironment | None, tuple[str, ...]]] = deque()
+        self.stem_cgroups: dict[int, tuple[str, ...]] = {}  # Cgroups that the agent made, by the stem's pid.
         self._takers: deque[StemWaiter] = deque()
         try:
             interpreter = _interpreter_of(request, self.containment.paths, shared=bool(preload))
@@ -220,7 +221,7 @@ class Zygote:
             os.close(fd)  # The kernel may have killed the standby stem because memory was short.
         self._takers.append(StemWaiter(self.environment, take, fail))
         waiting = sum(taker.environment is self.environment for taker in self._takers)
-        if sum(asked is self.environment for asked in self._asked) < waiting:
+        if sum(asked is self.environment for asked, _ in self._asked) < waiting:
             self.ask_stem()
 
     def refill(self) -> None:
@@ -255,7 +256,7 @@ class Zygote:
             return  # After the end of the zygote, `hear` still reads the last messages.
         finally:
             close_all(opened)
-        self._asked.append(self.environment)
+        self._asked.append((self.environment, tuple(str(path) for path in cgroups)))
 
     def _sandbox_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
         """Add the sandbox of an attempt to the request for a stem. Return descriptors for the caller to close.
@@ -306,7 +307,8 @@ class Zygote:
                 (fd,) = fds
                 pid = self._host_pid(inside.integer(message, "pid"))
                 self.containment.note_stem(pid)
-                self._offer(self._asked.popleft(), pid, fd)
+                environment, self.stem_cgroups[pid] = self._asked.popleft()
+                self._offer(environment, pid, fd)
                 return True
         return False
 
@@ -388,7 +390,8 @@ class Zygote:
 
     def _drop_stems(self) -> None:
         while self._stems:
-            _, fd, process = self._stems.popleft()
+            pid, fd, process = self._stems.popleft()
+            self.stem_cgroups.pop(pid, None)
             os.close(fd)
             os.close(process)
 

@@ -220,6 +220,7 @@ class Stem(Message, frozen=True, kw_only=True, tag="stem"):
     """The stem of an attempt, with the attached socket, or the problem that prevented the start."""
 
     pid: int = 0
+    cgroups: tuple[str, ...] = ()  # Cgroups that the agent made for the stem.
     warm: bool = False  # True if the zygote was already running.
     warm_reason: str = ""
     problem: str = ""  # Error message if the stem could not start.

@@ -294,14 +294,17 @@ def _become(uid: int, keeper: socket.socket) -> None:
 def _hold() -> None:
     """Start the zygote and reap orphans, as pid 1 of the sandbox. Return in the zygote only."""
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
-    with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
-        file.write("0")
+    # The launcher's standard library may be hidden now, so this process imports no codec.
+    limit = os.open("/proc/sys/user/max_user_namespaces", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(limit, b"0")
+    os.close(limit)
     seal.drop_bounding_set(KEPT)
     seal.forbid_new_privileges()
     zygote = os.fork()
     if zygote == 0:
         seal.set_capabilities(KEPT)
         seal.keep_over_exec(KEPT)
+        linux.enter_scopes(linux.SCOPE_ABSTRACT_SOCKET)
         return
     linux.set_name("sgpu-holder")
     linux.leave_descriptors()

@@ -250,6 +250,15 @@ def look_at(pid: int) -> ProcessIdentity | None:
     return None if fields[0] in "ZX" else ProcessIdentity(pid, int(fields[19]), name)
 
 
+def uid_of(pid: int) -> int | None:
+    """Return the real uid of a process, or None if it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("Uid:"):
+                return int(line.split()[1])
+    return None
+
+
 def namespace_pids(pid: int) -> list[int]:
     """Return a process's pid in each pid namespace, this process's namespace first; [] if it ended."""
     with contextlib.suppress(OSError):

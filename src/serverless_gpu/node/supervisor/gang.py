@@ -13,6 +13,7 @@ import select
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,6 +49,7 @@ from serverless_gpu.node.processes.process_tree import (
     left_in,
     pids_in_namespace,
     remove_cgroup,
+    uid_of,
 )
 from serverless_gpu.node.supervisor.attempt_files import AttemptFiles, attempt_files
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment, place_of
@@ -75,11 +77,18 @@ _FAILURE_REASONS = {
 _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 
 
+class HostStem(NamedTuple):
+    """The stem of an attempt as the agent sees it: pid on this node, and cgroups that the agent made."""
+
+    pid: int = 0
+    cgroups: Sequence[str] = ()
+
+
 class LocalGang:
     """All ranks of one attempt on this node.
 
-    `context` replaces the caller's context if the restored environment has different paths. `stem_pid` is the pid of
-    the stem on this node. In a sandbox, the stem itself sees another pid.
+    `context` replaces the caller's context if the restored environment has different paths. `stem` is the attempt's
+    stem as the agent sees it. A stem in a sandbox sees another pid.
     """
 
     def __init__(
@@ -89,7 +98,7 @@ class LocalGang:
         account: AttemptAccount,
         context: Context | None = None,
         *,
-        stem_pid: int = 0,
+        stem: HostStem | None = None,
         files: AttemptFiles | None = None,
     ) -> None:
         self.launch = launch
@@ -109,7 +118,8 @@ class LocalGang:
         self.on_said: Callable[[str], None] = lambda sentence: None  # Callback for messages from ranks.
         self._sentences_left = _SENTENCES_MAX
         self._cluster: AttemptCluster | None = None  # The Ray cluster of the run on this node.
-        self.stem_pid = stem_pid
+        self._host_stem = stem or HostStem()
+        self.stem_pid = self._host_stem.pid
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
@@ -172,7 +182,7 @@ class LocalGang:
             case "say":
                 self._pass_on(inside.text(message, "text"), note=message.get("note") is True)
             case "empty":
-                self.proven = True
+                self.proven = not self._files.uid
 
     def start(self, devices: Sequence[Device], network: Network, holds: tuple[int, ...], viewer: Viewer) -> None:
         """Fork all ranks, one per device in LOCAL_RANK order.
@@ -228,6 +238,10 @@ class LocalGang:
 
     def kill(self) -> None:
         """Kill the stem and all of its descendants."""
+        if self._files.uid and self.standby:
+            # The stem is pid 1 of its pid namespace, so the kernel ends the namespace with it.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.stem_pidfd, signal.SIGKILL)
         if self._cgroup is not None:
             kill_cgroup(self._cgroup)
             return
@@ -242,7 +256,7 @@ class LocalGang:
         if not self.standby:
             self.proven = True
         elif self._cgroup is not None:
-            self.proven = cgroup_empty(self._cgroup)
+            self.proven = cgroup_empty(self._cgroup) and not (self._files.uid and self._stem_lives())
         else:
             poll = select.poll()
             poll.register(self.stem_pidfd, select.POLLIN)
@@ -254,6 +268,11 @@ class LocalGang:
                         pass
                 return True
         return self.proven
+
+    def _stem_lives(self) -> bool:
+        poll = select.poll()
+        poll.register(self.stem_pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     def left(self) -> tuple[ProcessIdentity, ...]:
         """Return the processes of the attempt that still exist."""
@@ -305,10 +324,16 @@ class LocalGang:
             raise ValueError(
                 f"the stem uses protocol version {message.get('version')}, but the supervisor uses {inside.VERSION}"
             )
-        if not self._files.uid:
+        named = inside.strings(message, "cgroups")
+        if self._files.uid:
+            # A stem in a sandbox inherits memory that the principal's code has written, so its words prove nothing.
+            named = list(self._host_stem.cgroups)
+        else:
             self.stem_pid = inside.integer(message, "pid")
         self.stem_pidfd = os.pidfd_open(self.stem_pid)
-        self._cgroups = tuple(Path(path) for path in inside.strings(message, "cgroups"))
+        if self._files.uid and uid_of(self.stem_pid) != self._files.uid:
+            raise ValueError(f"process {self.stem_pid} is not the stem of this attempt")
+        self._cgroups = tuple(Path(path) for path in named)
         self._cgroup = next((path for path in self._cgroups if (path / "cgroup.kill").exists()), None)
         self.account.mark("stem")
 

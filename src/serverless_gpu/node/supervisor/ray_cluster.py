@@ -30,6 +30,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import socket
 import stat
 from collections import Counter
@@ -140,8 +141,12 @@ class AttemptCluster:
 
         Return a note for the receipt, or "".
         """
-        note = save_logs(self.own, logs_of(self._launch.directory, self._launch.crew), self._clock)
-        share.remove_directory(self.path)
+        if self.own == self.path:
+            note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
+            share.remove_directory(self.path)
+        else:  # Links in the principal's directory could lead to files of the node, so this process copies no log.
+            note = ""
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.fd)
         return note
 

@@ -89,7 +89,7 @@ from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
 from serverless_gpu.node.supervisor.attempt_files import attempt_files
-from serverless_gpu.node.supervisor.gang import LocalGang
+from serverless_gpu.node.supervisor.gang import HostStem, LocalGang
 from serverless_gpu.node.supervisor.hang_watchdog import Watchdogs
 from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
@@ -208,7 +208,7 @@ class Supervisor:
             Channel.adopt(fds[0]),
             self._account,
             message.context,
-            stem_pid=message.pid,
+            stem=HostStem(message.pid, message.cgroups),
             files=self._files,
         )
         self._gang.on_said = lambda said: self._audience.tell(protocol.WaitingNote(sentence=said, lasting=True))

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED
+from serverless_gpu.model.isolation import SANDBOX
 from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
@@ -101,12 +103,16 @@ def make_launch(
         environment = protocol.EnvironmentRequest(
             snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca
         )
+    spec = order.spec
+    if order.isolation == SANDBOX:
+        # The node's processes would read tracking variables and stores that the caller chose, with the node's rights.
+        spec = msgspec.structs.replace(spec, tracker=None)
     now_ns = clock.boottime_ns()
     return protocol.Launch(
         run_id=order.run_id,
         fence=order.fence,
         directory=str(directory),
-        spec=order.spec,
+        spec=spec,
         candidates=chosen.devices,
         world_size=order.gpus,
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
@@ -205,6 +211,8 @@ def _context(order: Start) -> protocol.Context:
     check_flags(context.flags)
     if not order.snapshot:
         check_python(context.python)
+        if order.isolation == SANDBOX:
+            check_reachable(context.python)
     environ = {name: value for name, value in context.environ.items() if name != _FAKE}
     own = (_FAKE, *(_OF_THE_NODE if order.snapshot else ()))
     environ = {**{name: os.environ[name] for name in own if name in os.environ}, **environ}
@@ -247,7 +255,7 @@ _INTERPRETER_HINT = (
 def check_python(python: str) -> None:
     """Raise InvalidValue unless the path is the absolute path of a Python that other users cannot replace."""
     shown = python[:FLAG_CHARACTERS_MAX]
-    if not python.startswith("/") or "\0" in python or os.path.normpath(python) != python:
+    if not python.startswith("/") or python.startswith("//") or "\0" in python or os.path.normpath(python) != python:
         raise InvalidValue(f"the interpreter {shown!r} is not an absolute path without `..`", hint=_INTERPRETER_HINT)
     try:
         real = os.path.realpath(python, strict=True)
@@ -270,6 +278,24 @@ def check_python(python: str) -> None:
                 f"the interpreter {shown!r} could be replaced by any user: {path} is writable by others",
                 hint=f"chmod o-w {path}",
             )
+
+
+def check_reachable(python: str) -> None:
+    """Raise InvalidValue unless each user of the node may execute an interpreter, or it is the node's own.
+
+    The launcher of a sandbox is root. Without this check, a caller could name an interpreter in another user's private
+    directory, and the sandbox would show the files beside the interpreter.
+    """
+    real = os.path.realpath(python)
+    own = f"{os.path.realpath(sys.base_prefix)}/"
+    named = [
+        path for path in dict.fromkeys((python, real)) if not os.path.realpath(os.path.dirname(path)).startswith(own)
+    ]
+    for path in dict.fromkeys(part for each in named for part in _with_parents(each)):
+        if path.startswith("/proc") or not os.stat(path).st_mode & stat.S_IXOTH:
+            shown = python[:FLAG_CHARACTERS_MAX]
+            problem = f"the interpreter {shown!r} is not executable for every user of the node: {path}"
+            raise InvalidValue(problem, hint=_INTERPRETER_HINT)
 
 
 def check_flags(flags: Sequence[str]) -> None:

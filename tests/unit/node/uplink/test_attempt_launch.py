@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.uplink.attempt_launch import FLAGS_MAX, check_flags, check_python
+from serverless_gpu.node.uplink.attempt_launch import FLAGS_MAX, check_flags, check_python, check_reachable
 from tests.support.golden import golden
 
 
@@ -86,3 +87,26 @@ def test_22A11_options_that_change_how_it_behaves_are_taken(flags: tuple[str, ..
 def test_22A11_options_that_name_code_are_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(InvalidValue, match=golden("node.interpreters.started-option-takes")):
         check_flags(flags)
+
+
+def test_27_an_interpreter_in_a_private_directory_starts_in_no_sandbox(tmp_path: Path) -> None:
+    for place in (tmp_path, *tmp_path.parents):
+        if not place.stat().st_mode & 0o001:
+            place.chmod(place.stat().st_mode | 0o011)
+    good = program(tmp_path / "public" / "bin" / "python3")
+    (tmp_path / "public").chmod(0o755)
+    (tmp_path / "public" / "bin").chmod(0o755)
+    check_reachable(good)
+    hidden = program(tmp_path / "private" / "bin" / "python3")
+    (tmp_path / "private" / "bin").chmod(0o755)
+    (tmp_path / "private").chmod(0o700)
+    with pytest.raises(InvalidValue, match=re.escape(str(tmp_path / "private"))):
+        check_reachable(hidden)
+    with pytest.raises(InvalidValue):
+        check_reachable(f"/proc/self/root{good}")
+    check_reachable(sys.executable)
+
+
+def test_27_a_path_with_two_slashes_is_refused() -> None:
+    with pytest.raises(InvalidValue):
+        check_python(f"/{sys.executable}")
