@@ -17,9 +17,12 @@ _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 0x1, os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXECUTION = 0x1, 0x2, 0x4, 0x8
-"""Attributes of a mount, as in mount_setattr(2)."""
+"""Attributes of a mount, as in mount_setattr(2). The flags of mount(2) have the same values."""
 _MS_REC, _MS_PRIVATE, _MS_SLAVE = 0x4000, 0x40000, 0x80000
 _MNT_DETACH = 2
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+"""Kinds of namespaces, as in clone(2)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

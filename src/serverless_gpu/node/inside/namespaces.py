@@ -42,7 +42,8 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
-_CAPABILITY_VERSION_3 = 0x20080522
+from . import seal
+
 _DONE = b"\0"
 _REASON_BYTES_MAX = 4096
 
@@ -125,10 +126,7 @@ def probe_user_namespace() -> str:
 
 def drop_capabilities() -> None:
     """Drop every capability of this process in its user namespace. Raises OSError on failure."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    _check(libc.capset(header, none), "cannot drop capabilities")
+    seal.set_capabilities(())
 
 
 def _write_maps(pid: int) -> None:

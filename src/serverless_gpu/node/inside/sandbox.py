@@ -46,11 +46,10 @@ PRINCIPAL_DEPTH, ATTEMPT_DEPTH = 2, 3
 """Number of pid namespaces between the node and the processes of a principal, and between the node and a rank."""
 KEPT = (seal.CAPABILITIES["SYS_ADMIN"], seal.CAPABILITIES["SETPCAP"])
 
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
-_CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
-_NO_SUID_DEV = 0x2 | 0x4
-_NO_SUID_DEV_EXEC = _NO_SUID_DEV | 0x8
-_READ_ONLY = mounts.READ_ONLY | mounts.NO_SETUID | mounts.NO_DEVICES
+_OWN_VIEW = mounts.CLONE_NEWNS | mounts.CLONE_NEWIPC | mounts.CLONE_NEWUTS
+_NO_SUID_DEV = mounts.NO_SETUID | mounts.NO_DEVICES
+_NO_SUID_DEV_EXEC = _NO_SUID_DEV | mounts.NO_EXECUTION
+_READ_ONLY = mounts.READ_ONLY | _NO_SUID_DEV
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS_MAX = 40
 _PARTS = ("pyvenv.cfg", "bin", "lib", "lib64", "libexec", "include", "share", "etc", "ssl")
@@ -86,7 +85,7 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
     seal.leave_keyring()
     if environment:
         enter_mounts(environment)
-    mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)
+    mounts.unshare(_OWN_VIEW | mounts.CLONE_NEWPID)
     mounts.keep_mounts_in(private=True)
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # The private root has no /proc yet.
     _make_root(view)
@@ -135,10 +134,10 @@ def fork_init() -> int:
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        mounts.unshare(_CLONE_NEWPID)
+        mounts.unshare(mounts.CLONE_NEWPID)
         pid = os.fork()
         if pid:
-            mounts.set_namespace(own, _CLONE_NEWPID)
+            mounts.set_namespace(own, mounts.CLONE_NEWPID)
     finally:
         os.close(own)
     return pid
@@ -150,7 +149,7 @@ def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable
     The process must be pid 1 of its pid namespace. `trees` contains descriptors of detached environments with their
     mount points. The function closes the descriptors.
     """
-    mounts.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS)
+    mounts.unshare(_OWN_VIEW)
     mounts.keep_mounts_in(private=False)
     below = [path for path in _mounted_below("/tmp", "/dev/shm") if os.path.isdir(path)]
     hidden = [(mounts.clone_tree(path), path) for path in below]
@@ -158,7 +157,7 @@ def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable
     mounts.mount("tmpfs", "/dev/shm", _NO_SUID_DEV_EXEC, f"size={shared_bytes_max},mode=1777")
     for _, path in hidden:
         os.makedirs(path, exist_ok=True)
-    mounts.mount("devpts", "/dev/pts", 0x2 | 0x8, "newinstance,ptmxmode=0666,mode=0620")
+    mounts.mount("devpts", "/dev/pts", mounts.NO_SETUID | mounts.NO_EXECUTION, "newinstance,ptmxmode=0666,mode=0620")
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
     for fd, at in (*hidden, *trees):
         try:
@@ -181,8 +180,8 @@ def _make_root(view: View) -> None:
         root.directory(place)
     root.write(CALL, "")
     root.link("/var/tmp", "/tmp")
-    root.mount("/sys", "/sys", mounts.READ_ONLY | mounts.NO_SETUID | mounts.NO_DEVICES, recursive=False)
-    root.mount(view.home, HOME, mounts.NO_SETUID | mounts.NO_DEVICES)
+    root.mount("/sys", "/sys", _READ_ONLY, recursive=False)
+    root.mount(view.home, HOME, _NO_SUID_DEV)
     for name in _DEVICES:
         root.write(f"/dev/{name}", "")
         root.mount(f"/dev/{name}", f"/dev/{name}", mounts.NO_SETUID)
@@ -279,7 +278,7 @@ def _become(uid: int, keeper: socket.socket) -> None:
     # The kernel lets a user namespace mount /proc only over a visible /proc. The new /proc shows only processes of the
     # sandbox.
     mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
-    mounts.unshare(_CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID)
+    mounts.unshare(mounts.CLONE_NEWUSER | _OWN_VIEW | mounts.CLONE_NEWPID)
     keeper.sendall(b"n")
     if keeper.recv(1) != b"m":
         raise OSError("the keeper of the sandbox ended before it mapped the ids")

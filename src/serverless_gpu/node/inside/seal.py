@@ -44,7 +44,7 @@ def seal() -> None:
     drop_bounding_set(())
     _prctl(_PR_CAP_AMBIENT, _AMBIENT_CLEAR)
     set_capabilities(())
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    forbid_new_privileges()
     linux.enter_scopes(linux.SCOPE_SIGNAL | linux.SCOPE_ABSTRACT_SOCKET)
     _filter_calls()
     set_dumpable(value=False)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from serverless_gpu.node.inside import mounts, namespaces
 
-_CLONE_NEWNS = 0x20000
 _PROBLEM_BYTES_MAX = 4_096
 
 
@@ -36,7 +35,7 @@ def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
 
     def attach(_: socket.socket) -> None:
         trees = [(mounts.clone_tree(each.source, _attributes(each), recursive=False), each.at) for each in grafts]
-        mounts.set_namespace(stem_pidfd, _CLONE_NEWNS)
+        mounts.set_namespace(stem_pidfd, mounts.CLONE_NEWNS)
         for fd, at in trees:
             mounts.attach(fd, at)
 

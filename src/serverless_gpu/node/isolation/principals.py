@@ -22,6 +22,7 @@ import msgspec
 
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.json_codec import from_json
+from serverless_gpu.node.base.private_files import write_private
 
 RANGE = "SERVERLESS_GPU_UIDS"
 """Variable with the first and the last uid for principals, for example ``1900000000-1900065535``."""
@@ -59,7 +60,7 @@ class Principals:
                 uid = known.get(owner)
                 if uid is None:
                     uid = free_uid(self._uids, known)
-                    _write(place, {**known, owner: uid})
+                    write_private(place, msgspec.json.encode({**known, owner: uid}))
             home = self._place / str(uid)
             _make_home(home, uid)
         except (OSError, msgspec.MsgspecError) as error:
@@ -117,15 +118,6 @@ def _read(path: Path) -> dict[str, int]:
         return from_json(path.read_bytes(), dict[str, int])
     except FileNotFoundError:
         return {}
-
-
-def _write(path: Path, known: Mapping[str, int]) -> None:
-    fresh = path.with_suffix(".new")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(known))
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 def _make_home(home: Path, uid: int) -> None:

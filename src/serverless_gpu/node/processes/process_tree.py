@@ -252,18 +252,19 @@ def look_at(pid: int) -> ProcessIdentity | None:
 
 def uid_of(pid: int) -> int | None:
     """Return the real uid of a process, or None if it has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("Uid:"):
-                return int(line.split()[1])
-    return None
+    return next(iter(_status_numbers(pid, "Uid:")), None)
 
 
 def namespace_pids(pid: int) -> list[int]:
     """Return a process's pid in each pid namespace, this process's namespace first; [] if it ended."""
+    return _status_numbers(pid, "NSpid:")
+
+
+def _status_numbers(pid: int, field: str) -> list[int]:
+    """Return the numbers of a field of a process's status, or [] if the process has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("NSpid:"):
+            if line.startswith(field):
                 return [int(word) for word in line.split()[1:]]
     return []
 
