@@ -16,7 +16,7 @@ from serverless_gpu.cli.output import json_option, print_json, print_table, say,
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import time_unit
-from serverless_gpu.model.isolation import LEVELS, SANDBOX
+from serverless_gpu.model.isolation import LEVELS, SANDBOX, USER
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.wait_messages import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
@@ -157,6 +157,8 @@ def set_pool(
             f"users. To restore isolation, run `{REVOKE.format(pool=view.name)}`",
             err=True,
         )
+    elif isolation == USER:
+        say("new runs of every principal now start with a uid of the principal. Running runs continue unchanged")
     elif isolation == SANDBOX:
         say("new runs of every principal now start in a sandbox. Running runs continue without a sandbox")
     elif isolation == "unset":

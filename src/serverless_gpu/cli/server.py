@@ -204,7 +204,7 @@ def decide_sharing(found: Exposure) -> bool | None:
     On a terminal, ask the operator to allow or forbid the shared UID.
     """
     warnings = sharing_warnings(
-        principals=found.principals, closed=found.closed, shared=found.shared, sandboxed=found.sandboxed
+        principals=found.principals, closed=found.closed, shared=found.shared, isolated=found.isolated
     )
     for warning in warnings:
         say(f"sgpu: warning: {warning}", err=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-Level = Literal["none", "sandbox"]
+Level = Literal["none", "user", "sandbox"]
 NONE: Level = "none"
 """All runs of a node share the uid of its agent."""
+USER: Level = "user"
+"""Each principal has its own uid. All principals see the same files, processes and devices of the node."""
 SANDBOX: Level = "sandbox"
 """Each principal has its own uid. Each attempt has private files, processes, devices and interprocess communication."""
-LEVELS: tuple[Level, ...] = (NONE, SANDBOX)
+LEVELS: tuple[Level, ...] = (NONE, USER, SANDBOX)
 """All levels, the weakest first."""
 
 

@@ -21,7 +21,7 @@ from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.profile import SERVER, ServerProfile, check_address, remove_profile, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access_control import AccessReach, Role, reach
-from serverless_gpu.model.isolation import NONE, SANDBOX
+from serverless_gpu.model.isolation import NONE, SANDBOX, USER
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
 from serverless_gpu.wire.access import (
     OnDisabled,
@@ -237,8 +237,8 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
         return
     closed = [pool.name for pool in pools if pool.isolation == "unset"]
     shared = [pool.name for pool in pools if pool.isolation == NONE]
-    sandboxed = [pool.name for pool in pools if pool.isolation == SANDBOX]
-    for warning in sharing_warnings(principals=[name], closed=closed, shared=shared, sandboxed=sandboxed):
+    isolated = [pool.name for pool in pools if pool.isolation in (USER, SANDBOX)]
+    for warning in sharing_warnings(principals=[name], closed=closed, shared=shared, isolated=isolated):
         say(f"sgpu: warning: {warning}", err=True)
 
 

@@ -211,7 +211,7 @@ def isolation_sentence(pools: Sequence[str]) -> str:
 
 
 def sharing_warnings(
-    *, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str], sandboxed: Sequence[str] = ()
+    *, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str], isolated: Sequence[str] = ()
 ) -> list[str]:
     """Return the warnings to operators about principals that share one operating-system user.
 
@@ -227,7 +227,7 @@ def sharing_warnings(
             f"Give each principal a sandbox with `{SANDBOX_REMEDY.format(pool=shared[0])}`, or end the sharing for new "
             f"runs with `{REVOKE.format(pool=shared[0])}`"
         )
-    if closed or not (shared or sandboxed):
+    if closed or not (shared or isolated):
         waiting = closed or ["default"]
         found.append(
             f"runs of {who} wait in {_named(waiting)} with the reason isolation, because all runs there share one "

@@ -33,7 +33,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import IsolationUnavailable
-from serverless_gpu.model.isolation import SANDBOX
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
 from serverless_gpu.node.agent.attempts import Attempts, StemOwners, SupervisorLink, combined
 from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironment, RestoredEnvironments
@@ -298,17 +298,17 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
-            principal = self._principals.of(launch.owner) if launch.isolation == SANDBOX else None
+            principal = self._principals.of(launch.owner) if launch.isolation != NONE else None
         except IsolationUnavailable as error:
             self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
             return
         try:
             # The supervisor starts first, to reserve devices while the agent checks the zygote's files.
             checkpoints = str(self._inventory.checkpoints)
-            uid = 0 if principal is None else principal.uid
-            supervisor = self._attempts.assign(
-                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints, uid=uid), client
-            )
+            assign = protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints)
+            if principal is not None:
+                assign = msgspec.structs.replace(assign, uid=principal.uid, user_home=principal.home)
+            supervisor = self._attempts.assign(assign, client)
         except OSError as error:
             message = f"could not start the run on this node: {error}"
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
@@ -316,7 +316,7 @@ class Agent:
         client.close()
         self._monitoring.want(preparation(launch.spec.tracker, launch.context))
         if launch.idle_timeout_s is not None:
-            request = ZygoteRequest(launch.context, owner=launch.owner, principal=principal)
+            request = ZygoteRequest(launch.context, owner=launch.owner, principal=principal, level=launch.isolation)
             self._prewarm(request, launch.world_size, launch.environment, supervisor)
         elif launch.environment is None:
             self._give_stem(launch, supervisor, principal)
@@ -351,7 +351,7 @@ class Agent:
             supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
 
         try:
-            request = ZygoteRequest(context, environment, launch.owner, principal)
+            request = ZygoteRequest(context, environment, launch.owner, principal, launch.isolation)
             ranks = launch.spec.processes(launch.world_size)
             self._zygotes.give_stem(request, ranks, give, supervisor.give_problem)
         except OSError as error:
@@ -371,7 +371,7 @@ class Agent:
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)
-            request = ZygoteRequest(own, environment, asked.owner, asked.principal)
+            request = ZygoteRequest(own, environment, asked.owner, asked.principal, asked.level)
             if keeper is not None:
                 keeper.key = request.key
             with contextlib.suppress(OSError):

@@ -278,7 +278,9 @@ class ZygotePool:
         self._close(zygote)
         for taker in waiting:
             try:
-                request = ZygoteRequest(zygote.context, taker.environment, zygote.key.owner, zygote.principal)
+                request = ZygoteRequest(
+                    zygote.context, taker.environment, zygote.key.owner, zygote.principal, zygote.level
+                )
                 self._one_shot(request).take_stem(taker.take, taker.fail)
             except OSError as error:
                 taker.fail(f"could not start {zygote.context.python}: {error}")

@@ -49,6 +49,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.environment.restore.interpreters import LoadedModules
+from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside import protocol as inside
@@ -88,7 +89,8 @@ class Key(msgspec.Struct, frozen=True):
     variables: tuple[tuple[str, str], ...]
     environment: str = ""  # Snapshot address of the stems; "" for the caller's files.
     owner: str = ""  # Owner as in `protocol.Launch`; "" for the user of this node.
-    uid: int = 0  # Uid of the zygote's sandbox; 0 without a sandbox.
+    uid: int = 0  # Uid of the zygote's principal; 0 at the isolation level `none`.
+    level: Level = NONE
 
     def elsewhere(self) -> Key:
         """Return the key without its snapshot.
@@ -101,13 +103,15 @@ class Key(msgspec.Struct, frozen=True):
 class ZygoteRequest(NamedTuple):
     """The zygote that a run needs: caller, restored environment (or None) and owner (as in `Key`).
 
-    The zygote runs in the sandbox of `principal`, or without a sandbox if `principal` is None.
+    The zygote runs with the uid of `principal` at the isolation level `level`, or with the agent's uid if `principal`
+    is None.
     """
 
     context: Context
     environment: RestoredEnvironment | None = None
     owner: str = ""
     principal: Principal | None = None
+    level: Level = NONE
 
     @property
     def key(self) -> Key:
@@ -115,7 +119,7 @@ class ZygoteRequest(NamedTuple):
         variables = tuple(separating_variables(self.context.environ).items())
         address = "" if self.environment is None else self.environment.address
         uid = 0 if self.principal is None else self.principal.uid
-        return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner, uid)
+        return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner, uid, self.level)
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
@@ -152,7 +156,7 @@ class Zygote:
         log: tuple[Path, int],
         cgroups: CgroupRoot,
     ) -> None:
-        context, environment, owner, principal = request
+        context, environment, owner, principal, level = request
         ours, theirs = pair()
         log_path, log_fd = log
         self.channel = ours
@@ -166,6 +170,7 @@ class Zygote:
         self.dead = False
         self.context = context
         self.principal = principal
+        self.level = level
         self.used_ns = 0
         self.started_ns = 0
         self.ranks = 1  # Number of ranks in the last run, and of standby processes for the next run.
@@ -187,7 +192,7 @@ class Zygote:
             self.process: subprocess.Popen[bytes] = zygote_process(
                 interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
             )
-            if principal is None:  # The processes of a sandbox end with its pid namespace.
+            if level != SANDBOX:  # The processes of a sandbox end with its pid namespace.
                 self.containment.hold(self.process.pid)
             if environment is not None:
                 ours.send(inside.encode({"op": "hold"}), environment.fds)
@@ -246,9 +251,9 @@ class Zygote:
             request["mounts"] = list(moved.mounts)
         elif self.principal is not None:
             try:
-                opened = self._sandbox_request(request, moved)
+                opened = self._isolation_request(request, moved)
             except OSError as error:
-                self._fail_takers(f"the sandbox of the attempt cannot be prepared: {error}")
+                self._fail_takers(f"the isolation of the attempt cannot be prepared: {error}")
                 return
         try:
             self.channel.send(inside.encode(request), (*opened, *fds))
@@ -258,17 +263,17 @@ class Zygote:
             close_all(opened)
         self._asked.append((self.environment, tuple(str(path) for path in cgroups)))
 
-    def _sandbox_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
-        """Add the sandbox of an attempt to the request for a stem. Return descriptors for the caller to close.
+    def _isolation_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
+        """Add the isolation of an attempt to the request for a stem. Return descriptors for the caller to close.
 
-        The stem receives descriptors of its cgroups and its environment, because a sandbox hides the paths of both.
+        The stem receives descriptors of its cgroups and its environment, because it may not open the paths of both.
         """
         opened = [os.open(f"{path}/cgroup.procs", os.O_WRONLY) for path in inside.strings(request, "cgroups")]
         trees: list[str] = []
         if moved is not None:
             trees = [str(moved.mounts[0]["at"])]
             opened.append(detached_environment(moved.mounts))
-        request["sandbox"] = {"trees": trees, "memory": MEMORY_BYTES_MAX}
+        request["isolation"] = {"level": self.level, "trees": trees, "memory": MEMORY_BYTES_MAX}
         return opened
 
     def hear(self) -> bool:
@@ -316,7 +321,10 @@ class Zygote:
         """Return the pid of a stem on this node. Raises ValueError if the stem has already ended."""
         if self.principal is None:
             return pid
-        found = pids_in_namespace(self.process.pid, sandbox.PRINCIPAL_DEPTH).get(pid)
+        if self.level == SANDBOX:
+            found = pids_in_namespace(self.process.pid, sandbox.PRINCIPAL_DEPTH).get(pid)
+        else:  # The zygote runs code of the principal and may name any process.
+            found = pid if pid in descendants(self.process.pid) else None
         if found is None:
             raise ValueError("the stem ended before the agent received it")
         return found
@@ -331,6 +339,8 @@ class Zygote:
         """Return the reason why the zygote cannot move to another environment, or ""."""
         if not self.ready or self._born_in is None:
             return "the warm interpreter was still starting, in another environment"
+        if self.level == USER:
+            return "at the isolation level `user`, an interpreter cannot move to another environment"
         return environment.misfit(self.loaded, self._born_in)
 
     def move(self, environment: RestoredEnvironment) -> None:
@@ -422,7 +432,7 @@ class Zygote:
 
 def _interpreter_of(request: ZygoteRequest, cgroups: Sequence[Path], *, shared: bool) -> CallerInterpreter:
     """Return the interpreter of a zygote, with mounts and isolation. `shared` zygotes serve several runs."""
-    context, environment, owner, principal = request
+    context, environment, owner, principal, level = request
     trees = [] if environment is None else [environment.tree]
     return CallerInterpreter(
         python=context.python,
@@ -431,7 +441,8 @@ def _interpreter_of(request: ZygoteRequest, cgroups: Sequence[Path], *, shared: 
         mounts=() if environment is None else environment.mounts,
         cgroups=[str(path) for path in cgroups],
         namespace="" if not owner else "required" if shared else "wanted",
-        sandbox=None if principal is None else view_of(principal, context.python, trees),
+        view=None if principal is None else view_of(principal, context.python, trees),
+        level=level,
     )
 
 

@@ -213,7 +213,8 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     launch: Launch
     asked_ns: int  # Boottime at which the launch arrived.
     checkpoints: str = ""  # Directory of all runs' checkpoints on this node.
-    uid: int = 0  # Uid of the ranks in their sandbox; 0 without a sandbox.
+    uid: int = 0  # Uid of the run's principal; 0 at the isolation level `none`.
+    user_home: str = ""  # Home directory of the run's principal on this node.
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):

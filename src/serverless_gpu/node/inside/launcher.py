@@ -20,7 +20,7 @@ import contextlib
 import json
 import os
 
-from . import linux, namespaces, protocol, sandbox
+from . import linux, namespaces, own_uid, protocol, sandbox
 from .channel import Channel
 
 
@@ -28,16 +28,17 @@ def main(plan_fd: int, channel_fd: int) -> None:
     """Enter the containment of a zygote and execute the zygote. Return only if the zygote must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
-    ``sandbox`` (the fields of `sandbox.View`, or None), ``argv`` (the program first) and ``environ``. Raises OSError
-    when a mount or the program fails.
+    ``view`` (the fields of `sandbox.View`, or None), ``level`` (the isolation level of the view), ``argv`` (the program
+    first) and ``environ``. Raises OSError when a mount or the program fails.
     """
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
-    if plan["sandbox"] is not None:
+    if plan["view"] is not None:
         # The launcher opens the cgroups before it enters the sandbox, which hides the cgroups. The keeper of the
         # sandbox stays outside of the cgroups.
         cgroups = open_cgroups(plan["cgroups"])
-        sandbox.enter(sandbox.View(**plan["sandbox"]), plan["mounts"])
+        enter = sandbox.enter if plan["level"] == protocol.SANDBOX else own_uid.enter
+        enter(sandbox.View(**plan["view"]), plan["mounts"])
         linux.become_subreaper()  # execve keeps the subreaper setting.
         join_cgroups(cgroups)
         os.execve(plan["argv"][0], plan["argv"], plan["environ"])

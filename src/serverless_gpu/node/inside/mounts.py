@@ -86,6 +86,11 @@ def pivot_root(root: str) -> None:
     os.chdir("/")
 
 
+def unmount(at: str) -> None:
+    """Remove a mount, also while processes use it. Raises OSError."""
+    _check(_libc.umount2(os.fsencode(at), _MNT_DETACH), "cannot unmount a tree", at)
+
+
 def unshare(flags: int) -> None:
     """Create namespaces (CLONE_NEW… flags) for this process. Raises OSError."""
     _check(_libc.unshare(flags), "cannot create namespaces", "")

@@ -1,9 +1,11 @@
 """Messages between zygote, stem and rank, and the version of their protocol.
 
-    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool}
+    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool,
+                        "isolation": {"level": …, "trees": [path, …], "memory": bytes}}
                                                    fork one stem with n standby ranks; a plan
                                                    (`namespaces.py`) and a descriptor select another
-                                                   environment; "apart" adds a user namespace
+                                                   environment; "apart" adds a user namespace;
+                                                   "isolation": the stem belongs to a principal with a uid of its own
                        {"op": "hold"} + descriptors                    the zygote and its stems keep them open
     zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path},
                         "names": [name, …], "libraries": [path, …]}
@@ -40,7 +42,10 @@ import json
 import time
 from collections.abc import Callable
 
-VERSION = 8
+VERSION = 9
+
+USER, SANDBOX = "user", "sandbox"
+"""Isolation levels of a principal's zygote, as in `model/isolation.py`."""
 
 # A rank answers STACK_SIGNAL and PASS_SIGNAL by writing its Python stack to the memfd STACK_FILE. A C handler answers
 # STACK_SIGNAL (SIGRTMAX-7) at any time. A Python handler answers PASS_SIGNAL when the main thread next runs Python

@@ -169,7 +169,7 @@ def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable
 
 def _make_root(view: View) -> None:
     mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
-    root = _Root(view.at)
+    root = Root(view.at)
     for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *view.shown, *interpreter_parts(view.python)):
         root.show(path)
     root.write("/etc/passwd", f"root:x:0:0:root:/root:/sbin/nologin\n{USER}:x:{view.uid}:{view.uid}::{HOME}:/bin/sh\n")
@@ -210,16 +210,16 @@ def _octal(match: re.Match[str]) -> str:
     return chr(int(match[1], 8))  # The kernel writes blanks in paths as octal numbers.
 
 
-class _Root:
+class Root:
     """A directory that becomes the root of a sandbox. Paths are paths in the sandbox."""
 
     def __init__(self, at: str) -> None:
         self._at = at
-        self._shown: list[str] = []
+        self.shown: list[str] = []  # Paths that the directory shows, without links.
 
     def show(self, path: str, links: int = 0) -> None:
         """Show a path of the node read-only at the same path, including the symbolic links in the path."""
-        if any(path == each or path.startswith(f"{each}/") for each in self._shown) or links > _LINKS_MAX:
+        if any(path == each or path.startswith(f"{each}/") for each in self.shown) or links > _LINKS_MAX:
             return
         place = "/"
         parts = [part for part in path.split("/") if part]
@@ -238,7 +238,7 @@ class _Root:
         else:
             self.write(path, "")
         self.mount(path, path, _READ_ONLY)
-        self._shown.append(path)
+        self.shown.append(path)
 
     def mount(self, source: str, at: str, attributes: int, *, recursive: bool = True) -> None:
         fd = mounts.clone_tree(source, attributes, recursive=recursive)

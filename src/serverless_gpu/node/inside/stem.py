@@ -62,7 +62,7 @@ def main(
     `channel` connects the stem first to the agent and later to a supervisor. `request` names the cgroups to enter, the
     number of ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the
     stem's own user namespace. A `zygote` of None means that the stem gets no user namespace. If the request contains
-    ``sandbox``, `fds` contains descriptors of cgroups, environments and locks, in this order.
+    ``isolation``, `fds` contains descriptors of cgroups, environments and locks, in this order.
     """
     code = 1
     try:
@@ -71,11 +71,11 @@ def main(
             with zygote:
                 namespaces.become_member(zygote)
         linux.limit_harm()  # A sealed process cannot change its own settings.
-        private = request.get("sandbox")
-        own = _Stem(channel, isolated=isinstance(private, dict))
+        isolation = request.get("isolation")
+        own = _Stem(channel, isolated=isinstance(isolation, dict))
         cgroups = protocol.strings(request, "cgroups")
-        if isinstance(private, dict):
-            own.cgroups, ready = cgroups, own.enter_sandbox(private, list(fds), len(cgroups))
+        if isinstance(isolation, dict):
+            own.cgroups, ready = cgroups, own.isolate(isolation, list(fds), len(cgroups))
         else:
             own.cgroups, ready = enter_cgroups(cgroups), own.mount(request.get("mounts"))
         if ready:
@@ -116,9 +116,12 @@ class _Stem:
         importlib.invalidate_caches()
         return True
 
-    def enter_sandbox(self, wanted: protocol.Message, fds: list[int], cgroups: int) -> bool:
+    def isolate(self, wanted: protocol.Message, fds: list[int], cgroups: int) -> bool:
         """Enter the cgroups and the namespaces of the attempt, and give up all rights. Report a failure."""
         join_cgroups(fds[:cgroups])
+        if wanted.get("level") != protocol.SANDBOX:
+            seal.set_dumpable(value=False)  # The zygote has no rights, so the stem has none to give up.
+            return True
         trees = protocol.strings(wanted, "trees")
         size = protocol.integer(wanted, "memory")
         try:

@@ -176,7 +176,9 @@ def _fork_stem(
     ours, theirs = pair()
     admission = socket.socketpair() if request.get("apart") is True else None
     try:
-        pid = os.fork() if request.get("sandbox") is None else sandbox.fork_init()
+        isolation = request.get("isolation")
+        is_sandbox = isinstance(isolation, dict) and isolation.get("level") == protocol.SANDBOX
+        pid = sandbox.fork_init() if is_sandbox else os.fork()
     except OSError as error:
         ours.close()
         theirs.close()

@@ -12,7 +12,9 @@ Failure cases: The functions raise OSError with the failed step before any rank 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,9 +39,36 @@ def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
         trees = [(mounts.clone_tree(each.source, _attributes(each), recursive=False), each.at) for each in grafts]
         mounts.set_namespace(stem_pidfd, mounts.CLONE_NEWNS)
         for fd, at in trees:
+            _make_point(fd, at)
             mounts.attach(fd, at)
 
     _in_child(attach, "the attempt's files cannot be mounted into its sandbox")
+
+
+def remove_grafts(namespace: int, directory: str) -> None:
+    """Unmount the files that `graft` has mounted below a directory of a mount namespace. Raises OSError.
+
+    `namespace` is a descriptor of the mount namespace.
+    """
+
+    def remove(_: socket.socket) -> None:
+        mounts.set_namespace(namespace, mounts.CLONE_NEWNS)
+        for name in os.listdir(directory):
+            mounts.unmount(f"{directory}/{name}")
+        shutil.rmtree(directory)
+
+    _in_child(remove, "the attempt's files cannot be unmounted")
+
+
+def _make_point(tree: int, at: str) -> None:
+    """Make the file or directory on which a detached tree is mounted, unless the path exists."""
+    if os.path.lexists(at):
+        return
+    if stat.S_ISDIR(os.fstat(tree).st_mode):
+        os.makedirs(at, mode=0o755)
+    else:
+        os.makedirs(os.path.dirname(at), mode=0o755, exist_ok=True)
+        os.close(os.open(at, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def detached_environment(overlays: Sequence[Mapping[str, object]]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.errors import IsolationUnavailable
-from serverless_gpu.model.isolation import NONE, SANDBOX, Level
+from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.node.inside import seal
 from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.isolation.principals import RANGE, uid_range
@@ -23,6 +23,7 @@ from serverless_gpu.node.processes.process_tree import find_cgroup_root
 from serverless_gpu.node.processes.spawn import clean_variables, load_inside
 
 _REHEARSAL_S = 20.0
+_TRIALS = {"sandbox": "a trial sandbox", "own_uid": "a trial with a uid of its own"}
 
 
 class OfferedLevel(NamedTuple):
@@ -33,39 +34,49 @@ class OfferedLevel(NamedTuple):
 
 
 def measure(environ: Mapping[str, str]) -> OfferedLevel:
-    """Return the isolation level that this process can give to runs. The call takes about 0.1 s."""
-    problem = _problem(environ)
-    return OfferedLevel(NONE, problem) if problem else OfferedLevel(SANDBOX)
+    """Return the isolation level that this process can give to runs. The call takes about 0.2 s."""
+    problem = _problem_of_principals(environ)
+    if problem:
+        return OfferedLevel(NONE, problem)
+    try:
+        uid = uid_range(environ.get(RANGE, ""))[-1]
+        problem = seal.problem() or _rehearse("sandbox", uid, environ)
+        if not problem:
+            return OfferedLevel(SANDBOX)
+        worse = _rehearse("own_uid", uid, environ)
+    except (OSError, IsolationUnavailable) as error:
+        return OfferedLevel(NONE, f"a trial cannot be made: {error}")
+    return OfferedLevel(NONE, worse) if worse else OfferedLevel(USER, problem)
 
 
-def _problem(environ: Mapping[str, str]) -> str:
+def _problem_of_principals(environ: Mapping[str, str]) -> str:
+    """Return the reason why principals cannot have a uid of their own here, or ""."""
     if sys.platform != "linux":
-        return "sandboxes need Linux"
+        return "isolation needs Linux"
     if os.geteuid() != 0:
         return "the node's agent does not run as root"
-    if why := seal.problem():
-        return why
     cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
     try:
-        if cgroups.path is None:
-            return cgroups.problem
+        return cgroups.problem if cgroups.path is None else ""
     finally:
         cgroups.close()
-    try:
-        return _rehearse(uid_range(environ.get(RANGE, ""))[-1], environ)
-    except (OSError, IsolationUnavailable) as error:
-        return f"a trial sandbox cannot be made: {error}"
 
 
-def _rehearse(uid: int, environ: Mapping[str, str]) -> str:
-    """Create a sandbox of a uid without an owner. Return the reason for a failure, or "". Raises OSError."""
+def _rehearse(module: str, uid: int, environ: Mapping[str, str]) -> str:
+    """Try the isolation of a module in `node/inside`, with a uid without an owner. Raises OSError.
+
+    Return the reason for a failure, or "".
+    """
     with tempfile.TemporaryDirectory(prefix="sgpu-rehearsal-") as place:
         at, home = Path(place, "root"), Path(place, "home")
         at.mkdir()
         home.mkdir()
         os.chown(home, uid, uid)
         view = View(uid=uid, at=str(at), home=str(home), python=sys.executable, shown=[], devices=[])
-        program = f"{load_inside()}from _sgpu_inside import sandbox\nsandbox.rehearse(sandbox.View(*{tuple(view)!r}))\n"
+        program = (
+            f"{load_inside()}from _sgpu_inside import {module}, sandbox\n"
+            f"{module}.rehearse(sandbox.View(*{tuple(view)!r}))\n"
+        )
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-S", "-c", program],
@@ -77,8 +88,8 @@ def _rehearse(uid: int, environ: Mapping[str, str]) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return f"a trial sandbox did not end within {_REHEARSAL_S:.0f} s"
+            return f"{_TRIALS[module]} did not end within {_REHEARSAL_S:.0f} s"
     if done.returncode == 0:
         return ""
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    return f"a trial sandbox failed: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    return f"{_TRIALS[module]} failed: {lines[-1] if lines else f'exit code {done.returncode}'}"

@@ -199,7 +199,8 @@ class CallerInterpreter(NamedTuple):
     mounts: Sequence[Mapping[str, object]] = ()  # Mounts of the interpreter's environment, for `inside/namespaces.py`.
     cgroups: Sequence[str] = ()  # Directories of the cgroups in which the interpreter starts.
     namespace: Literal["", "wanted", "required"] = ""  # User namespace: not used, used if possible, or required.
-    sandbox: View | None = None  # Files of the principal's sandbox, in place of the user namespace.
+    view: View | None = None  # Files of the principal with a uid of its own, in place of the user namespace.
+    level: str = ""  # Isolation level of the principal's processes.
 
 
 def zygote_process(
@@ -225,7 +226,8 @@ def zygote_process(
             {
                 "cgroups": list(interpreter.cgroups),
                 "namespace": interpreter.namespace,
-                "sandbox": None if interpreter.sandbox is None else interpreter.sandbox._asdict(),
+                "view": None if interpreter.view is None else interpreter.view._asdict(),
+                "level": interpreter.level,
                 "mounts": list(interpreter.mounts),
                 "argv": arguments,
                 "environ": environ,

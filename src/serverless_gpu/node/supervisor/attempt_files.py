@@ -1,10 +1,12 @@
 """The files of an attempt that its ranks see, and their paths for the ranks.
 
     without a sandbox    the ranks use the paths of the node
-    in a sandbox         call.pkl, stop/, secrets/        read-only   ─┐
-                         results/ failures/ work/         writable     ├─ mounted below `sandbox.ATTEMPT`
+    level `sandbox`      call.pkl, stop/, secrets/        read-only   ─┐
+                         results/ failures/ work/         writable     ├─ mounted at `sandbox.ATTEMPT`
                          checkpoints of the run           writable    ─┘
                          facts, receipt, logs, order      not visible
+    level `user`         the same, mounted at `sandbox.ATTEMPT`/<name of the attempt>, because the attempts of a zygote
+                         share a mount namespace
 
 The supervisor mounts the files after it has locked the devices, because a stem stands by before its attempt is known.
 Files of the ranks belong to the principal. All other files of the attempt belong to the node.
@@ -12,6 +14,8 @@ Files of the ranks belong to the principal. All other files of the attempt belon
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,20 +23,22 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import sandbox
-from serverless_gpu.node.isolation.grafts import Graft, graft
+from serverless_gpu.node.isolation.grafts import Graft, graft, remove_grafts
 from serverless_gpu.node.isolation.views import gpu_nodes
 
-STOP_FILE = "stop_reason"
-_WRITABLE = (("results", sandbox.RESULTS), ("failures", sandbox.FAILURES), ("work", sandbox.WORK))
+CALL, STOP_FILE = "call.pkl", "stop_reason"
+_WRITABLE = ("results", "failures", "work")
 
 
 class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of an attempt's files, on the node and for its ranks.
 
     Attributes:
-        uid: uid of the ranks in their sandbox; 0 without a sandbox.
+        uid: uid of the ranks; 0 at the isolation level `none`.
+        level: isolation level of the ranks.
         stop_file: file with the reason of a stop, on the node.
         ranks_directory: directory of `call.pkl`, `results` and `failures`, for the ranks.
         ranks_work: working directory of ranks that cannot use the caller's working directory, or "".
@@ -40,10 +46,11 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         ranks_cluster: directory of a Ray cluster, for the ranks, or "" for the path of the node.
         variables: environment variables with paths, for the ranks.
         made: directories that the supervisor makes and gives to the principal.
-        grafts: files that the supervisor mounts into the sandbox.
+        grafts: files that the supervisor mounts for the ranks.
     """
 
     uid: int
+    level: Level = NONE
     stop_file: Path
     ranks_directory: str
     ranks_work: str
@@ -54,26 +61,37 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     grafts: Sequence[Graft] = ()
 
     def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> None:
-        """Mount files and GPUs into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
+        """Mount files and GPUs for the ranks of a stem. At the level `none`, do nothing. Raises OSError.
 
         `cluster` is the directory of the attempt's Ray cluster, or "".
         """
         if not self.uid:
             return
         own = [*self.made, *([Path(cluster)] if cluster else [])]
-        gpus = gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
-        more = [Graft(path, path, device=True) for path in gpus]
+        more: list[Graft] = []
+        if self.level == SANDBOX:  # Ranks at the level `user` see the device nodes of the node.
+            gpus = gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
+            more += [Graft(path, path, device=True) for path in gpus]
         if cluster:
-            more.append(Graft(cluster, sandbox.CLUSTER, writable=True))
+            more.append(Graft(cluster, self.ranks_cluster, writable=True))
         for path in own:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chown(path, self.uid, self.uid)
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)
         there = [each for each in (*self.grafts, *more) if os.path.exists(each.source)]
         for each in there:
-            if each.at in (sandbox.CALL, sandbox.SECRETS):
+            if each.at in (f"{self.ranks_directory}/{CALL}", self.ranks_secrets):
                 self._make_readable(each.source)
         graft(stem_pidfd, there)
+
+    def hide(self, namespace: int) -> None:
+        """Unmount the attempt's files from the mount namespace that later attempts of the principal use.
+
+        `namespace` is a descriptor of the namespace.
+        """
+        if self.level == USER:
+            with contextlib.suppress(OSError):  # The mounts end with the principal's zygote.
+                remove_grafts(namespace, self.ranks_directory)
 
     def _make_readable(self, path: str) -> None:
         """Let the principal's group read a file, or a directory and its files.
@@ -88,8 +106,14 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
             os.chmod(file, 0o440)
 
 
-def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> AttemptFiles:
-    """Return the paths of an attempt. `checkpoints` is the node's directory of checkpoints, or ""."""
+def attempt_files(
+    launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = ""
+) -> AttemptFiles:
+    """Return the paths of an attempt. `checkpoints` is the node's directory of checkpoints, or "".
+
+    `uid` and `user_home` belong to the run's principal. At the level `none`, `uid` is 0.
+    """
+    level = launch.isolation
     directory, secrets = Path(launch.directory), "" if launch.secrets is None else launch.secrets.directory
     run = f"{checkpoints}/{launch.run_id}" if checkpoints else ""
     if not uid:
@@ -105,28 +129,24 @@ def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> Attemp
             ranks_cluster="",
             variables=variables,
         )
-    variables = {
-        "SGPU_STOP_FILE": f"{sandbox.STOP}/{STOP_FILE}",
-        "HOME": sandbox.HOME,
-        "USER": sandbox.USER,
-        "LOGNAME": sandbox.USER,
-        "SHELL": "/bin/sh",
-        "TMPDIR": "/tmp",
-    }
-    writable = {str(directory / name): at for name, at in _WRITABLE}
+    base = sandbox.ATTEMPT if level == SANDBOX else f"{sandbox.ATTEMPT}/{_short_name(launch)}"
+    home = {"HOME": sandbox.HOME, "USER": sandbox.USER, "LOGNAME": sandbox.USER, "SHELL": "/bin/sh", "TMPDIR": "/tmp"}
+    variables = {"SGPU_STOP_FILE": f"{base}/stop/{STOP_FILE}", **(home if level == SANDBOX else {"HOME": user_home})}
+    writable = {str(directory / name): f"{base}/{name}" for name in _WRITABLE}
     if run:
-        variables["SGPU_CHECKPOINT_DIR"] = f"{sandbox.CHECKPOINTS}/{launch.fence}"
-        writable[run] = sandbox.CHECKPOINTS
-    shown = {str(directory / "call.pkl"): sandbox.CALL, str(directory / "stop"): sandbox.STOP}
+        variables["SGPU_CHECKPOINT_DIR"] = f"{base}/checkpoints/{launch.fence}"
+        writable[run] = f"{base}/checkpoints"
+    shown = {str(directory / name): f"{base}/{name}" for name in (CALL, "stop")}
     if secrets:
-        shown[secrets] = sandbox.SECRETS
+        shown[secrets] = f"{base}/secrets"
     return AttemptFiles(
         uid=uid,
+        level=level,
         stop_file=directory / "stop" / STOP_FILE,
-        ranks_directory=sandbox.ATTEMPT,
-        ranks_work=sandbox.WORK,
-        ranks_secrets=sandbox.SECRETS,
-        ranks_cluster=sandbox.CLUSTER,
+        ranks_directory=base,
+        ranks_work=f"{base}/work",
+        ranks_secrets=f"{base}/secrets",
+        ranks_cluster=f"{base}/cluster",
         variables=variables,
         made=tuple(map(Path, writable)),
         grafts=(
@@ -134,3 +154,8 @@ def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> Attemp
             *(Graft(source, at, writable=True) for source, at in writable.items()),
         ),
     )
+
+
+def _short_name(launch: Launch) -> str:
+    """Return a name for the attempt that keeps the paths of its Unix sockets short."""
+    return hashlib.sha256(f"{launch.run_id} {launch.fence}".encode()).hexdigest()[:8]

@@ -19,6 +19,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.isolation import USER
 from serverless_gpu.model.lifecycle.attempt import (
     Event,
     Failure,
@@ -121,6 +122,7 @@ class LocalGang:
         self._host_stem = stem or HostStem()
         self.stem_pid = self._host_stem.pid
         self.stem_pidfd = -1
+        self._mounts = -1  # Mount namespace of the stem at the isolation level `user`.
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
         self._cgroup: Path | None = None  # The v2 cgroup of the attempt, whose cgroup.kill file ends all processes.
@@ -315,6 +317,9 @@ class LocalGang:
         if self._cluster is not None:
             note = self._cluster.close()
             self.account.notes += [note] if note else []
+        if self._mounts >= 0:
+            self._files.hide(self._mounts)
+            os.close(self._mounts)
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
         self.channel.close()
@@ -326,11 +331,13 @@ class LocalGang:
             )
         named = inside.strings(message, "cgroups")
         if self._files.uid:
-            # A stem in a sandbox inherits memory that the principal's code has written, so its words prove nothing.
+            # A principal's stem inherits memory that the principal's code has written, so its words prove nothing.
             named = list(self._host_stem.cgroups)
         else:
             self.stem_pid = inside.integer(message, "pid")
         self.stem_pidfd = os.pidfd_open(self.stem_pid)
+        if self._files.level == USER:
+            self._mounts = os.open(f"/proc/{self.stem_pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if self._files.uid and uid_of(self.stem_pid) != self._files.uid:
             raise ValueError(f"process {self.stem_pid} is not the stem of this attempt")
         self._cgroups = tuple(Path(path) for path in named)
@@ -341,6 +348,9 @@ class LocalGang:
         """Return the pids of ranks on this node. In a sandbox, the stem reports the pids of its own namespace."""
         if not self._files.uid:
             return dict(pids)
+        if self._files.level == USER:
+            own = set(descendants(self.stem_pid))
+            return {rank: pid for rank, pid in pids.items() if pid in own}
         known = pids_in_namespace(self.stem_pid, sandbox.ATTEMPT_DEPTH)
         return {rank: known[pid] for rank, pid in pids.items() if pid in known}
 

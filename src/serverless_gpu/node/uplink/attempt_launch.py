@@ -27,7 +27,7 @@ from serverless_gpu.environment.service_messages import StoreLocation
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED
-from serverless_gpu.model.isolation import SANDBOX
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
@@ -104,7 +104,7 @@ def make_launch(
             snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca
         )
     spec = order.spec
-    if order.isolation == SANDBOX:
+    if order.isolation != NONE:
         # The node's processes would read tracking variables and stores that the caller chose, with the node's rights.
         spec = msgspec.structs.replace(spec, tracker=None)
     now_ns = clock.boottime_ns()
@@ -211,7 +211,7 @@ def _context(order: Start) -> protocol.Context:
     check_flags(context.flags)
     if not order.snapshot:
         check_python(context.python)
-        if order.isolation == SANDBOX:
+        if order.isolation != NONE:
             check_reachable(context.python)
     environ = {name: value for name, value in context.environ.items() if name != _FAKE}
     own = (_FAKE, *(_OF_THE_NODE if order.snapshot else ()))

@@ -61,7 +61,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     undecided: tuple[str, ...]  # Pools with undecided isolation.
     closed: tuple[str, ...]  # Pools that refuse other principals, including undecided pools.
     shared: tuple[str, ...]  # Pools that allow shared uids.
-    sandboxed: tuple[str, ...] = ()  # Pools whose runs start in sandboxes.
+    isolated: tuple[str, ...] = ()  # Pools whose principals have uids of their own.
 
 
 def first_administrator(connection: sa.Connection) -> str:
@@ -89,7 +89,7 @@ def exposure(connection: sa.Connection) -> Exposure:
         undecided=tuple(pool.name for pool in there if pool.isolation is None),
         closed=tuple(pool.name for pool in there if not pool.is_shared),
         shared=tuple(pool.name for pool in there if pool.shares_uid),
-        sandboxed=tuple(pool.name for pool in there if pool.is_shared and not pool.shares_uid),
+        isolated=tuple(pool.name for pool in there if pool.is_shared and not pool.shares_uid),
     )
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.isolation import NONE, SANDBOX, Level
+from serverless_gpu.model.isolation import LEVELS, NONE, Level
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server.db.tables import RETURN_S, nodes, pools, shares
 from serverless_gpu.wire.queue import ShareKind
@@ -54,7 +54,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def level(self) -> Level:
         """Return the isolation level of the pool's runs, which is also the minimum for its nodes."""
-        return SANDBOX if self.isolation == SANDBOX else NONE
+        return next((level for level in LEVELS if level == self.isolation), NONE)
 
     @property
     def planned(self) -> Pool:
@@ -88,8 +88,8 @@ def level(connection: sa.Connection, name: str) -> Level:
 
 
 def have_sandboxes(connection: sa.Connection) -> bool:
-    """Return True if runs of any pool start in sandboxes."""
-    return any(pool.level == SANDBOX for pool in every(connection))
+    """Return True if runs of any pool cannot read the directories of their callers."""
+    return any(pool.level != NONE for pool in every(connection))
 
 
 def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
