@@ -23,6 +23,7 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
+from serverless_gpu.node.spawner import SOCKET
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
@@ -203,6 +204,24 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
             return each
     names = ", ".join(each.name for each in found) or "none has joined"
     raise InvalidValue(f"the server has no node {name!r}", hint=f"nodes: {names}")
+
+
+@node.command()
+@click.option("--account", default="serverless-gpu", show_default=True, metavar="NAME", help="Account of the agent.")
+@click.option("--socket", "place", default=SOCKET, show_default=True, metavar="PATH", help="Path of the socket.")
+def spawner(account: str, place: str) -> None:
+    """Serve a node's agent that lacks root's rights.
+
+    The command runs as root until it gets SIGTERM. The agent runs under the account and needs no rights. With
+    SERVERLESS_GPU_SPAWNER=PATH in its environment, the agent asks the spawner to start isolated interpreters.
+    """
+    process = load("serverless_gpu.node.spawner.process")
+    if os.geteuid() != 0:
+        raise InvalidValue("the spawner does not run as root", hint="start it as root, for example with systemd")
+    owner = process.find_account(account)
+    listener = process.listen(Path(place), owner)
+    say(f"the spawner serves {owner.name} (uid {owner.uid}) at {place}")
+    process.serve(listener, owner, os.environ)
 
 
 def owner_text(view: NodeView) -> str:

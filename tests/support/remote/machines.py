@@ -122,10 +122,10 @@ class Machines:
             node.end()
         self.server.kill(signal.SIGTERM)
 
-    def join(self, name: str, *, gpus: int = 2) -> Machine:
-        """Start a node, and wait until the server counts on it."""
+    def join(self, name: str, *, gpus: int = 2, make: Callable[[UplinkProfile, int], Machine] | None = None) -> Machine:
+        """Start a node, and wait until the server counts on it. `make` makes a node of another kind."""
         profile = UplinkProfile(url=self.server.url, token="", name=name)
-        node = Machine(profile, gpus=gpus)
+        node = Machine(profile, gpus=gpus) if make is None else make(profile, gpus)
         self.nodes[name] = node
         node.write(msgspec.structs.replace(profile, token=node_token(self.administrator(), name, node.home)))
         node.start()

@@ -40,6 +40,7 @@ from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEn
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.ownership import reclaim, written_directories
 from serverless_gpu.node.attempt.retention import RetentionSchedule
 from serverless_gpu.node.attempt.usage_account import write_json
 from serverless_gpu.node.base import protocol
@@ -47,10 +48,11 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.isolation.principals import Principal, Principals
+from serverless_gpu.node.isolation.principals import Principal
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.supervisor.ray_cluster import ClusterSweeper
 from serverless_gpu.version import __version__
@@ -105,9 +107,10 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
+        self._spawner = find_spawner(environ)
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector, self._clock)
         self._monitoring = MonitorConnection(home, sockets, environ, self._selector, self._clock)
-        zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
+        zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock, self._spawner)
         self._environments = RestoredEnvironments(home, self._log, environ, self._selector, zygotes.leave_environments)
         retention, rays = "serverless_gpu.node.attempt.retention", "serverless_gpu.node.supervisor.ray_cluster"
         self._retention = RetentionSchedule(
@@ -120,7 +123,6 @@ class Agent:
         self._secrets = secret_files.SecretSweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
-        self._principals = Principals(environ)
         self._clients: dict[int, Channel] = {}
         self._inside: dict[int, str] = {}  # Owners of the attempts in which clients run, by client descriptor.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
@@ -298,7 +300,7 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
-            principal = self._principals.of(launch.owner) if launch.isolation != NONE else None
+            principal = self._spawner.principal(launch.owner) if launch.isolation != NONE else None
         except IsolationUnavailable as error:
             self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
             return
@@ -393,6 +395,8 @@ class Agent:
     def _tend(self) -> None:
         now_ns = self._clock.boottime_ns()
         ended = self._attempts.tend()
+        for directory in ended:  # A killed supervisor has left files of the principal.
+            reclaim(self._spawner, written_directories(directory, self._inventory.checkpoints))
         if ended:
             self._used_ns = self._refill_ns = now_ns  # A client that received a result may send the next call at once.
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
@@ -413,7 +417,7 @@ class Agent:
         self._monitoring.tend(busy=self._attempts.count() > 0)
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
-        self._rays.tend(ended=ended)
+        self._rays.tend(ended=bool(ended))
         self._faults.look(self._inventory.devices)
-        self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
+        self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=bool(ended))
         bound_log(self._log)

@@ -183,8 +183,8 @@ class Attempts:
             self._busy.append(supervised)
             self._watch(supervised)
 
-    def tend(self) -> bool:
-        """Settle attempts whose supervisor has ended. Return True if the method settled any attempt."""
+    def tend(self) -> list[Path]:
+        """Settle attempts whose supervisor has ended. Return the directories of the settled attempts."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
@@ -196,7 +196,7 @@ class Attempts:
                     (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
                     secret_files.remove(directory)
                     self._bury_at(directory, supervised.ended_ns)
-        return any(supervised.directory is not None for supervised in ended)
+        return [supervised.directory for supervised in ended if supervised.directory is not None]
 
     def _bury_at(self, directory: Path, seen_ns: int | None = None) -> None:
         if not directory.exists() or (directory / "receipt.json").exists():

@@ -20,7 +20,6 @@ import os
 import select
 import selectors
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.agent.environments import RestoredEnvironment
@@ -29,6 +28,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem, ZygoteStatus
 from serverless_gpu.node.processes.process_tree import CgroupRoot
 from serverless_gpu.node.processes.spawn import open_log, preload
+from serverless_gpu.node.spawner.verbs import Spawner
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
@@ -45,9 +45,16 @@ class ZygotePool:
     """All zygotes of an agent, indexed by `Key`."""
 
     def __init__(
-        self, home: Home, log: int, cgroups: CgroupRoot, selector: selectors.BaseSelector, clock: Clock
+        self,
+        home: Home,
+        log: int,
+        cgroups: CgroupRoot,
+        selector: selectors.BaseSelector,
+        clock: Clock,
+        spawner: Spawner,
     ) -> None:
         self._home = home
+        self._spawner = spawner
         self._log = log
         self._cgroups = cgroups
         self._selector = selector
@@ -239,12 +246,12 @@ class ZygotePool:
 
     def _spawn(self, request: ZygoteRequest, preload: tuple[str, ...]) -> Zygote:
         if request.principal is None:
-            zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups)
+            zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups, self._spawner)
         else:  # Code of a principal can write to its log and would read the words of other principals in a shared one.
-            path = Path(f"{request.principal.home}.log")
+            path = self._home.principal_log(request.principal.uid)
             log = open_log(path)
             try:
-                zygote = Zygote(request, preload, (path, log), self._cgroups)
+                zygote = Zygote(request, preload, (path, log), self._cgroups, self._spawner)
             finally:
                 os.close(log)
         self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote))

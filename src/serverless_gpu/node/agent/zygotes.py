@@ -36,10 +36,10 @@ If a stem cannot leave the zygote's cgroups, the agent does not kill the stem an
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +49,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.environment.restore.interpreters import LoadedModules
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context, original
@@ -56,9 +57,8 @@ from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.inside.channel import close_all, pair
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.isolation.grafts import detached_environment
 from serverless_gpu.node.isolation.principals import Principal
-from serverless_gpu.node.isolation.views import MEMORY_BYTES_MAX, view_of
+from serverless_gpu.node.isolation.views import MEMORY_BYTES_MAX
 from serverless_gpu.node.processes.process_tree import (
     ZYGOTE,
     CgroupRoot,
@@ -70,6 +70,7 @@ from serverless_gpu.node.processes.process_tree import (
     remove_cgroup,
 )
 from serverless_gpu.node.processes.spawn import CallerInterpreter, one_name, separating_variables, zygote_process
+from serverless_gpu.node.spawner.verbs import Spawner, ZygoteOrder, ZygoteProcess
 
 LEAVING_S = 5.0  # Seconds within which the last forked stem must leave the zygote's cgroups.
 _STEMS_MAX = 4_096
@@ -155,6 +156,7 @@ class Zygote:
         preload: tuple[str, ...],
         log: tuple[Path, int],
         cgroups: CgroupRoot,
+        spawner: Spawner,
     ) -> None:
         context, environment, owner, principal, level = request
         ours, theirs = pair()
@@ -177,6 +179,7 @@ class Zygote:
         self._log_path = log_path
         self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
         self._cgroups = cgroups
+        self._spawner = spawner
         self.containment = Containment(cgroups.make(ZYGOTE))
         # Stems get separate user namespaces if several runs will fork from this zygote.
         self._apart = bool(owner and preload and principal is None)
@@ -188,10 +191,7 @@ class Zygote:
         self.stem_cgroups: dict[int, tuple[str, ...]] = {}  # Cgroups that the agent made, by the stem's pid.
         self._takers: deque[StemWaiter] = deque()
         try:
-            interpreter = _interpreter_of(request, self.containment.paths, shared=bool(preload))
-            self.process: subprocess.Popen[bytes] = zygote_process(
-                interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
-            )
+            self.process = self._start(request, preload, theirs.fileno(), log_fd)
             if level != SANDBOX:  # The processes of a sandbox end with its pid namespace.
                 self.containment.hold(self.process.pid)
             if environment is not None:
@@ -203,6 +203,17 @@ class Zygote:
             raise
         finally:
             theirs.close()
+
+    def _start(self, request: ZygoteRequest, preload: tuple[str, ...], channel_fd: int, log: int) -> ZygoteProcess:
+        interpreter = _interpreter_of(request, self.containment.paths, shared=bool(preload))
+        if request.principal is None:
+            return zygote_process(interpreter, preload, channel_fd=channel_fd, log=log)
+        trees = [] if request.environment is None else [request.environment.tree]
+        order = ZygoteOrder(request.owner, request.level, interpreter, trees, preload)
+        try:
+            return self._spawner.start_zygote(order, channel_fd=channel_fd, log=log)
+        except IsolationUnavailable as error:
+            raise OSError(errno.EPERM, f"{error.message} ({error.hint})") from None
 
     @property
     def waited_for(self) -> bool:
@@ -252,7 +263,7 @@ class Zygote:
         elif self.principal is not None:
             try:
                 opened = self._isolation_request(request, moved)
-            except OSError as error:
+            except (OSError, IsolationUnavailable) as error:
                 self._fail_takers(f"the isolation of the attempt cannot be prepared: {error}")
                 return
         try:
@@ -272,7 +283,7 @@ class Zygote:
         trees: list[str] = []
         if moved is not None:
             trees = [str(moved.mounts[0]["at"])]
-            opened.append(detached_environment(moved.mounts))
+            opened.append(self._spawner.environment(moved.mounts))
         request["isolation"] = {"level": self.level, "trees": trees, "memory": MEMORY_BYTES_MAX}
         return opened
 
@@ -432,8 +443,7 @@ class Zygote:
 
 def _interpreter_of(request: ZygoteRequest, cgroups: Sequence[Path], *, shared: bool) -> CallerInterpreter:
     """Return the interpreter of a zygote, with mounts and isolation. `shared` zygotes serve several runs."""
-    context, environment, owner, principal, level = request
-    trees = [] if environment is None else [environment.tree]
+    context, environment, owner = request[:3]
     return CallerInterpreter(
         python=context.python,
         flags=context.flags,
@@ -441,8 +451,6 @@ def _interpreter_of(request: ZygoteRequest, cgroups: Sequence[Path], *, shared: 
         mounts=() if environment is None else environment.mounts,
         cgroups=[str(path) for path in cgroups],
         namespace="" if not owner else "required" if shared else "wanted",
-        view=None if principal is None else view_of(principal, context.python, trees),
-        level=level,
     )
 
 

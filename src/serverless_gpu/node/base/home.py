@@ -79,6 +79,10 @@ class Home:
         """Return the log file of the agent and its zygotes."""
         return self.root / "agent.log"
 
+    def principal_log(self, uid: int) -> Path:
+        """Return the log file of the zygotes of a principal."""
+        return self.root / f"agent-{uid}.log"
+
     @property
     def monitor_log(self) -> Path:
         """Return the log file of the monitor."""

@@ -32,17 +32,24 @@ class Graft(NamedTuple):
     device: bool = False
 
 
-def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
-    """Mount files of the node into the mount namespace of a stem. Raises OSError."""
+def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> int:
+    """Mount files of the node into the mount namespace of a stem. Raises OSError.
 
-    def attach(_: socket.socket) -> None:
+    Return a descriptor of the mount namespace. The caller closes the descriptor.
+    """
+
+    def attach(answer: socket.socket) -> None:
         trees = [(mounts.clone_tree(each.source, _attributes(each), recursive=False), each.at) for each in grafts]
+        own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # A sandbox shows its own /proc.
         mounts.set_namespace(stem_pidfd, mounts.CLONE_NEWNS)
         for fd, at in trees:
             _make_point(fd, at)
             mounts.attach(fd, at)
+        namespace = os.open("ns/mnt", os.O_RDONLY | os.O_CLOEXEC, dir_fd=own)
+        socket.send_fds(answer, [b"\0"], [namespace])
 
-    _in_child(attach, "the attempt's files cannot be mounted into its sandbox")
+    (namespace,) = _in_child(attach, "the attempt's files cannot be mounted")
+    return namespace
 
 
 def remove_grafts(namespace: int, directory: str) -> None:

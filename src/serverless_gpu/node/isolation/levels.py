@@ -33,11 +33,21 @@ class OfferedLevel(NamedTuple):
     problem: str = ""
 
 
+def problem_of_cgroups(environ: Mapping[str, str]) -> str:
+    """Return the reason why this process cannot end all processes of an attempt by their cgroup, or ""."""
+    cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
+    try:
+        return cgroups.problem if cgroups.path is None else ""
+    finally:
+        cgroups.close()
+
+
 def measure(environ: Mapping[str, str]) -> OfferedLevel:
     """Return the isolation level that this process can give to runs. The call takes about 0.2 s."""
-    problem = _problem_of_principals(environ)
-    if problem:
-        return OfferedLevel(NONE, problem)
+    if sys.platform != "linux":
+        return OfferedLevel(NONE, "isolation needs Linux")
+    if os.geteuid() != 0:
+        return OfferedLevel(NONE, "the node's agent does not run as root and has no spawner")
     try:
         uid = uid_range(environ.get(RANGE, ""))[-1]
         problem = seal.problem() or _rehearse("sandbox", uid, environ)
@@ -47,19 +57,6 @@ def measure(environ: Mapping[str, str]) -> OfferedLevel:
     except (OSError, IsolationUnavailable) as error:
         return OfferedLevel(NONE, f"a trial cannot be made: {error}")
     return OfferedLevel(NONE, worse) if worse else OfferedLevel(USER, problem)
-
-
-def _problem_of_principals(environ: Mapping[str, str]) -> str:
-    """Return the reason why principals cannot have a uid of their own here, or ""."""
-    if sys.platform != "linux":
-        return "isolation needs Linux"
-    if os.geteuid() != 0:
-        return "the node's agent does not run as root"
-    cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
-    try:
-        return cgroups.problem if cgroups.path is None else ""
-    finally:
-        cgroups.close()
 
 
 def _rehearse(module: str, uid: int, environ: Mapping[str, str]) -> str:

@@ -22,15 +22,17 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
+from serverless_gpu.node.attempt.ownership import WRITTEN, reclaim
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import sandbox
-from serverless_gpu.node.isolation.grafts import Graft, graft, remove_grafts
+from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.views import gpu_nodes
+from serverless_gpu.node.spawner.verbs import Spawner
 
 CALL, STOP_FILE = "call.pkl", "stop_reason"
-_WRITABLE = ("results", "failures", "work")
 
 
 class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,13 +62,14 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     made: Sequence[Path] = ()
     grafts: Sequence[Graft] = ()
 
-    def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> None:
-        """Mount files and GPUs for the ranks of a stem. At the level `none`, do nothing. Raises OSError.
+    def show(self, spawner: Spawner, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> int:
+        """Mount files and GPUs for the ranks of a stem. Raises OSError or IsolationUnavailable.
 
-        `cluster` is the directory of the attempt's Ray cluster, or "".
+        Return a descriptor of the mount namespace, or -1 at the level `none`. `cluster` is the directory of the
+        attempt's Ray cluster, or "".
         """
         if not self.uid:
-            return
+            return -1
         own = [*self.made, *([Path(cluster)] if cluster else [])]
         more: list[Graft] = []
         if self.level == SANDBOX:  # Ranks at the level `user` see the device nodes of the node.
@@ -76,39 +79,27 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
             more.append(Graft(cluster, self.ranks_cluster, writable=True))
         for path in own:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.chown(path, self.uid, self.uid)
+            spawner.give(self.uid, str(path), writable=True)
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)
         there = [each for each in (*self.grafts, *more) if os.path.exists(each.source)]
         for each in there:
             if each.at in (f"{self.ranks_directory}/{CALL}", self.ranks_secrets):
-                self._make_readable(each.source)
-        graft(stem_pidfd, there)
+                spawner.give(self.uid, each.source, writable=False)
+        return spawner.show(stem_pidfd, there)
 
-    def hide(self, namespace: int) -> None:
-        """Unmount the attempt's files from the mount namespace that later attempts of the principal use.
+    def take_back(self, spawner: Spawner, namespace: int) -> str:
+        """Make the node the owner of the attempt's files after the last rank has ended. Return a problem, or "".
 
-        `namespace` is a descriptor of the namespace.
+        `namespace` is the descriptor of `show`. At the level `user`, later attempts of the principal use the same mount
+        namespace. The files of this attempt therefore leave the namespace.
         """
         if self.level == USER:
-            with contextlib.suppress(OSError):  # The mounts end with the principal's zygote.
-                remove_grafts(namespace, self.ranks_directory)
-
-    def _make_readable(self, path: str) -> None:
-        """Let the principal's group read a file, or a directory and its files.
-
-        The node's user stays the owner of the file or directory.
-        """
-        if os.path.isdir(path):
-            os.chown(path, -1, self.uid)
-            os.chmod(path, 0o750)
-        for file in [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]:
-            os.chown(file, -1, self.uid)
-            os.chmod(file, 0o440)
+            with contextlib.suppress(OSError, IsolationUnavailable):  # The mounts end with the principal's zygote.
+                spawner.hide(namespace, self.ranks_directory)
+        return reclaim(spawner, self.made)
 
 
-def attempt_files(
-    launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = ""
-) -> AttemptFiles:
+def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = "") -> AttemptFiles:
     """Return the paths of an attempt. `checkpoints` is the node's directory of checkpoints, or "".
 
     `uid` and `user_home` belong to the run's principal. At the level `none`, `uid` is 0.
@@ -132,7 +123,7 @@ def attempt_files(
     base = sandbox.ATTEMPT if level == SANDBOX else f"{sandbox.ATTEMPT}/{_short_name(launch)}"
     home = {"HOME": sandbox.HOME, "USER": sandbox.USER, "LOGNAME": sandbox.USER, "SHELL": "/bin/sh", "TMPDIR": "/tmp"}
     variables = {"SGPU_STOP_FILE": f"{base}/stop/{STOP_FILE}", **(home if level == SANDBOX else {"HOME": user_home})}
-    writable = {str(directory / name): f"{base}/{name}" for name in _WRITABLE}
+    writable = {str(directory / name): f"{base}/{name}" for name in WRITTEN}
     if run:
         variables["SGPU_CHECKPOINT_DIR"] = f"{base}/checkpoints/{launch.fence}"
         writable[run] = f"{base}/checkpoints"

@@ -52,6 +52,7 @@ from serverless_gpu.node.processes.process_tree import (
     remove_cgroup,
     uid_of,
 )
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.supervisor.attempt_files import AttemptFiles, attempt_files
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment, place_of
 from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
@@ -122,7 +123,8 @@ class LocalGang:
         self._host_stem = stem or HostStem()
         self.stem_pid = self._host_stem.pid
         self.stem_pidfd = -1
-        self._mounts = -1  # Mount namespace of the stem at the isolation level `user`.
+        self._spawner = find_spawner(os.environ)
+        self._mounts = -1  # Mount namespace of an isolated attempt.
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
         self._cgroup: Path | None = None  # The v2 cgroup of the attempt, whose cgroup.kill file ends all processes.
@@ -200,7 +202,8 @@ class LocalGang:
         if spec.ray is not None:
             self._cluster = AttemptCluster(self.launch, devices, network, ranks_path=self._files.ranks_cluster)
             holds = (*holds, self._cluster.fd)
-        self._files.show(self.stem_pidfd, devices, "" if self._cluster is None else self._cluster.own)
+        cluster = "" if self._cluster is None else self._cluster.own
+        self._mounts = self._files.show(self._spawner, self.stem_pidfd, devices, cluster)
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for local, rank in enumerate(self.numbers):
@@ -242,7 +245,7 @@ class LocalGang:
         """Kill the stem and all of its descendants."""
         if self._files.uid and self.standby:
             # The stem is pid 1 of its pid namespace, so the kernel ends the namespace with it.
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # Without rights, the cgroup ends the stem.
                 signal.pidfd_send_signal(self.stem_pidfd, signal.SIGKILL)
         if self._cgroup is not None:
             kill_cgroup(self._cgroup)
@@ -318,7 +321,8 @@ class LocalGang:
             note = self._cluster.close()
             self.account.notes += [note] if note else []
         if self._mounts >= 0:
-            self._files.hide(self._mounts)
+            note = self._files.take_back(self._spawner, self._mounts)
+            self.account.notes += [note] if note else []
             os.close(self._mounts)
         if self.stem_pidfd >= 0:
             os.close(self.stem_pidfd)
@@ -336,8 +340,6 @@ class LocalGang:
         else:
             self.stem_pid = inside.integer(message, "pid")
         self.stem_pidfd = os.pidfd_open(self.stem_pid)
-        if self._files.level == USER:
-            self._mounts = os.open(f"/proc/{self.stem_pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if self._files.uid and uid_of(self.stem_pid) != self._files.uid:
             raise ValueError(f"process {self.stem_pid} is not the stem of this attempt")
         self._cgroups = tuple(Path(path) for path in named)

@@ -23,6 +23,7 @@ from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.interpreters import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.model.xid import XidKind
@@ -34,7 +35,9 @@ from serverless_gpu.node.devices.inventory import Inventory, NvmlProvider, offer
 from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_run_id, lock_directory
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
-from serverless_gpu.node.isolation.levels import measure
+from serverless_gpu.node.isolation.levels import OfferedLevel, problem_of_cgroups
+from serverless_gpu.node.spawner.client import find_spawner
+from serverless_gpu.node.spawner.verbs import Spawner
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.version import __version__
@@ -75,7 +78,7 @@ class NodePresence:
         self._faults = NodeFaults(home, self._clock)
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
-        self._level = measure(os.environ)
+        self._level = _offered_level(find_spawner(os.environ))
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
         """Return the node's hello message with the name and pool from the profile."""
@@ -210,6 +213,13 @@ def instance_of(home: Home) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def _offered_level(spawner: Spawner) -> OfferedLevel:
+    """Return the isolation level of this node."""
+    offered = spawner.measure()
+    problem = "" if offered.level == NONE else problem_of_cgroups(os.environ)
+    return OfferedLevel(NONE, problem) if problem else offered
 
 
 def _drains(uuid: str, note: Quarantine) -> str:

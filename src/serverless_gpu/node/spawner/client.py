@@ -1,0 +1,156 @@
+"""Asks the spawner of this node, for agents and supervisors without the rights of root.
+
+    find_spawner ─ SERVERLESS_GPU_SPAWNER names a socket ─▶ SpawnerClient
+                 └ otherwise ─▶ RootSpawner in this process
+
+Failure cases: If the spawner does not run or does not answer in time, the verb raises IsolationUnavailable. The client
+connects again for the next verb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.isolation import NONE
+from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation.grafts import Graft
+from serverless_gpu.node.isolation.levels import OfferedLevel
+from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.spawner import VARIABLE, messages
+from serverless_gpu.node.spawner.verbs import RootSpawner, Spawner, ZygoteOrder, ZygoteProcess
+
+_ANSWER_S = 60.0
+_ANSWER = msgspec.json.Decoder(messages.Answer)
+
+
+def find_spawner(environ: Mapping[str, str]) -> Spawner:
+    """Return the spawner of this node: its process, or this process with the rights of root."""
+    path = environ.get(VARIABLE, "")
+    return SpawnerClient(Path(path)) if path else RootSpawner(environ)
+
+
+class SpawnedZygote:
+    """A zygote that the spawner has started. Only the spawner could read the exit code."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def poll(self) -> int | None:
+        return None
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self._pid, signal.SIGKILL)
+
+
+class SpawnerClient:
+    """A connection to the spawner's process, made with the first verb."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._channel: Channel | None = None
+
+    def measure(self) -> OfferedLevel:
+        try:
+            answer, _ = self._ask(messages.AskLevel())
+        except (OSError, IsolationUnavailable) as error:
+            return OfferedLevel(NONE, str(error))
+        return answer.offered if isinstance(answer, messages.LevelAnswer) else OfferedLevel(NONE, _UNEXPECTED)
+
+    def principal(self, owner: str) -> Principal:
+        answer, _ = self._ask(messages.AskPrincipal(owner=owner))
+        if not isinstance(answer, messages.PrincipalAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.principal
+
+    def start_zygote(self, order: ZygoteOrder, *, channel_fd: int, log: int) -> ZygoteProcess:
+        interpreter = order.interpreter
+        request = messages.AskZygote(
+            owner=order.owner,
+            level=order.level,
+            python=interpreter.python,
+            flags=tuple(interpreter.flags),
+            environ=dict(interpreter.environ),
+            mounts=tuple(dict(mount) for mount in interpreter.mounts),
+            cgroups=tuple(interpreter.cgroups),
+            trees=tuple(order.trees),
+            preload=tuple(order.preload),
+        )
+        answer, _ = self._ask(request, (channel_fd, log))
+        if not isinstance(answer, messages.ZygoteAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return SpawnedZygote(answer.pid)
+
+    def environment(self, overlays: Sequence[Mapping[str, object]]) -> int:
+        return self._descriptor(messages.AskEnvironment(overlays=tuple(dict(each) for each in overlays)))
+
+    def show(self, stem_pidfd: int, shown: Sequence[Graft]) -> int:
+        request = messages.AskShow(shown=tuple(messages.ShownFile(*each) for each in shown))
+        return self._descriptor(request, (stem_pidfd,))
+
+    def hide(self, namespace: int, directory: str) -> None:
+        self._ask(messages.AskHide(directory=directory), (namespace,))
+
+    def give(self, uid: int, path: str, *, writable: bool) -> None:
+        self._ask(messages.AskGive(uid=uid, path=path, writable=writable))
+
+    def take(self, uid: int, path: str) -> None:
+        self._ask(messages.AskTake(uid=uid, path=path))
+
+    @property
+    def _hint(self) -> str:
+        return f"start the spawner as root: sgpu node spawner --socket {self._path}"
+
+    def _descriptor(self, request: messages.Request, fds: tuple[int, ...] = ()) -> int:
+        _, received = self._ask(request, fds)
+        if len(received) != 1:
+            close_all(received)
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return received[0]
+
+    def _ask(self, request: messages.Request, fds: tuple[int, ...] = ()) -> tuple[messages.Answer, tuple[int, ...]]:
+        """Return the spawner's answer with its descriptors. Raises OSError or IsolationUnavailable."""
+        received = None
+        try:
+            channel = self._channel = self._channel or self._connect()
+            channel.send(msgspec.json.encode(request), fds)
+            received = channel.receive()
+            if received is None:
+                raise ConnectionResetError
+            answer = _ANSWER.decode(received[0])
+        except (OSError, msgspec.MsgspecError) as error:
+            if received is not None:
+                close_all(received[1])
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            problem = f"the node's spawner at {self._path} does not answer: {str(error) or type(error).__name__}"
+            raise IsolationUnavailable(problem, hint=self._hint) from None
+        if isinstance(answer, messages.Problem):
+            raise answer.exception
+        return answer, received[1]
+
+    def _connect(self) -> Channel:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_ANSWER_S)
+        try:
+            connection.connect(str(self._path))
+        except OSError:
+            connection.close()
+            raise
+        return Channel(connection)
+
+
+_UNEXPECTED = "the node's spawner gave an answer of another kind"

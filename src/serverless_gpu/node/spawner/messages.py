@@ -1,0 +1,142 @@
+"""Messages between an account without rights and the spawner.
+
+    agent, supervisor ──▶ one request + descriptors ──▶ spawner ──▶ one answer, or a problem
+
+A connection carries one request at a time. Each client process uses a connection of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import msgspec
+
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.isolation import Level
+from serverless_gpu.node.isolation.levels import OfferedLevel
+from serverless_gpu.node.isolation.principals import Principal
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
+    """A request or an answer."""
+
+
+class AskLevel(Message, frozen=True, kw_only=True, tag="measure"):
+    """Request for the offered level. The answer is `LevelAnswer`."""
+
+
+class AskPrincipal(Message, frozen=True, kw_only=True, tag="principal"):
+    """Request for a principal. The answer is `PrincipalAnswer`."""
+
+    owner: str
+
+
+class AskZygote(Message, frozen=True, kw_only=True, tag="zygote"):
+    """Request to start a zygote, with descriptors of its channel and log. The answer is `ZygoteAnswer`."""
+
+    owner: str
+    level: Level
+    python: str
+    flags: tuple[str, ...]
+    environ: dict[str, str]
+    mounts: tuple[dict[str, object], ...]
+    cgroups: tuple[str, ...]
+    trees: tuple[str, ...]
+    preload: tuple[str, ...]
+
+
+class AskEnvironment(Message, frozen=True, kw_only=True, tag="environment"):
+    """Request to mount an environment. The answer is `Done` with a descriptor."""
+
+    overlays: tuple[dict[str, object], ...]
+
+
+class ShownFile(msgspec.Struct, frozen=True):
+    """A file or directory of the node, with its path for the ranks."""
+
+    source: str
+    at: str
+    writable: bool = False
+    device: bool = False
+
+
+class AskShow(Message, frozen=True, kw_only=True, tag="show"):
+    """Request to mount files for a stem, with its pidfd. The answer is `Done` with a descriptor."""
+
+    shown: tuple[ShownFile, ...]
+
+
+class AskHide(Message, frozen=True, kw_only=True, tag="hide"):
+    """Request to unmount the files below a directory, with a mount namespace. The answer is `Done`."""
+
+    directory: str
+
+
+class AskGive(Message, frozen=True, kw_only=True, tag="give"):
+    """Request to let a principal use a file or directory. The answer is `Done`."""
+
+    uid: int
+    path: str
+    writable: bool
+
+
+class AskTake(Message, frozen=True, kw_only=True, tag="take"):
+    """Request to take files back from a principal. The answer is `Done`."""
+
+    uid: int
+    path: str
+
+
+class LevelAnswer(Message, frozen=True, kw_only=True, tag="level"):
+    """The level that the node offers."""
+
+    level: Level
+    problem: str
+
+    @property
+    def offered(self) -> OfferedLevel:
+        """Return the level as a value."""
+        return OfferedLevel(self.level, self.problem)
+
+
+class PrincipalAnswer(Message, frozen=True, kw_only=True, tag="found"):
+    """A principal of the node."""
+
+    principal: Principal
+
+
+class ZygoteAnswer(Message, frozen=True, kw_only=True, tag="started"):
+    """The pid of a started zygote."""
+
+    pid: int
+
+
+class Done(Message, frozen=True, kw_only=True, tag="done"):
+    """The spawner has executed the request."""
+
+
+class Problem(Message, frozen=True, kw_only=True, tag="problem"):
+    """The spawner could not or may not execute the request."""
+
+    message: str
+    hint: str = ""
+    code: int = 0  # Number of the operating system's error, or 0 for `IsolationUnavailable`.
+
+    @classmethod
+    def of(cls, error: OSError | IsolationUnavailable) -> Problem:
+        """Return the problem for an exception."""
+        if isinstance(error, IsolationUnavailable):
+            return cls(message=error.message, hint=error.hint or "")
+        where = f": {error.filename}" if error.filename else ""
+        return cls(message=f"{error.strerror or error}{where}", code=error.errno or errno.EIO)
+
+    @property
+    def exception(self) -> OSError | IsolationUnavailable:
+        """Return the exception that the verb raises in the client."""
+        if self.code:
+            return OSError(self.code, self.message)
+        return IsolationUnavailable(self.message, hint=self.hint)
+
+
+Request = AskLevel | AskPrincipal | AskZygote | AskEnvironment | AskShow | AskHide | AskGive | AskTake
+Answer = LevelAnswer | PrincipalAnswer | ZygoteAnswer | Done | Problem

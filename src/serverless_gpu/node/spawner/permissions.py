@@ -1,0 +1,89 @@
+"""Decides what an account without rights may ask of the spawner.
+
+The account can act for each principal of its node, but never for root or for another account. The spawner therefore
+executes a verb only for files of the account, and only with a uid of a principal. The kernel's permissions still apply
+to the principal's processes. The spawner hides nothing from the account that the account could read without it.
+
+Failure cases: The spawner answers a request that is not permitted with `IsolationUnavailable`. The message names the
+file or the uid.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.node.inside import sandbox
+
+_ATTEMPT = re.compile(re.escape(sandbox.ATTEMPT) + r"/[0-9a-f]{8}")
+_DEVICE = re.compile(r"/dev/(nvidia[a-z0-9-]*|nvidia-caps/nvidia-cap[0-9]+|infiniband/[a-z0-9_]+)")
+_HINT = "start agent, uplink and supervisors with the account of the spawner, and keep their files in its home"
+
+
+def check_uid(uid: int, uids: range) -> None:
+    """Raise IsolationUnavailable unless a uid belongs to the range of the node's principals."""
+    if uid not in uids:
+        raise IsolationUnavailable(f"uid {uid} belongs to no principal of this node", hint=_HINT)
+
+
+def check_file(path: str, owners: Sequence[int]) -> None:
+    """Raise IsolationUnavailable unless a file belongs to one of the uids. Raises OSError."""
+    if not path.startswith("/") or os.path.normpath(path) != path:
+        raise IsolationUnavailable(f"{path!r} is not an absolute path without `..`", hint=_HINT)
+    status = os.lstat(path)
+    if status.st_uid not in owners or not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
+        raise IsolationUnavailable(f"{path} is no file or directory of the node's account", hint=_HINT)
+
+
+def check_device(path: str) -> None:
+    """Raise IsolationUnavailable unless a path is a device node of an accelerator. Raises OSError."""
+    if not _DEVICE.fullmatch(path) or not stat.S_ISCHR(os.lstat(path).st_mode):
+        raise IsolationUnavailable(f"{path} is no device node of an accelerator", hint=_HINT)
+
+
+def check_interpreter(python: str, account: int, own: Sequence[str]) -> None:
+    """Raise IsolationUnavailable unless every user may execute an interpreter, or it is known.
+
+    Interpreters below the directories `own` and interpreters of the account are known. Raises OSError.
+    """
+    real = os.path.realpath(python, strict=True)
+    for path in dict.fromkeys((python, real)):
+        place = os.path.realpath(os.path.dirname(path))
+        if os.stat(path).st_uid == account or any(place.startswith(f"{each}/") for each in own):
+            continue
+        if not all(os.stat(each).st_mode & stat.S_IXOTH for each in (Path(path), *Path(path).parents)):
+            raise IsolationUnavailable(
+                f"the interpreter {python} is not executable for every user of the node",
+                hint="install the interpreter in a directory that every user may enter, for example /usr or /opt",
+            )
+
+
+def overlay_sources(overlays: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the directories that overlays show or cover (`node/inside/namespaces.py`), without links.
+
+    The mount points of inner overlays exist only in the outer overlay. They must be below its mount point. Raises
+    OSError for a missing directory, and IsolationUnavailable for invalid overlays.
+    """
+    found: list[str] = []
+    outer = ""
+    for overlay in overlays:
+        at, directory, layers = overlay.get("at"), overlay.get("directory"), overlay.get("layers")
+        if not (isinstance(at, str) and isinstance(directory, str) and isinstance(layers, list)):
+            raise IsolationUnavailable("a mount of the environment is not valid", hint=_HINT)
+        if not outer:
+            outer = at
+            found.append(os.path.realpath(at, strict=True))
+        elif os.path.normpath(at) != at or not at.startswith(f"{outer}/"):
+            raise IsolationUnavailable(f"{at} is not below {outer}", hint=_HINT)
+        found += [os.path.realpath(os.path.join(directory, str(layer)), strict=True) for layer in layers]
+    return list(dict.fromkeys(found))
+
+
+def check_attempt(directory: str) -> None:
+    """Raise IsolationUnavailable unless a path is the directory of an attempt in a mount namespace."""
+    if not _ATTEMPT.fullmatch(directory):
+        raise IsolationUnavailable(f"{directory!r} is no directory of an attempt", hint=_HINT)

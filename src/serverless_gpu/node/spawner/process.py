@@ -1,0 +1,241 @@
+"""The spawner: a process of root that executes a few verbs for the account of the node's agent.
+
+    /run/serverless-gpu/spawner.sock (mode 0660, group of the account)
+        │ connect, SO_PEERCRED
+        ▼
+    spawner (root) ── fork per connection ──▶ worker ── checks, executes, answers ──▶ zygotes, mounts, owners of files
+
+Agent, uplink, monitor and supervisors run with the account and without capabilities. A worker executes one request at a
+time. Zygotes and mounts outlive their worker and the spawner.
+
+Failure cases:
+
+* Another user than the account or root connects: the spawner closes the connection.
+* A request is not valid or not permitted (`permissions.py`): the worker answers with the problem and continues.
+* The client ends: its worker reads end of file and exits.
+* The spawner ends: workers and zygotes continue, and new connections fail until the spawner runs again.
+* Too many connections: the spawner closes further connections until a worker ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
+from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation.grafts import Graft
+from serverless_gpu.node.isolation.principals import RANGE, uid_range
+from serverless_gpu.node.processes.process_tree import uid_of
+from serverless_gpu.node.processes.spawn import CallerInterpreter
+from serverless_gpu.node.spawner import messages, permissions
+from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
+
+WORKERS_MAX = 1_024
+_BACKLOG = 128
+_REQUEST = msgspec.json.Decoder(messages.Request)
+
+
+class Account(NamedTuple):
+    """The account of the node's agent."""
+
+    name: str
+    uid: int
+    gid: int
+
+
+def find_account(name: str) -> Account:
+    """Return an account of this machine by its name or uid. Raises InvalidValue for root and for unknown accounts."""
+    try:
+        found = pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)
+    except KeyError:
+        hint = f"create it: useradd --system --home-dir /var/lib/serverless-gpu --shell /usr/sbin/nologin {name}"
+        raise InvalidValue(f"this machine has no account {name!r}", hint=hint) from None
+    if found.pw_uid == 0:
+        raise InvalidValue("the account of the agent must not be root", hint="name another account with --account")
+    return Account(found.pw_name, found.pw_uid, found.pw_gid)
+
+
+def listen(path: Path, account: Account) -> socket.socket:
+    """Return the listening socket, which only root and the account's group may use. Raises StorageError.
+
+    A socket file of an ended spawner is replaced.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise StorageError(f"another spawner listens at {path}", hint="stop it, or choose another --socket")
+        path.unlink(missing_ok=True)
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        os.chown(path, 0, account.gid)
+        path.chmod(0o660)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "run the spawner as root, and choose a directory of root with --socket"
+        raise StorageError(f"the spawner cannot listen at {path}: {error.strerror}", hint=hint) from None
+    except StorageError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(listener: socket.socket, account: Account, environ: Mapping[str, str]) -> NoReturn:
+    """Serve connections until a signal ends the process."""
+    workers: set[int] = set()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        connection, _ = listener.accept()
+        workers -= set(_ended(workers))
+        if _peer(connection) not in (0, account.uid) or len(workers) >= WORKERS_MAX:
+            connection.close()
+            continue
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            _work(connection, account, environ)
+        workers.add(pid)
+        connection.close()
+
+
+def _ended(workers: set[int]) -> list[int]:
+    """Return the pids of ended workers."""
+    return [pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]]
+
+
+def _peer(connection: socket.socket) -> int:
+    """Return the uid of the process that has connected."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
+
+
+def _work(connection: socket.socket, account: Account, environ: Mapping[str, str]) -> NoReturn:
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        worker = Worker(RootSpawner(environ, account.uid, account.gid), account.uid, uid_range(environ.get(RANGE, "")))
+        channel = Channel(connection)
+        while (received := channel.receive()) is not None:
+            answer, fds = worker.answer(received[0], received[1])
+            try:
+                channel.send(msgspec.json.encode(answer), fds)
+            finally:
+                close_all(fds)
+        code = 0
+    except OSError:
+        pass  # The client has ended.
+    finally:
+        if code and sys.exc_info()[0] is not None:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)
+
+
+class Worker:
+    """Checks and executes the requests of one connection."""
+
+    def __init__(self, spawner: RootSpawner, account: int, uids: range) -> None:
+        self._spawner = spawner
+        self._account = account
+        self._uids = uids
+        self._started: list[object] = []  # An unreferenced Popen object warns while its process runs.
+
+    def answer(self, body: bytes, fds: tuple[int, ...]) -> tuple[messages.Answer, tuple[int, ...]]:
+        """Return the answer to a request, with descriptors for the caller to close. Close the request's descriptors."""
+        try:
+            return self._execute(_REQUEST.decode(body), fds)
+        except msgspec.MsgspecError as error:
+            hint = "start the spawner and the agent from the same version"
+            return messages.Problem(message=f"the spawner does not know this request: {error}", hint=hint), ()
+        except (OSError, IsolationUnavailable) as error:
+            return messages.Problem.of(error), ()
+        finally:
+            close_all(fds)
+
+    def _execute(self, request: messages.Request, fds: tuple[int, ...]) -> tuple[messages.Answer, tuple[int, ...]]:
+        spawner = self._spawner
+        match request:
+            case messages.AskLevel():
+                level, problem = spawner.measure()
+                return messages.LevelAnswer(level=level, problem=problem), ()
+            case messages.AskPrincipal():
+                return messages.PrincipalAnswer(principal=spawner.principal(request.owner)), ()
+            case messages.AskZygote():
+                channel, log = _exactly(fds, 2)
+                process = spawner.start_zygote(self._order(request), channel_fd=channel, log=log)
+                self._started.append(process)
+                return messages.ZygoteAnswer(pid=process.pid), ()
+            case messages.AskEnvironment():
+                self._check_overlays(request.overlays)
+                return messages.Done(), (spawner.environment(request.overlays),)
+            case messages.AskShow():
+                (stem,) = _exactly(fds, 1)
+                uid = self._principal_of(stem)
+                for file in request.shown:
+                    if file.device:
+                        permissions.check_device(file.source)
+                    else:
+                        permissions.check_file(file.source, (self._account, uid))
+                return messages.Done(), (
+                    spawner.show(stem, [Graft(*msgspec.structs.astuple(f)) for f in request.shown]),
+                )
+            case messages.AskHide():
+                (namespace,) = _exactly(fds, 1)
+                permissions.check_attempt(request.directory)
+                spawner.hide(namespace, request.directory)
+            case messages.AskGive():
+                permissions.check_uid(request.uid, self._uids)
+                permissions.check_file(request.path, (self._account, request.uid))
+                spawner.give(request.uid, request.path, writable=request.writable)
+            case messages.AskTake():
+                permissions.check_uid(request.uid, self._uids)
+                permissions.check_file(request.path, (self._account, request.uid))
+                spawner.take(request.uid, request.path)
+        return messages.Done(), ()
+
+    def _order(self, request: messages.AskZygote) -> ZygoteOrder:
+        known = (os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix))
+        if not request.mounts:  # The interpreter of a mounted environment does not exist yet.
+            permissions.check_interpreter(request.python, self._account, known)
+        self._check_overlays(request.mounts)
+        for path in (*request.trees, *request.cgroups):
+            permissions.check_file(path, (self._account,))
+        interpreter = CallerInterpreter(
+            request.python, request.flags, request.environ, mounts=request.mounts, cgroups=request.cgroups
+        )
+        return ZygoteOrder(request.owner, request.level, interpreter, request.trees, request.preload)
+
+    def _check_overlays(self, overlays: Sequence[Mapping[str, object]]) -> None:
+        for path in permissions.overlay_sources(overlays):
+            permissions.check_file(path, (self._account,))
+
+    def _principal_of(self, stem: int) -> int:
+        """Return the uid of a stem. Raises IsolationUnavailable unless the stem belongs to a principal."""
+        with open(f"/proc/self/fdinfo/{stem}", encoding="ascii") as file:
+            pids = [int(line.split()[1]) for line in file if line.startswith("Pid:")]
+        uid = uid_of(pids[0]) if pids else None
+        permissions.check_uid(-1 if uid is None else uid, self._uids)
+        return -1 if uid is None else uid
+
+
+def _exactly(fds: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Return the descriptors of a request. Raises IsolationUnavailable for another number of descriptors."""
+    if len(fds) != number:
+        raise IsolationUnavailable(f"the request has {len(fds)} descriptors in place of {number}", hint="")
+    return fds

@@ -1,0 +1,162 @@
+"""The verbs that need the rights of root, and their execution in a process of root.
+
+    verb                 what root does
+    measure              tries the isolation levels of the node
+    principal            assigns a uid and a home directory
+    start_zygote         starts an interpreter with the uid and the isolation of a principal
+    environment          mounts a restored environment for a stem
+    show, hide           mounts files and devices of an attempt for its ranks, and unmounts them
+    give, take           changes the owner of an attempt's files, to the principal and back
+
+A node that runs as root executes the verbs in its agent and supervisors (`RootSpawner`). On a node with a spawner,
+agent and supervisors use an account without rights. They ask the spawner's process (`client.py`).
+
+Failure cases: A verb raises OSError or IsolationUnavailable before the first rank starts, and the attempt fails. No
+verb ends processes, because the agent owns the cgroups of its attempts. `give` and `take` skip files with further hard
+links, because such a file could also lie outside of the attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from serverless_gpu.model.isolation import Level
+from serverless_gpu.node.isolation import grafts
+from serverless_gpu.node.isolation.grafts import Graft
+from serverless_gpu.node.isolation.levels import OfferedLevel, measure
+from serverless_gpu.node.isolation.principals import Principal, Principals
+from serverless_gpu.node.isolation.views import view_of
+from serverless_gpu.node.processes.spawn import CallerInterpreter, zygote_process
+
+_WRITABLE = 0o2770
+"""Mode of directories for a principal. Their files keep the group of the node, which may also read and write."""
+_READABLE, _ENTERABLE = 0o440, 0o750
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DEPTH_MAX = 64
+
+
+class ZygoteOrder(NamedTuple):
+    """A zygote of a principal, with the directories of its restored environment."""
+
+    owner: str
+    level: Level
+    interpreter: CallerInterpreter
+    trees: Sequence[str]
+    preload: Sequence[str]
+
+
+class ZygoteProcess(Protocol):
+    """A started zygote, as `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Return the pid on the node."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None if the zygote runs or the code is unknown."""
+
+    def kill(self) -> None:
+        """Kill the zygote, if this process has the right."""
+
+
+class Spawner(Protocol):
+    """The verbs of root on a node. Each verb raises OSError or IsolationUnavailable."""
+
+    def measure(self) -> OfferedLevel:
+        """Return the isolation level that this node offers."""
+
+    def principal(self, owner: str) -> Principal:
+        """Return the principal of an owner of runs."""
+
+    def start_zygote(self, order: ZygoteOrder, *, channel_fd: int, log: int) -> ZygoteProcess:
+        """Start a zygote of a principal, with its end of the channel and a descriptor of its log."""
+
+    def environment(self, overlays: Sequence[Mapping[str, object]]) -> int:
+        """Return a descriptor of a mounted environment. The caller closes the descriptor."""
+
+    def show(self, stem_pidfd: int, shown: Sequence[Graft]) -> int:
+        """Mount files into the mount namespace of a stem, and return a descriptor of the namespace."""
+
+    def hide(self, namespace: int, directory: str) -> None:
+        """Unmount files of an attempt from a mount namespace."""
+
+    def give(self, uid: int, path: str, *, writable: bool) -> None:
+        """Let a principal use a file or directory of the node, for reading only or also for writing."""
+
+    def take(self, uid: int, path: str) -> None:
+        """Make the node the owner of a directory and of all files that a principal owns below it."""
+
+
+class RootSpawner:
+    """Executes the verbs in this process. The process needs the rights of root."""
+
+    def __init__(self, environ: Mapping[str, str], account: int = 0, group: int = 0) -> None:
+        self._environ = environ
+        self._account = account  # The uid and gid of the node's files.
+        self._group = group
+        self._principals = Principals(environ)
+
+    def measure(self) -> OfferedLevel:
+        return measure(self._environ)
+
+    def principal(self, owner: str) -> Principal:
+        return self._principals.of(owner)
+
+    def start_zygote(self, order: ZygoteOrder, *, channel_fd: int, log: int) -> ZygoteProcess:
+        principal = self.principal(order.owner)
+        view = view_of(principal, order.interpreter.python, order.trees)
+        interpreter = order.interpreter._replace(view=view, level=order.level)
+        return zygote_process(interpreter, order.preload, channel_fd=channel_fd, log=log)
+
+    def environment(self, overlays: Sequence[Mapping[str, object]]) -> int:
+        return grafts.detached_environment(overlays)
+
+    def show(self, stem_pidfd: int, shown: Sequence[Graft]) -> int:
+        return grafts.graft(stem_pidfd, shown)
+
+    def hide(self, namespace: int, directory: str) -> None:
+        grafts.remove_grafts(namespace, directory)
+
+    def give(self, uid: int, path: str, *, writable: bool) -> None:
+        if writable:
+            for fd, is_directory in _owned(path, self._account):
+                os.fchown(fd, uid, self._group)
+                if is_directory:
+                    os.fchmod(fd, _WRITABLE)
+            return
+        for fd, is_directory in _owned(path, self._account):
+            os.fchown(fd, -1, uid)
+            os.fchmod(fd, _ENTERABLE if is_directory else _READABLE)
+
+    def take(self, uid: int, path: str) -> None:
+        for fd, is_directory in _owned(path, uid):
+            os.fchown(fd, self._account, self._group)
+            if is_directory:
+                os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | 0o700)
+
+
+def _owned(path: str, uid: int, at: int | None = None, depth: int = 0) -> Iterator[tuple[int, bool]]:
+    """Yield descriptors of a file, or of a directory and the files below it, that belong to a uid.
+
+    The descriptor is valid until the next one is requested. The second item is True for a directory.
+    """
+    try:
+        fd = os.open(path, _OPEN, dir_fd=at)
+    except OSError:
+        if at is None:
+            raise
+        return  # A link, or a file that has gone.
+    try:
+        status = os.fstat(fd)
+        is_directory = stat.S_ISDIR(status.st_mode)
+        is_own = status.st_uid == uid
+        if is_own and (is_directory or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)):
+            yield fd, is_directory
+        if is_directory and depth < _DEPTH_MAX:
+            for name in os.listdir(fd):
+                yield from _owned(name, uid, fd, depth + 1)
+    finally:
+        os.close(fd)

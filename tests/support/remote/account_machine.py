@@ -1,0 +1,91 @@
+"""A node whose agent, uplink and supervisors use an account without rights, beside a spawner of root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from serverless_gpu.node.inside import own_uid
+from serverless_gpu.node.inside.sandbox import View
+from serverless_gpu.node.processes.process_tree import end_cgroup, mount_point, own_place, remove_cgroup
+from serverless_gpu.node.spawner import VARIABLE
+from serverless_gpu.node.uplink import start_stop
+from serverless_gpu.node.uplink.server import UplinkProfile
+from tests.support.local.observe import Process, processes_of, wait_for
+from tests.support.remote.machines import Machine
+
+ACCOUNT = pwd.getpwnam("nobody")
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@contextlib.contextmanager
+def running_spawner(place: Path) -> Iterator[Path]:
+    """Run `sgpu node spawner`, and yield the path of its socket."""
+    path = place / "spawner.sock"
+    command = [sys.executable, "-m", "serverless_gpu.cli", "node", "spawner", "--account", ACCOUNT.pw_name]
+    with subprocess.Popen([*command, "--socket", str(path)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "serves nobody" in process.stdout.readline()
+            yield path
+        finally:
+            process.terminate()
+            process.wait()
+
+
+class AccountMachine(Machine):
+    """A node of `ACCOUNT`, in a cgroup that belongs to the account, as with Delegate=yes of systemd."""
+
+    def __init__(self, profile: UplinkProfile, *, gpus: int, spawner: Path) -> None:
+        super().__init__(profile, gpus=gpus)
+        self._environ |= {VARIABLE: str(spawner), "HOME": str(self.root)}
+        root, place = mount_point("cgroup2", ""), own_place("")
+        assert root is not None
+        assert place is not None
+        self.cgroup = root / place.lstrip("/") / f"sgpu-account-{self.root.name}"
+        self.cgroup.mkdir()
+        for name in ("", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
+            os.chown(self.cgroup / name, ACCOUNT.pw_uid, ACCOUNT.pw_gid)
+
+    def start(self) -> None:
+        """Start the uplink as the account. Only this account sees the interpreter below a closed home."""
+        for path in (self.root, *self.root.rglob("*")):
+            os.chown(path, ACCOUNT.pw_uid, ACCOUNT.pw_gid, follow_symlinks=False)
+        with tempfile.TemporaryDirectory() as at:
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    (self.cgroup / "cgroup.procs").write_text("0")
+                    view = View(ACCOUNT.pw_uid, at, str(self.root), sys.executable, [str(REPOSITORY)], [])
+                    own_uid.enter(view, ())
+                    start_stop.ensure(self.home, self._profile, self._environ)
+                    code = 0
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+    def uplink(self) -> Process:
+        return self._process("serverless_gpu.node.uplink.process")
+
+    def agent(self) -> Process:
+        return self._process("serverless_gpu.node.agent.agent")
+
+    def end(self) -> None:
+        end_cgroup(self.cgroup)
+        wait_for(lambda: remove_cgroup(self.cgroup), "the cgroup of the account is removed")
+        shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(f"/tmp/serverless_gpu-{ACCOUNT.pw_uid}", ignore_errors=True)
+
+    def _process(self, module: str) -> Process:
+        """Return a process of the node. Only the account may use the sockets by which `Machine` finds it."""
+        lines = wait_for(lambda: [line for line in processes_of(self.root) if module in line], f"{module} runs")
+        return Process(int(lines[0].partition(":")[0]))
