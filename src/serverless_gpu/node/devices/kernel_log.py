@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hardware import DeviceKind
 
 KERNEL = Path("/dev/kmsg")
@@ -42,11 +44,14 @@ class KernelLogLine(NamedTuple):
 class KernelLog:
     """Reader of the kernel log's new lines or, with `past`, of all lines."""
 
-    def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
+    def __init__(
+        self, path: Path, clock: Clock, *, past: bool = False, opener: Callable[[], int] | None = None
+    ) -> None:
         self.problem = ""  # Reason why the log cannot be read, or "".
         self._path = path
         self._clock = clock
         self._past = past
+        self._opener = opener  # Opens the kernel log for a process without rights.
         self._rest = b""
         self._fd: int | None = None
         self._open()
@@ -73,13 +78,19 @@ class KernelLog:
 
     def _open(self) -> None:
         try:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if self._path == KERNEL and self._opener is not None:
+                self._fd = self._opener()
+            else:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             self._past = self._past or self._path != KERNEL  # All lines of a later created log file are new.
             self.problem = "" if self._path != KERNEL else f"{self._path}: {error.strerror}"
             return
         except OSError as error:
             self.problem = f"{self._path} cannot be read: {error.strerror}"
+            return
+        except IsolationUnavailable as error:
+            self.problem = f"{self._path} cannot be read: {error.message}"
             return
         self.problem = ""
         with contextlib.suppress(OSError):

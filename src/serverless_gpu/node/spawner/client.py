@@ -10,6 +10,7 @@ connects again for the next verb.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -34,7 +35,13 @@ _ANSWER = msgspec.json.Decoder(messages.Answer)
 def find_spawner(environ: Mapping[str, str]) -> Spawner:
     """Return the spawner of this node: its process, or this process with the rights of root."""
     path = environ.get(VARIABLE, "")
-    return SpawnerClient(Path(path)) if path else RootSpawner(environ)
+    return _client_of(Path(path), os.getpid()) if path else RootSpawner(environ)
+
+
+@functools.cache
+def _client_of(path: Path, _pid: int) -> SpawnerClient:
+    """Return the client of this process. A forked process must not share its parent's connection."""
+    return SpawnerClient(path)
 
 
 class SpawnedZygote:
@@ -109,6 +116,18 @@ class SpawnerClient:
     def take(self, uid: int, path: str) -> None:
         self._ask(messages.AskTake(uid=uid, path=path))
 
+    def open_stack(self, pid: int, number: int) -> int:
+        return self._descriptor(messages.AskStack(pid=pid, number=number))
+
+    def open_kernel_log(self) -> int:
+        return self._descriptor(messages.AskKernelLog())
+
+    def close(self) -> None:
+        """Close the connection. The next verb makes a new one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
     @property
     def _hint(self) -> str:
         return f"start the spawner as root: sgpu node spawner --socket {self._path}"
@@ -133,9 +152,7 @@ class SpawnerClient:
         except (OSError, msgspec.MsgspecError) as error:
             if received is not None:
                 close_all(received[1])
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self.close()
             problem = f"the node's spawner at {self._path} does not answer: {str(error) or type(error).__name__}"
             raise IsolationUnavailable(problem, hint=self._hint) from None
         if isinstance(answer, messages.Problem):

@@ -87,6 +87,17 @@ class AskTake(Message, frozen=True, kw_only=True, tag="take"):
     path: str
 
 
+class AskStack(Message, frozen=True, kw_only=True, tag="stack"):
+    """Request to open the file of a rank's stack. The answer is `Done` with a descriptor."""
+
+    pid: int
+    number: int
+
+
+class AskKernelLog(Message, frozen=True, kw_only=True, tag="kernel_log"):
+    """Request to open the kernel log. The answer is `Done` with a descriptor."""
+
+
 class LevelAnswer(Message, frozen=True, kw_only=True, tag="level"):
     """The level that the node offers."""
 
@@ -138,5 +149,16 @@ class Problem(Message, frozen=True, kw_only=True, tag="problem"):
         return IsolationUnavailable(self.message, hint=self.hint)
 
 
-Request = AskLevel | AskPrincipal | AskZygote | AskEnvironment | AskShow | AskHide | AskGive | AskTake
+Request = (
+    AskLevel
+    | AskPrincipal
+    | AskZygote
+    | AskEnvironment
+    | AskShow
+    | AskHide
+    | AskGive
+    | AskTake
+    | AskStack
+    | AskKernelLog
+)
 Answer = LevelAnswer | PrincipalAnswer | ZygoteAnswer | Done | Problem

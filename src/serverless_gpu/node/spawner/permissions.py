@@ -24,10 +24,11 @@ _DEVICE = re.compile(r"/dev/(nvidia[a-z0-9-]*|nvidia-caps/nvidia-cap[0-9]+|infin
 _HINT = "start agent, uplink and supervisors with the account of the spawner, and keep their files in its home"
 
 
-def check_uid(uid: int, uids: range) -> None:
-    """Raise IsolationUnavailable unless a uid belongs to the range of the node's principals."""
-    if uid not in uids:
+def check_uid(uid: int | None, uids: range) -> int:
+    """Return a uid of the range of the node's principals. Raises IsolationUnavailable for another uid, or for None."""
+    if uid is None or uid not in uids:
         raise IsolationUnavailable(f"uid {uid} belongs to no principal of this node", hint=_HINT)
+    return uid
 
 
 def check_file(path: str, owners: Sequence[int]) -> None:

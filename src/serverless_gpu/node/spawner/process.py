@@ -195,6 +195,11 @@ class Worker:
                 return messages.Done(), (
                     spawner.show(stem, [Graft(*msgspec.structs.astuple(f)) for f in request.shown]),
                 )
+            case messages.AskStack():
+                permissions.check_uid(uid_of(request.pid), self._uids)
+                return messages.Done(), (spawner.open_stack(request.pid, request.number),)
+            case messages.AskKernelLog():
+                return messages.Done(), (spawner.open_kernel_log(),)
             case messages.AskHide():
                 (namespace,) = _exactly(fds, 1)
                 permissions.check_attempt(request.directory)
@@ -229,9 +234,7 @@ class Worker:
         """Return the uid of a stem. Raises IsolationUnavailable unless the stem belongs to a principal."""
         with open(f"/proc/self/fdinfo/{stem}", encoding="ascii") as file:
             pids = [int(line.split()[1]) for line in file if line.startswith("Pid:")]
-        uid = uid_of(pids[0]) if pids else None
-        permissions.check_uid(-1 if uid is None else uid, self._uids)
-        return -1 if uid is None else uid
+        return permissions.check_uid(uid_of(pids[0]) if pids else None, self._uids)
 
 
 def _exactly(fds: tuple[int, ...], number: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@
     environment          mounts a restored environment for a stem
     show, hide           mounts files and devices of an attempt for its ranks, and unmounts them
     give, take           changes the owner of an attempt's files, to the principal and back
+    open_stack           opens the memory file in which a rank writes its stack
+    open_kernel_log      opens the kernel log, which names failed GPUs
 
 A node that runs as root executes the verbs in its agent and supervisors (`RootSpawner`). On a node with a spawner,
 agent and supervisors use an account without rights. They ask the spawner's process (`client.py`).
@@ -18,12 +20,15 @@ links, because such a file could also lie outside of the attempt.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from serverless_gpu.model.isolation import Level
+from serverless_gpu.node.devices.kernel_log import KERNEL
+from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.isolation import grafts
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.levels import OfferedLevel, measure
@@ -89,6 +94,12 @@ class Spawner(Protocol):
     def take(self, uid: int, path: str) -> None:
         """Make the node the owner of a directory and of all files that a principal owns below it."""
 
+    def open_stack(self, pid: int, number: int) -> int:
+        """Return a descriptor of the memory file for a rank's stack, which is descriptor `number` of the rank."""
+
+    def open_kernel_log(self) -> int:
+        """Return a descriptor of the kernel log."""
+
 
 class RootSpawner:
     """Executes the verbs in this process. The process needs the rights of root."""
@@ -136,6 +147,16 @@ class RootSpawner:
             os.fchown(fd, self._account, self._group)
             if is_directory:
                 os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | 0o700)
+
+    def open_stack(self, pid: int, number: int) -> int:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{inside.STACK_FILE}"):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not the file of a stack", f"descriptor {number} of process {pid}")
+        return fd
+
+    def open_kernel_log(self) -> int:
+        return os.open(KERNEL, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _owned(path: str, uid: int, at: int | None = None, depth: int = 0) -> Iterator[tuple[int, bool]]:

@@ -41,6 +41,7 @@ from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, KernelLogLine, log_of
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.devices.reservation import user_name
+from serverless_gpu.node.spawner.client import find_spawner
 
 _USERS_OWN = frozenset(
     {Reason.RANK_RAISED, Reason.RANK_SIGNAL, Reason.NO_RESULT, Reason.COMMAND_FAILED, Reason.GPU_OOM}
@@ -62,7 +63,7 @@ class AttemptFaults:
         kind = launch.candidates[0].kind
         watched = kind is not DeviceKind.CPU
         self._kind = kind
-        self._log = KernelLog(log_of(kind, home.root), clock) if watched else None
+        self._log = KernelLog(log_of(kind, home.root), clock, opener=_open_kernel_log) if watched else None
         self._told: dict[tuple[str, int], Fault] = {}
 
     @property
@@ -130,7 +131,9 @@ class NodeFaults:
         self._known |= {device.uuid: device for device in devices if device.kind is not DeviceKind.CPU}
         for kind in {device.kind for device in self._known.values()}:
             if kind not in self._logs:
-                self._logs[kind] = KernelLog(log_of(kind, self._home.root), self._clock, past=True)
+                self._logs[kind] = KernelLog(
+                    log_of(kind, self._home.root), self._clock, past=True, opener=_open_kernel_log
+                )
             own = [device for device in self._known.values() if device.kind is kind]
             for line, fault in faults_of(self._logs[kind].lines(), own, self._home):
                 quarantine(kind, self._home, fault, line, self._clock)
@@ -180,6 +183,10 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
         locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
         if locks.noted_ns(fault.uuid) < line.at_ns:
             locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
+
+
+def _open_kernel_log() -> int:
+    return find_spawner(os.environ).open_kernel_log()
 
 
 def note_hit(directory: Path, uuid: str, hit: UserFault) -> None:

@@ -31,11 +31,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, RankInspection
 from serverless_gpu.model.hangs.stacks import delegates, is_whole, parse
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.processes.spawn import INSIDE
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000
@@ -164,11 +166,10 @@ class _Asked:
 
 def _ask(look: RankInspection, number: int) -> _Asked | None:
     """Open the file for a rank's stack. Return None if the inspection must not signal the rank."""
-    path = f"/proc/{look.pid}/fd/{number}"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, IsolationUnavailable):
         catches = all(_is_in_set(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
-        if catches and os.readlink(path).startswith(f"/memfd:{inside.STACK_FILE}"):
-            return _Asked(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), look)
+        if catches:
+            return _Asked(find_spawner(os.environ).open_stack(look.pid, number), look)
     return None
 
 

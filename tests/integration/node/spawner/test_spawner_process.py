@@ -1,0 +1,190 @@
+"""The spawner's process, with real uids: what it does for its account, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.isolation.grafts import Graft
+from serverless_gpu.node.isolation.principals import PLACE, RANGE
+from serverless_gpu.node.processes.spawn import CallerInterpreter
+from serverless_gpu.node.spawner import process
+from serverless_gpu.node.spawner.client import SpawnerClient
+from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run the spawner")
+
+ACCOUNT = process.find_account("nobody")
+UIDS = range(1_900_060_000, 1_900_060_010)
+UID = UIDS[0]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Yield a directory that every user may enter."""
+    with tempfile.TemporaryDirectory(prefix="sg-spawner-", dir="/var/tmp") as found:
+        os.chmod(found, 0o755)
+        yield Path(found)
+
+
+@pytest.fixture
+def client(place: Path) -> Iterator[SpawnerClient]:
+    """Yield a client of a spawner that serves `ACCOUNT`."""
+    path = place / "spawner.sock"
+    listener = process.listen(path, ACCOUNT)
+    environ = {PLACE: str(place / "principals"), RANGE: f"{UIDS[0]}-{UIDS[-1]}"}
+    pid = os.fork()
+    if pid == 0:
+        try:
+            process.serve(listener, ACCOUNT, environ)
+        finally:
+            os._exit(0)
+    listener.close()
+    with contextlib.closing(SpawnerClient(path)) as made:
+        yield made
+    os.kill(pid, signal.SIGTERM)
+    os.waitpid(pid, 0)
+
+
+def own(path: Path, uid: int = ACCOUNT.uid) -> Path:
+    """Make a directory of a uid, with a file, a link and a file with a further hard link."""
+    path.mkdir()
+    (path / "file").write_text("text")
+    (path / "linked").write_text("text")
+    os.link(path / "linked", path.parent / f"{path.name}-elsewhere")
+    (path / "link").symlink_to("/etc/passwd")
+    for each in (path, *path.iterdir()):
+        os.chown(each, uid, uid, follow_symlinks=False)
+    return path
+
+
+def test_the_socket_belongs_to_the_account_and_has_one_spawner(place: Path) -> None:
+    path = place / "spawner.sock"
+    listener = process.listen(path, ACCOUNT)
+    status = path.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (0, ACCOUNT.gid, 0o660)
+    with pytest.raises(StorageError, match="another spawner listens"):
+        process.listen(path, ACCOUNT)
+    listener.close()
+    process.listen(path, ACCOUNT).close()  # A socket file of an ended spawner is no obstacle.
+
+
+@pytest.mark.parametrize("name", ["root", "0", "no-such-account", "4000000000"])
+def test_the_account_of_an_agent_is_known_and_not_root(name: str) -> None:
+    with pytest.raises(InvalidValue):
+        process.find_account(name)
+
+
+def test_files_go_to_a_principal_and_come_back(client: SpawnerClient, place: Path) -> None:
+    directory = own(place / "results")
+    client.give(UID, str(directory), writable=True)
+    assert (directory.stat().st_uid, directory.stat().st_gid) == (UID, ACCOUNT.gid)
+    assert (directory / "file").stat().st_uid == UID
+    assert (directory / "linked").stat().st_uid == ACCOUNT.uid, "a file with a further name could lie elsewhere"
+    (directory / "new").mkdir(mode=0o500)
+    os.chown(directory / "new", UID, UID)
+    client.take(UID, str(directory))
+    assert {path.lstat().st_uid for path in (directory, *directory.rglob("*"))} == {ACCOUNT.uid}
+    assert (directory / "new").stat().st_mode & 0o700 == 0o700, "the account can remove what is in it"
+    assert Path("/etc/passwd").stat().st_uid == 0
+
+
+def test_a_readable_file_stays_the_file_of_the_account(client: SpawnerClient, place: Path) -> None:
+    file = own(place / "attempt") / "file"
+    client.give(UID, str(file), writable=False)
+    status = file.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (ACCOUNT.uid, UID, 0o440)
+
+
+@pytest.mark.parametrize("uid", [0, ACCOUNT.uid, UIDS[-1] + 1])
+def test_the_spawner_gives_no_file_to_another_account(client: SpawnerClient, place: Path, uid: int) -> None:
+    directory = own(place / "results")
+    for verb in (client.take, lambda uid, path: client.give(uid, path, writable=True)):
+        with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+            verb(uid, str(directory))
+
+
+def test_the_spawner_gives_no_file_of_root(client: SpawnerClient, place: Path) -> None:
+    directory = own(place / "of-root", uid=0)
+    with pytest.raises(IsolationUnavailable, match="no file or directory of the node's account"):
+        client.give(UID, str(directory), writable=True)
+    with pytest.raises(IsolationUnavailable, match="no file or directory of the node's account"):
+        client.give(UID, "/etc/shadow", writable=False)
+
+
+def test_the_spawner_mounts_nothing_for_a_process_of_no_principal(client: SpawnerClient) -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+        client.show(pidfd, [Graft("/etc/shadow", "/run/sgpu/call.pkl")])
+    os.close(pidfd)
+    with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+        client.open_stack(os.getpid(), 0)
+
+
+def test_the_spawner_starts_no_interpreter_that_others_cannot_execute(client: SpawnerClient, place: Path) -> None:
+    python = place / "python3"
+    python.touch(mode=0o700)
+    order = ZygoteOrder("ana", "sandbox", CallerInterpreter(str(python), (), {}), [], [])
+    with pytest.raises(IsolationUnavailable, match="not executable for every user"):
+        client.start_zygote(order, channel_fd=0, log=1)
+
+
+def test_a_principal_keeps_its_uid(client: SpawnerClient) -> None:
+    first, second = client.principal("ana"), client.principal("bo")
+    assert (first.uid, second.uid) == (UIDS[0], UIDS[1])
+    assert client.principal("ana") == first
+
+
+def test_an_invalid_request_is_answered_and_the_connection_stays(client: SpawnerClient, place: Path) -> None:
+    client.principal("ana")
+    channel = client._channel
+    assert isinstance(channel, Channel)
+    channel.send(b'{"verb": "become_root"}')
+    received = channel.receive()
+    assert received is not None
+    assert b"does not know this request" in received[0]
+    assert client.principal("ana").uid == UID
+
+
+def test_another_user_gets_no_answer(client: SpawnerClient, place: Path) -> None:
+    (place / "spawner.sock").chmod(0o666)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setresuid(1, 1, 1)
+            client.principal("ana")
+        except IsolationUnavailable:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_missing_spawner_is_told_with_its_remedy(place: Path) -> None:
+    missing = SpawnerClient(place / "spawner.sock")
+    with pytest.raises(IsolationUnavailable, match="does not answer") as told:
+        missing.principal("ana")
+    assert told.value.hint is not None
+    assert "sgpu node spawner" in told.value.hint
+    assert missing.measure().level == "none"
+
+
+def test_only_the_file_of_a_stack_is_opened(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(OSError, match="Is a directory"):
+        RootSpawner({}).open_stack(os.getpid(), fd)
+    other = os.memfd_create("other")
+    with pytest.raises(OSError, match="not the file of a stack"):
+        RootSpawner({}).open_stack(os.getpid(), other)
+    os.close(fd)
+    os.close(other)
