@@ -200,7 +200,10 @@ def identity(name: str) -> dict[str, object]:
         file.write(name)
     with open("/proc/self/status", encoding="utf-8") as status:
         fields = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+        points = [line.split()[4] for line in mounts]
     return {
+        "attempts": len({point.split("/")[3] for point in points if point.startswith("/run/sgpu/")}),
         "uid": os.getuid(),
         "capabilities": {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")},
         "no_new_privs": fields["NoNewPrivs"],
@@ -259,6 +262,8 @@ def test_each_principal_has_a_uid_and_a_home_of_its_own(
         if level == "sandbox":
             assert one["seccomp"] == "2"
             assert one["processes"] == 3, "the stem and two ranks"
+        else:
+            assert one["attempts"] == 1, "the files of earlier attempts are unmounted"
     assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
     assert [path.stat().st_mode & 0o777 for path in principals.glob("1*") if path.is_dir()] == [0o700] * 2
 

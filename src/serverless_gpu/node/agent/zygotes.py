@@ -275,9 +275,10 @@ class Zygote:
         self._asked.append((self.environment, tuple(str(path) for path in cgroups)))
 
     def _isolation_request(self, request: inside.Message, moved: RestoredEnvironment | None) -> list[int]:
-        """Add the isolation of an attempt to the request for a stem. Return descriptors for the caller to close.
+        """Add the isolation of an attempt to the request for a stem.
 
-        The stem receives descriptors of its cgroups and its environment, because it may not open the paths of both.
+        Return descriptors for the caller to close. The stem receives descriptors of its cgroups and its environment,
+        because it may not open the paths of both.
         """
         opened = [os.open(f"{path}/cgroup.procs", os.O_WRONLY) for path in inside.strings(request, "cgroups")]
         trees: list[str] = []

@@ -21,7 +21,10 @@ WRITTEN = ("results", "failures", "work")
 
 
 def written_directories(attempt: Path, checkpoints: Path | None) -> list[Path]:
-    """Return the directories that ranks of an attempt write. `checkpoints` contains the directories of runs."""
+    """Return the directories that ranks of an attempt write.
+
+    `checkpoints` contains the checkpoints of all runs.
+    """
     found = [attempt / name for name in WRITTEN]
     return found if checkpoints is None else [*found, checkpoints / attempt.parent.name]
 

@@ -28,8 +28,8 @@ def main(plan_fd: int, channel_fd: int) -> None:
     """Enter the containment of a zygote and execute the zygote. Return only if the zygote must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
-    ``view`` (the fields of `sandbox.View`, or None), ``level`` (the isolation level of the view), ``argv`` (the program
-    first) and ``environ``. Raises OSError when a mount or the program fails.
+    ``argv`` (the program first) and ``environ``. ``view`` contains the fields of `sandbox.View`, or None. ``level`` is
+    the isolation level of the view. Raises OSError when a mount or the program fails.
     """
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)

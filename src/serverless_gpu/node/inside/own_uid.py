@@ -68,7 +68,10 @@ def closed_directories(paths: Iterable[str], uid: int) -> list[str]:
 
 
 def _show(view: sandbox.View) -> None:
-    """Cover each closed directory on the way to the environment with a directory that shows only the environment."""
+    """Cover each closed directory on the way to the environment.
+
+    A cover shows only the environment.
+    """
     mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
     root = sandbox.Root(view.at)
     for path in (*view.shown, *sandbox.interpreter_parts(view.python)):

@@ -1,4 +1,4 @@
-"""The rights of root on a node: a few verbs, and the process that holds the rights for an agent without rights.
+"""The rights of root on a node: a few verbs, and the process that executes the verbs.
 
 Read `verbs.py` first. `process.py` serves the verbs to the account of the agent, and `client.py` calls them.
 """

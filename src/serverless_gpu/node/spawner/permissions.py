@@ -25,7 +25,7 @@ _HINT = "start agent, uplink and supervisors with the account of the spawner, an
 
 
 def check_uid(uid: int | None, uids: range) -> int:
-    """Return a uid of the range of the node's principals. Raises IsolationUnavailable for another uid, or for None."""
+    """Return a uid of a principal of this node. Raises IsolationUnavailable for another uid, or for None."""
     if uid is None or uid not in uids:
         raise IsolationUnavailable(f"uid {uid} belongs to no principal of this node", hint=_HINT)
     return uid

@@ -55,7 +55,7 @@ class Account(NamedTuple):
 
 
 def find_account(name: str) -> Account:
-    """Return an account of this machine by its name or uid. Raises InvalidValue for root and for unknown accounts."""
+    """Return an account by its name or uid. Raises InvalidValue for root and for unknown accounts."""
     try:
         found = pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)
     except KeyError:
@@ -157,7 +157,10 @@ class Worker:
         self._started: list[object] = []  # An unreferenced Popen object warns while its process runs.
 
     def answer(self, body: bytes, fds: tuple[int, ...]) -> tuple[messages.Answer, tuple[int, ...]]:
-        """Return the answer to a request, with descriptors for the caller to close. Close the request's descriptors."""
+        """Return the answer to a request, with descriptors for the caller to close.
+
+        The method closes the request's descriptors.
+        """
         try:
             return self._execute(_REQUEST.decode(body), fds)
         except msgspec.MsgspecError as error:

@@ -88,10 +88,10 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         return spawner.show(stem_pidfd, there)
 
     def take_back(self, spawner: Spawner, namespace: int) -> str:
-        """Make the node the owner of the attempt's files after the last rank has ended. Return a problem, or "".
+        """Make the node the owner of the attempt's files after the last rank has ended.
 
-        `namespace` is the descriptor of `show`. At the level `user`, later attempts of the principal use the same mount
-        namespace. The files of this attempt therefore leave the namespace.
+        Return a problem, or "". `namespace` is the descriptor of `show`. At the level `user`, later attempts of the
+        principal use the same mount namespace. The files of this attempt therefore leave the namespace.
         """
         if self.level == USER:
             with contextlib.suppress(OSError, IsolationUnavailable):  # The mounts end with the principal's zygote.

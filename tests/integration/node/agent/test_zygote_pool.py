@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from serverless_gpu.node.agent.zygotes import Zygote, ZygoteRequest
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context
 from serverless_gpu.node.processes.process_tree import CgroupRoot
+from serverless_gpu.node.spawner.verbs import RootSpawner
 from serverless_gpu.testing import FakeClock
 from tests.support.node.restored import caller, environment
 
@@ -24,7 +26,9 @@ class Recorded(ZygotePool):
 
     def __init__(self, directory: Path, log: int) -> None:
         self.clock = FakeClock()
-        super().__init__(Home(directory), log, CgroupRoot(None), selectors.DefaultSelector(), self.clock)
+        super().__init__(
+            Home(directory), log, CgroupRoot(None), selectors.DefaultSelector(), self.clock, RootSpawner({})
+        )
         self.all: list[Zygote] = []
 
     def _spawn(self, *arguments: Any) -> Zygote:
@@ -42,6 +46,7 @@ def pool(tmp_path: Path) -> Iterator[Recorded]:
     made.close()
     for zygote in made.all:
         zygote.process.kill()
+        assert isinstance(zygote.process, subprocess.Popen)
         zygote.process.wait()
     os.close(log)
 
