@@ -109,24 +109,24 @@ def test_a_readable_file_stays_the_file_of_the_account(client: SpawnerClient, pl
 def test_the_spawner_gives_no_file_to_another_account(client: SpawnerClient, place: Path, uid: int) -> None:
     directory = own(place / "results")
     for verb in (client.take, lambda uid, path: client.give(uid, path, writable=True)):
-        with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+        with pytest.raises(IsolationUnavailable, match="to no principal"):
             verb(uid, str(directory))
 
 
 def test_the_spawner_gives_no_file_of_root(client: SpawnerClient, place: Path) -> None:
     directory = own(place / "of-root", uid=0)
-    with pytest.raises(IsolationUnavailable, match="no file or directory of the node's account"):
+    with pytest.raises(IsolationUnavailable, match="of the node.s account"):
         client.give(UID, str(directory), writable=True)
-    with pytest.raises(IsolationUnavailable, match="no file or directory of the node's account"):
+    with pytest.raises(IsolationUnavailable, match="of the node.s account"):
         client.give(UID, "/etc/shadow", writable=False)
 
 
 def test_the_spawner_mounts_nothing_for_a_process_of_no_principal(client: SpawnerClient) -> None:
     pidfd = os.pidfd_open(os.getpid())
-    with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+    with pytest.raises(IsolationUnavailable, match="to no principal"):
         client.show(pidfd, [Graft("/etc/shadow", "/run/sgpu/call.pkl")])
     os.close(pidfd)
-    with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+    with pytest.raises(IsolationUnavailable, match="to no principal"):
         client.open_stack(os.getpid(), 0)
 
 
@@ -134,7 +134,7 @@ def test_the_spawner_starts_no_interpreter_that_others_cannot_execute(client: Sp
     python = place / "python3"
     python.touch(mode=0o700)
     order = ZygoteOrder("ana", "sandbox", CallerInterpreter(str(python), (), {}), [], [])
-    with pytest.raises(IsolationUnavailable, match="not executable for every user"):
+    with pytest.raises(IsolationUnavailable, match="for every user"):
         client.start_zygote(order, channel_fd=0, log=1)
 
 
@@ -151,7 +151,7 @@ def test_an_invalid_request_is_answered_and_the_connection_stays(client: Spawner
     channel.send(b'{"verb": "become_root"}')
     received = channel.receive()
     assert received is not None
-    assert b"does not know this request" in received[0]
+    assert b"know this request" in received[0]
     assert client.principal("ana").uid == UID
 
 
@@ -184,7 +184,7 @@ def test_only_the_file_of_a_stack_is_opened(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a directory"):
         RootSpawner({}).open_stack(os.getpid(), fd)
     other = os.memfd_create("other")
-    with pytest.raises(OSError, match="not the file of a stack"):
+    with pytest.raises(OSError, match="of a stack"):
         RootSpawner({}).open_stack(os.getpid(), other)
     os.close(fd)
     os.close(other)

@@ -15,7 +15,7 @@ UIDS = range(1000, 1010)
 
 @pytest.mark.parametrize("uid", [None, -1, 0, 999, 1010])
 def test_a_uid_outside_of_the_range_is_refused(uid: int | None) -> None:
-    with pytest.raises(IsolationUnavailable, match="belongs to no principal"):
+    with pytest.raises(IsolationUnavailable, match="to no principal"):
         permissions.check_uid(uid, UIDS)
 
 
@@ -30,24 +30,24 @@ def test_files_of_the_account_are_permitted_and_other_files_are_refused(tmp_path
     permissions.check_file(str(own), (os.getuid(),))
     permissions.check_file(str(tmp_path), (os.getuid(),))
     for path in (own, link, tmp_path, Path("/dev/null")):
-        with pytest.raises(IsolationUnavailable, match="no file or directory"):
+        with pytest.raises(IsolationUnavailable, match="file or directory"):
             permissions.check_file(str(path), (os.getuid() + 1,))
-    with pytest.raises(IsolationUnavailable, match="no file or directory"):
+    with pytest.raises(IsolationUnavailable, match="file or directory"):
         permissions.check_file(str(link), (os.getuid(),))
     for text in ("relative", f"{tmp_path}/../x", f"{tmp_path}//own"):
-        with pytest.raises(IsolationUnavailable, match="not an absolute path"):
+        with pytest.raises(IsolationUnavailable, match="absolute path"):
             permissions.check_file(text, (os.getuid(),))
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/kmsg", "/dev/sda", "/dev/nvidia/../kmsg", "/etc/shadow"])
 def test_device_nodes_of_other_devices_are_refused(path: str) -> None:
-    with pytest.raises(IsolationUnavailable, match="no device node of an accelerator"):
+    with pytest.raises(IsolationUnavailable, match="of an accelerator"):
         permissions.check_device(path)
 
 
 @pytest.mark.parametrize("text", ["/run/sgpu", "/run/sgpu/", "/run/sgpu/../../etc", "/run/sgpu/0123456g", "/etc"])
 def test_only_directories_of_attempts_can_be_hidden(text: str) -> None:
-    with pytest.raises(IsolationUnavailable, match="no directory of an attempt"):
+    with pytest.raises(IsolationUnavailable, match="of an attempt"):
         permissions.check_attempt(text)
     permissions.check_attempt("/run/sgpu/01234567")
 
@@ -61,7 +61,7 @@ def test_interpreters_that_every_user_can_execute_are_permitted(tmp_path: Path) 
     permissions.check_interpreter("/bin/sh", stranger, [])
     permissions.check_interpreter(str(python), os.getuid(), [])
     permissions.check_interpreter(str(python), stranger, [str(tmp_path)])
-    with pytest.raises(IsolationUnavailable, match="not executable for every user"):
+    with pytest.raises(IsolationUnavailable, match="for every user"):
         permissions.check_interpreter(str(python), stranger, [])
 
 
