@@ -144,6 +144,7 @@ ATTEMPTS: tuple[CanaryAttempt, ...] = (
         _try("rank-memory", "change the memory of another run", UID),
         _try("rank-memory-call", "read the memory of another run with process_vm_readv", UID),
         _try("rank-descriptors", "list the open files of another run", UID),
+        _try("rank-files", "read a file in the view of another run", UID),
         _try("take-descriptor", "take an open file from another run", UID),
         _try("trace-rank", "trace a process of another run", UID),
         _try("signal-rank", "send a signal to another run", UID),

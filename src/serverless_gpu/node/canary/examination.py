@@ -1,7 +1,7 @@
 """Runs the canary on this node and returns its report.
 
     prepared targets ─▶ victim: a run of one principal ─▶ attacker: a run of another principal tries every attempt
-                                                   └────▶ control: this process tries the same attempts, without isolation
+                                                   └────▶ control: the same attempts, without isolation
     afterwards: search for the remains of both ─▶ model/canary.py judges ─▶ CanaryReport
 
 Both runs are ordinary runs of the node: the agent starts them in the isolation level under test, on CPU slots. The

@@ -29,9 +29,8 @@ def marked(mark: str) -> list[int]:
 def parent(pid: int) -> int:
     """Return the parent of a process, or 0."""
     with contextlib.suppress(OSError, ValueError):
-        return int(
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(text.rpartition(")")[2].split()[1])
     return 0
 
 
@@ -81,12 +80,8 @@ def remains(mark: str, key: int) -> dict[str, Trial]:
         "leave-shared-memory": segment >= 0,
         "leave-message-queue": unlink_queue(mark),
     }
-    return {
-        name: Trial("possible", "it remained after the end of the run")
-        if left
-        else Trial("refused", "nothing remained")
-        for name, left in found.items()
-    }
+    there, gone = Trial("possible", "it remained after the end"), Trial("refused", "nothing remained after the end")
+    return {name: there if left else gone for name, left in found.items()}
 
 
 def _removed(path: Path) -> bool:

@@ -62,7 +62,10 @@ def _inodes(targets: Targets) -> None:
 def _open_files(_: Targets) -> None:
     """Raise the hard limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard + 1))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard + 1))
+    except ValueError as error:  # Python reports EPERM as a ValueError.
+        raise PermissionError(errno.EPERM, str(error)) from None
 
 
 ATTEMPTS: Mapping[str, Attempt] = {

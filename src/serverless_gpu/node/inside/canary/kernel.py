@@ -92,9 +92,8 @@ def _setuid_program(_: Targets) -> None:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    found = [
-        path for path in (f"{at}/{name}" for name in _SETUID_PROGRAMS for at in _SETUID_PLACES) if _is_setuid(path)
-    ]
+    paths = [f"{place}/{name}" for name in _SETUID_PROGRAMS for place in _SETUID_PLACES]
+    found = [path for path in paths if _is_setuid(path)]
     if not found:
         raise Unavailable("the machine has no setuid program")
     kept_in, _kept_out = os.pipe()  # The program waits for a password until this process ends.
@@ -108,9 +107,9 @@ def _setuid_program(_: Targets) -> None:
         os.execv(found[0], [os.path.basename(found[0])])
     try:
         for _look in range(_SETUID_LOOKS):
-            with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-                uids = next(line for line in status if line.startswith("Uid:")).split()
-            if uids[2] == "0":  # The second number is the effective uid.
+            with open(f"/proc/{pid}/status", "rb") as status:  # The other uid may not load Python's codecs.
+                uids = next(line for line in status if line.startswith(b"Uid:")).split()
+            if uids[2] == b"0":  # The second number is the effective uid.
                 return
             select.poll().poll(_SETUID_PAUSE_MS)
     finally:
@@ -129,10 +128,8 @@ def _is_setuid(path: str) -> bool:
 
 def _capabilities(_: Targets) -> None:
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        held = [
-            int(line.split()[1], 16) for line in status if line.startswith(("CapInh", "CapPrm", "CapEff", "CapAmb"))
-        ]
-    if not any(held):
+        held = [line.split()[1] for line in status if line.startswith(("CapInh", "CapPrm", "CapEff", "CapAmb"))]
+    if not any(int(mask, 16) for mask in held):
         raise OSError(errno.EPERM, "the process holds no capability")
 
 

@@ -128,6 +128,7 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "rank-memory": _on("victim", _patch),
     "rank-memory-call": _on("victim", _read_memory),
     "rank-descriptors": _on("victim", _list_descriptors),
+    "rank-files": _on("victim", _read_file("root/etc/passwd")),
     "take-descriptor": _on("victim", _take_descriptor),
     "trace-rank": _on("victim", _trace),
     "signal-rank": _on("victim", _signal),
