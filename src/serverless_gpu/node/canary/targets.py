@@ -19,6 +19,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
@@ -44,6 +45,15 @@ _SESSION_KEYRING, _KEYCTL_UNLINK = -3, 9
 _HANDLE_BYTES = 128
 _AT_FDCWD = -100
 _DISK_KINDS = ("loop", "ram", "zram")
+
+
+def server_address(url: str) -> dict[str, str]:
+    """Return the targets of attempts on a server, from its URL."""
+    found = urlsplit(url)
+    if not found.hostname:
+        return {}
+    port = found.port or (443 if found.scheme == "https" else 80)
+    return {"server_url": url, "server_port": f"{found.hostname}:{port}"}
 
 
 def new_mark() -> str:

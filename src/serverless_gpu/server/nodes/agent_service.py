@@ -47,6 +47,7 @@ from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
+from serverless_gpu.server.nodes.canaries import CanaryService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.records import attempts, audit, crews, nodes, pools, runs, stored_secrets
 from serverless_gpu.server.records import orders as order_rows
@@ -57,6 +58,7 @@ from serverless_gpu.server.records.orders import OPEN_MAX, StoredOrder
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
+    AttemptOrder,
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
@@ -106,6 +108,7 @@ class AgentService:
         node_admission: NodeAdmission,
         reports: ReportService,
         requeue: Requeue,
+        canaries: CanaryService,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -120,6 +123,7 @@ class AgentService:
         self._node_admission = node_admission
         self._reports = reports
         self._requeue = requeue
+        self._canaries = canaries
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
         """Admit a joining or reconnecting node."""
@@ -195,7 +199,7 @@ class AgentService:
 
     def waiting(
         self, who: Caller, node_id: str, instance: str = "", process: str = "", *, told: Collection[int] = frozenset()
-    ) -> list[Order]:
+    ) -> list[AttemptOrder]:
         """Return the unconfirmed orders of a node, and mark these orders as sent.
 
         Exclude orders with numbers in `told`.
@@ -203,9 +207,9 @@ class AgentService:
 
         broken: list[tuple[StoredOrder, str]] = []
 
-        def work(connection: sa.Connection) -> list[Order]:
+        def work(connection: sa.Connection) -> list[AttemptOrder]:
             node = _own(connection, who, node_id, instance, process)
-            found: list[Order] = []
+            found: list[AttemptOrder] = []
             for stored in order_rows.waiting(connection, node_id):
                 if stored.seq in told:
                     continue
@@ -299,7 +303,7 @@ class AgentService:
         nodes.change(connection, node)
         return node, before
 
-    def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
+    def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> AttemptOrder | None:
         """Return an order for its node, or None if the attempt has ended or the server holds the order back."""
         if order.kind == "stop":
             if order.stop is None:
@@ -356,6 +360,7 @@ class AgentService:
 
     async def _orders(self, who: Caller, node_id: str, instance: str, process: str) -> AsyncGenerator[Order | None]:
         sent: dict[int, int] = {}
+        begun = ""  # Last canary that this stream has sent.
         hub, clock, key = self._hub, self._clock, node_key(node_id)
         while not hub.closed:
             seen = hub.version(key)
@@ -371,6 +376,10 @@ class AgentService:
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked
+            canary = self._canaries.of(node_id)
+            if canary is not None and canary.id != begun:
+                begun = canary.id
+                yield canary
             if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
                 yield None
 
