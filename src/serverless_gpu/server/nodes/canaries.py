@@ -13,6 +13,7 @@ request, for example after a restart, replaces no other report.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import msgspec
 import sqlalchemy as sa
@@ -31,11 +32,12 @@ from serverless_gpu.server.records import audit, nodes, pools
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.agents import CanaryResult, RunCanary
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
+from serverless_gpu.wire.nodes import RayPool
 
 CANARY = "canary"
 """Capability of nodes that can run the canary."""
 ANSWERED_S = 600.0
-_PORTS = {"postgresql": 5432}
+_POSTGRESQL_PORT = 5432
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,20 +49,29 @@ class CanaryService:
     """Stores the requested canaries and the last report of each node."""
 
     def __init__(
-        self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, presence: Presence
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        presence: Presence,
+        ray_pool: Callable[[], RayPool | None],
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._database = database
         self._hub = hub
         self._presence = presence
+        self._ray_pool = ray_pool
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._reports: dict[str, CanaryView] = {}
 
     def start(self, who: Caller, name: str) -> CanaryView:
         """Request a canary at the isolation level of the node's pool. A running canary continues."""
-        at_ns, now_ns, request_id = self._clock.wall_ns(), self._clock.boottime_ns(), new_run_id()
+        at_ns, now_ns = self._clock.wall_ns(), self._clock.boottime_ns()
+        request_id, services = new_run_id(), self._services()
 
         def work(connection: sa.Connection) -> tuple[str, RunCanary]:
             node = find_node(connection, name)
@@ -71,7 +82,7 @@ class CanaryService:
             level = pools.level(connection, node.pool)
             detail = {"name": node.name, "isolation": level}
             audit.record(connection, who=who, action=Action.NODE_CANARY, subject=node.id, now_ns=at_ns, detail=detail)
-            return node.id, RunCanary(id=request_id, isolation=level, services=self._services())
+            return node.id, RunCanary(id=request_id, isolation=level, services=services)
 
         node_id, order = self._database.write(work)
         with self._lock:
@@ -115,10 +126,13 @@ class CanaryService:
 
     def _services(self) -> dict[str, str]:
         """Return the network addresses that only the server knows."""
-        url = make_url(self._settings.database)
-        if not url.host:
-            return {}
-        return {"database_port": f"{url.host}:{url.port or _PORTS.get(url.get_backend_name(), 0)}"}
+        url, ray = make_url(self._settings.database), self._ray_pool()
+        found: dict[str, str] = {}
+        if url.host:
+            found["database_port"] = f"{url.host}:{url.port or _POSTGRESQL_PORT}"
+        if ray is not None:
+            found["ray_port"] = ray.address
+        return found
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------
