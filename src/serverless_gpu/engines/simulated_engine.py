@@ -57,7 +57,6 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
-    AttemptOrder,
     AttemptSeen,
     Ending,
     File,
@@ -68,6 +67,7 @@ from serverless_gpu.wire.agents import (
     OrdersTaken,
     Report,
     ReportAnswer,
+    ReportNow,
     Start,
     Stop,
 )
@@ -371,9 +371,7 @@ class SimulatedAgent:
             beat = Heartbeat(devices=self.devices, attempts=self._seen())
             self._drop(self._ask(lambda: self.control.heartbeat(self.node, beat)).stale, now_ns)
             self._beat_ns = now_ns
-        orders = self._ask(lambda: self.control.orders(self.node))
-        # The agent sends a report at each step, with or without a ReportNow order. Simulated nodes have no canary.
-        taken = [order.seq for order in orders if isinstance(order, Start | Stop) and self._obey(order, now_ns)]
+        taken = [order.seq for order in self._ask(lambda: self.control.orders(self.node)) if self._obey(order, now_ns)]
         for attempt in list(self._attempts.values()):
             self._live(attempt, now_ns)
             self._report(attempt, now_ns)
@@ -408,9 +406,11 @@ class SimulatedAgent:
             for run_id, fence in self.gangs
         )
 
-    def _obey(self, order: AttemptOrder, now_ns: int) -> bool:
+    def _obey(self, order: Order, now_ns: int) -> bool:
         gang = (order.run_id, order.fence)
         attempt = self._attempts.get(gang)
+        if isinstance(order, ReportNow):
+            return False  # The agent sends a report at each step, with or without a ReportNow order.
         if isinstance(order, Stop):
             if attempt is not None:
                 self._stop(attempt, order.reason, now_ns)

@@ -5,7 +5,7 @@ a gang on several nodes (`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
-    GET  /agents/{node}/orders?instance&process  → stream of `Order`, unacknowledged orders first
+    GET  /agents/{node}/orders?instance&process  → stream of `StreamedOrder`, unacknowledged orders first
     POST /agents/{node}/orders/ack          OrdersTaken
     POST /agents/{node}/canary              CanaryResult
     POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
@@ -284,9 +284,8 @@ class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
     services: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-AttemptOrder = Start | Stop
-"""Orders that the server repeats until the node acknowledges them."""
-Order = AttemptOrder | ReportNow | RunCanary
+Order = Start | Stop | ReportNow
+StreamedOrder = Order | RunCanary
 
 
 class CanaryResult(Request, frozen=True, kw_only=True):

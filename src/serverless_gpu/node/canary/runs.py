@@ -51,7 +51,7 @@ class CanaryRun(NamedTuple):
         return self.directory / "logs" / "0.stdout"
 
     def wait(self) -> None:
-        """Wait for the end of the run. Raises AgentUnavailable if the run does not start or does not end in time."""
+        """Wait for the end of the run. Raises AgentUnavailable if the run is refused or takes too long."""
         self.channel.sock.settimeout(_SECONDS_MAX)
         said = ""
         try:
@@ -146,7 +146,7 @@ def outcomes(log: Path) -> list[Mapping[str, object]]:
 
 
 def json_lines(text: str) -> list[Mapping[str, object]]:
-    """Return the lines of a text that are JSON objects. Ignore other lines, such as messages of the interpreter."""
+    """Return the JSON objects in the lines of a text. Ignore other lines, such as warnings of Python."""
     found: list[Mapping[str, object]] = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):

@@ -65,7 +65,6 @@ from serverless_gpu.wire.agents import (
     CanaryResult,
     Ending,
     HeartbeatAnswer,
-    Order,
     OrdersTaken,
     Report,
     ReportAnswer,
@@ -73,6 +72,7 @@ from serverless_gpu.wire.agents import (
     RunCanary,
     Start,
     Stop,
+    StreamedOrder,
 )
 from serverless_gpu.wire.connection import Connection
 
@@ -224,7 +224,7 @@ class Uplink:
             self._joined.wait()
             node = self._node
             try:
-                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=Order, query=query):
+                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=StreamedOrder, query=query):
                     backoff.reset()
                     self._server.answered()
                     self._obey(order)
@@ -236,7 +236,7 @@ class Uplink:
             self._wake.set()
             threading.Event().wait(backoff.next_s())
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: StreamedOrder) -> None:
         if isinstance(order, RunCanary):
             self._start_canary(order)
             return

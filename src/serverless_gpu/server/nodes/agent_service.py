@@ -58,7 +58,6 @@ from serverless_gpu.server.records.orders import OPEN_MAX, StoredOrder
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
-    AttemptOrder,
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
@@ -67,6 +66,7 @@ from serverless_gpu.wire.agents import (
     ReportNow,
     Start,
     Stop,
+    StreamedOrder,
     clock_text,
 )
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PROTOCOLS
@@ -199,7 +199,7 @@ class AgentService:
 
     def waiting(
         self, who: Caller, node_id: str, instance: str = "", process: str = "", *, told: Collection[int] = frozenset()
-    ) -> list[AttemptOrder]:
+    ) -> list[Order]:
         """Return the unconfirmed orders of a node, and mark these orders as sent.
 
         Exclude orders with numbers in `told`.
@@ -207,9 +207,9 @@ class AgentService:
 
         broken: list[tuple[StoredOrder, str]] = []
 
-        def work(connection: sa.Connection) -> list[AttemptOrder]:
+        def work(connection: sa.Connection) -> list[Order]:
             node = _own(connection, who, node_id, instance, process)
-            found: list[AttemptOrder] = []
+            found: list[Order] = []
             for stored in order_rows.waiting(connection, node_id):
                 if stored.seq in told:
                     continue
@@ -303,7 +303,7 @@ class AgentService:
         nodes.change(connection, node)
         return node, before
 
-    def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> AttemptOrder | None:
+    def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
         """Return an order for its node, or None if the attempt has ended or the server holds the order back."""
         if order.kind == "stop":
             if order.stop is None:
@@ -350,7 +350,7 @@ class AgentService:
 
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
-    ) -> AsyncIterator[Order | None]:
+    ) -> AsyncIterator[StreamedOrder | None]:
         """Yield a node's orders repeatedly until the node confirms each order. Yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
@@ -358,7 +358,9 @@ class AgentService:
                 async for order in found:
                     yield order
 
-    async def _orders(self, who: Caller, node_id: str, instance: str, process: str) -> AsyncGenerator[Order | None]:
+    async def _orders(
+        self, who: Caller, node_id: str, instance: str, process: str
+    ) -> AsyncGenerator[StreamedOrder | None]:
         sent: dict[int, int] = {}
         begun = ""  # Last canary that this stream has sent.
         hub, clock, key = self._hub, self._clock, node_key(node_id)
@@ -561,7 +563,7 @@ def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> H
 
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
-async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
+async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[StreamedOrder]:
     """Stream the orders of a node. The stream repeats unconfirmed orders."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)

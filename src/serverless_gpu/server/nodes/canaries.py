@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy.engine import make_url
 
 from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue, NotFound
@@ -126,10 +126,10 @@ class CanaryService:
 
     def _services(self) -> dict[str, str]:
         """Return the network addresses that only the server knows."""
-        url, ray = make_url(self._settings.database), self._ray_pool()
+        url, ray = urlsplit(self._settings.database), self._ray_pool()
         found: dict[str, str] = {}
-        if url.host:
-            found["database_port"] = f"{url.host}:{url.port or _POSTGRESQL_PORT}"
+        if url.hostname:
+            found["database_port"] = f"{url.hostname}:{url.port or _POSTGRESQL_PORT}"
         if ray is not None:
             found["ray_port"] = ray.address
         return found
@@ -148,7 +148,7 @@ def start_canary(call: Call, canaries: CanaryService, node: str, body: CanaryReq
 
 @routes.get("/nodes/{node}/canary", needs=writing("nodes"))
 def view_canary(call: Call, canaries: CanaryService, node: str) -> CanaryView:
-    """Return the last report of a node's canary. The report shows weaknesses, so readers need write access."""
+    """Return the last report of a node's canary. Weaknesses are visible only with write access."""
     return canaries.view(node)
 
 

@@ -206,6 +206,6 @@ def test_27_the_memory_limit_of_an_attempt_ends_what_uses_more(limit: int | None
 def test_the_targets_leave_nothing_behind(tmp_path: Path) -> None:
     with targets_of_a_victim(tmp_path) as found:
         paths = [Path(str(found[name])) for name in ("node_file", "public_file", "tmp_file", "segment")]
-        paths += [Path(str(device)) for device in found["devices"]]  # type: ignore[attr-defined]
+        paths += [Path(str(found["public_socket"])), Path(str(found["service_socket"]))]
         assert all(path.exists() for path in paths)
     assert [path for path in paths if path.exists()] == []

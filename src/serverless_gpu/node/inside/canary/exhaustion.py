@@ -30,7 +30,7 @@ def _memory(targets: Targets) -> None:
 
 
 def _same_file_system(place: str, target: str) -> Attempt:
-    """Succeed if this process may fill a file system of the machine: the attempt shares it, without a quota."""
+    """Succeed if a directory is writable and belongs to a file system of the machine."""
 
     def attempt(targets: Targets) -> None:
         if not os.access(place, os.W_OK):

@@ -1,4 +1,7 @@
-"""Attempts to leave something on the node after the end of the run. The node looks for the remains afterwards."""
+"""Attempts to leave something on the node after the end of the run.
+
+The node searches for the remains afterwards.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ ATTEMPTS: Mapping[str, Attempt] = {
 
 
 def _leave_timer(places: list[str]) -> None:
-    """Create a file without a name in a directory of timers, which starts nothing and leaves nothing behind."""
+    """Create a file without a name in a directory of timers. The file starts nothing and leaves nothing."""
     last: OSError | None = None
     for place in places:
         try:

@@ -1,4 +1,4 @@
-"""The run of another principal, which attempts target: a process with a port, a file and a line of output.
+"""The run of another principal, the target of attempts: a process with a port, a file and output.
 
 The node finds the process by the mark in its arguments. The process ends with its run, or after a fixed time.
 """
