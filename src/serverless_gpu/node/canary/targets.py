@@ -63,7 +63,7 @@ def new_mark() -> str:
 
 @contextlib.contextmanager
 def prepared(home: Home, environ: Mapping[str, str], mark: str) -> Iterator[dict[str, object]]:
-    """Yield the targets of this node by name, and remove new objects later. Raises OSError or StorageError."""
+    """Yield the targets of this node by name, then remove new objects. Raises OSError or StorageError."""
     with contextlib.ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{mark}-", dir=home.root)))
         found: dict[str, object] = {"memory_bytes": MEMORY_BYTES, "node_places": [str(home.root)]}
