@@ -14,6 +14,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
 from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.canary import canary
 from serverless_gpu.cli.command_group import LazyGroup
 from serverless_gpu.cli.completion import complete_node
 from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, wide_option
@@ -49,6 +50,9 @@ _ZONES = "/zoneinfo/"
 @click.group(cls=LazyGroup, name="node")
 def node() -> None:
     """List, drain and invite nodes."""
+
+
+node.add_command(canary)
 
 
 @node.command("list")

@@ -50,8 +50,9 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
-from serverless_gpu.server.nodes import agent_service, drain, node_service
+from serverless_gpu.server.nodes import agent_service, canaries, drain, node_service
 from serverless_gpu.server.nodes.agent_service import AgentService
+from serverless_gpu.server.nodes.canaries import CanaryService
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
@@ -156,6 +157,7 @@ class Services(ServerResources):
     nodes: NodeService
     node_rules: NodeRuleService
     joins: JoinService
+    canaries: CanaryService
     drain: DrainService
     evacuation: Evacuation
     agents: AgentService
@@ -236,6 +238,7 @@ ROUTES: tuple[Routes, ...] = (
     audit.routes,
     blobs.routes,
     budget_service.routes,
+    canaries.routes,
     drain.routes,
     environments.routes,
     estimates.routes,

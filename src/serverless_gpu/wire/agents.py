@@ -5,8 +5,9 @@ a gang on several nodes (`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
-    GET  /agents/{node}/orders?instance&process  → stream of `Order`, unacknowledged orders first
+    GET  /agents/{node}/orders?instance&process  → stream of `StreamedOrder`, unacknowledged orders first
     POST /agents/{node}/orders/ack          OrdersTaken
+    POST /agents/{node}/canary              CanaryResult
     POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
     GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
     PUT  /blobs/{digest}, POST /blobs/missing        as for users (`blobs.py`)
@@ -32,6 +33,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.canary import CanaryReport
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
@@ -73,7 +75,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         findings: further remarks about the devices for operators, one sentence each.
         problem: reason why the node cannot run attempts now, or "".
         takes: optional features that the node supports: "renewal" of attempts' tokens, "secrets", "without" (excluded
-            devices), "max_run" in a spec, and "crews" (gangs on several nodes).
+            devices), "max_run" in a spec, "crews" (gangs on several nodes), and "canary".
         protocol: protocol version from `wire.base`. The server refuses an unsupported version with an error that names
             the version.
         isolation: strongest isolation level that the node offers (`model.isolation`), as the node measured it.
@@ -268,7 +270,29 @@ class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
     released: bool = False
 
 
+class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
+    """An order to run the canary. The node answers with `CanaryResult` instead of an acknowledgement.
+
+    Attributes:
+        id: identifier of the request. The node runs a repeated request only once.
+        isolation: isolation level of the canary's run, which the node's pool requires.
+        services: addresses (``HOST:PORT``) that the run must not reach, by name, such as ``database_port``.
+    """
+
+    id: str
+    isolation: Level = NONE
+    services: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 Order = Start | Stop | ReportNow
+StreamedOrder = Order | RunCanary
+
+
+class CanaryResult(Request, frozen=True, kw_only=True):
+    """The report of a canary that the server requested."""
+
+    id: str
+    report: CanaryReport
 
 
 class OrdersTaken(Request, frozen=True, kw_only=True):

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import glob
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
+import msgspec
 import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, count
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.isolation.principals import PLACE
-from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
+from serverless_gpu.wire.access import PrincipalRequest, TokenMade
+from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.nodes import PoolRequest, PoolView
-from tests.support.local.observe import supervisor, wait_for
+from serverless_gpu.wire.nodes import NodeList, PoolRequest, PoolView
+from tests.support.cli.cli import sgpu
+from tests.support.local.observe import wait_for
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
 from tests.support.remote.server_process import ServerProcess
@@ -72,126 +73,36 @@ def acting_as(admin: Connection, name: str, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
 
-def hold(path: str) -> str:
-    """Print a line, then wait for a file."""
-
-    print("a line of the victim", flush=True)
-    until = time.monotonic() + 60
-    while not os.path.exists(path) and time.monotonic() < until:
-        time.sleep(0.02)
-    return "done"
-
-
-class Targets(NamedTuple):
-    """What a test has prepared for attacks, readable by every user of the machine."""
-
-    home: str
-    run: str
-    supervisor: int
-    file: str  # in /tmp
-    segment: str  # in /dev/shm
-    shared_memory: int  # identifier of a SysV segment
-    socket: str  # name of an abstract socket that accepts connections
-
-
-KEYCTL = {"x86_64": 250, "aarch64": 219}
-UNPROVEN = {
-    *("patch a supervisor", "memory of another supervisor", "variables of another supervisor"),
-    *("cgroups", "make a device", "kernel log"),
+OPEN_NETWORK = {"server-port", "node-port", "other-run-port", "metadata-address"}
+"""Attempts on the network that a sandbox does not refuse yet. Only rules for the egress of a pool refuse them."""
+SHARED_UID = {
+    *("server-key", "administrator-token", "node-token", "database", "attempt-token", "other-log", "forge-log"),
+    *("other-arguments", "other-result", "own-facts", "other-facts", "own-order", "other-secret", "other-home"),
+    *("poison-unit", "poison-cache", "poison-package", "passwords", "end-supervisor", "end-agent", "end-zygote"),
+    *("signal-rank", "rank-arguments", "agent-socket", "supervisor-socket", "public-tmp-file", "shared-memory-file"),
+    *("shared-memory", "abstract-socket", "other-device", "user-namespace", "key-ring", "io-uring", "change-root"),
 }
-"""Attacks without a positive control, which the kernel refuses at each level."""
-OPEN_TO_USERS = {
-    *("file in /tmp", "segment in /dev/shm", "SysV shared memory", "abstract socket"),
-    *("user namespace", "key ring", "io_uring", "cgroups"),
-}
-"""Attacks that a uid of its own does not refuse."""
+"""Attempts that succeed where runs share the uid of the agent."""
+CONTROLS_MIN = 100
+_CANARY_S = 90.0
 
 
-@contextlib.contextmanager
-def targets() -> Iterator[Targets]:
-    """Prepare files, shared memory and a socket that every user of the machine can use."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with (
-        tempfile.NamedTemporaryFile(dir="/tmp") as file,
-        tempfile.NamedTemporaryFile(dir="/dev/shm") as segment,
-        socket.socket(socket.AF_UNIX) as listener,
-    ):
-        for one in (file, segment):
-            os.chmod(one.name, 0o644)
-        name = f"sgpu-test-{os.getpid()}"
-        listener.bind(f"\0{name}")
-        listener.listen()
-        shared = libc.shmget(0, 4096, 0o1666)
-        try:
-            yield Targets("", "", 0, file.name, segment.name, shared, name)
-        finally:
-            libc.shmctl(shared, 0, None)
+def run_canary(admin: Connection) -> CanaryReport:
+    """Run the canary on the server's node, as `sgpu node canary` does, and return its report."""
 
+    def nodes() -> list[str]:
+        return [node.name for node in admin.ask("GET", "/nodes", answer=NodeList).nodes]
 
-def attacks(*prepared: Any) -> dict[str, str]:
-    """Try what a run must not be able to do. Return the outcome by attack: "possible", or the refusal."""
-    home, run, supervisor_pid, file, segment, shared_memory, name = prepared
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.shmat.restype = ctypes.c_long
+    def view() -> CanaryView:
+        return admin.ask("GET", path, answer=CanaryView)
 
-    def read(pattern: str) -> None:
-        for path in glob.glob(pattern) or [pattern]:
-            with open(path, "rb") as found:
-                found.read(1)
-
-    def call(result: int) -> None:
-        if result < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    def connect() -> None:
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(f"\0{name}")
-
-    def make_device() -> None:
-        os.mknod("device", 0o20666, os.makedev(1, 8))
-        os.unlink("device")
-
-    def patch(pid: int) -> None:
-        with open(f"/proc/{pid}/maps") as maps:
-            place = next(line for line in maps if " rw-p " in line and "[heap]" in line)
-        with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
-            memory.seek(int(place.split("-")[0], 16))
-            byte = memory.read(1)
-            memory.seek(-1, 1)
-            memory.write(byte)
-
-    tried: dict[str, Callable[[], None]] = {
-        "administrator's token": lambda: read(f"{home}/server.json"),
-        "key of the server": lambda: read(f"{home}/server/key"),
-        "logs of another run": lambda: read(f"{home}/runs/{run}/1/logs/*"),
-        "attempt token": lambda: read(f"{home}/runs/{run}/1/remote.json"),
-        "secret in memory": lambda: read("/dev/shm/sgpu-secrets-*/*"),
-        "end another supervisor": lambda: os.kill(supervisor_pid, 0),
-        "memory of another supervisor": lambda: read(f"/proc/{supervisor_pid}/mem"),
-        "variables of another supervisor": lambda: read(f"/proc/{supervisor_pid}/environ"),
-        "patch a supervisor": lambda: patch(supervisor_pid),
-        "passwords of the machine": lambda: read("/etc/shadow"),
-        "file in /tmp": lambda: read(file),
-        "segment in /dev/shm": lambda: read(segment),
-        "SysV shared memory": lambda: call(libc.shmat(shared_memory, None, 0o10000)),
-        "abstract socket": connect,
-        "kernel log": lambda: read("/dev/kmsg"),
-        "cgroups": lambda: read("/sys/fs/cgroup/*/cgroup.procs"),
-        "make a device": make_device,
-        "change the root": lambda: call(libc.chroot(b"/")),
-        "own mount namespace": lambda: call(libc.unshare(0x20000)),
-        "user namespace": lambda: call(libc.unshare(0x10000000)),
-        "key ring": lambda: call(libc.syscall(KEYCTL[os.uname().machine], 0, -3, 1)),
-        "io_uring": lambda: call(libc.syscall(425, 1, ctypes.create_string_buffer(256))),
-    }
-    outcome = {}
-    for attack, attempt in tried.items():
-        try:
-            attempt()
-            outcome[attack] = "possible"
-        except (OSError, StopIteration) as error:
-            outcome[attack] = repr(error)
-    return outcome
+    wait_for(nodes, "the node has joined")
+    path = f"/nodes/{nodes()[0]}/canary"
+    asked = admin.ask("POST", path, CanaryRequest(), answer=CanaryView)
+    wait_for(lambda: view().report is not None, "the canary has ended", limit_s=_CANARY_S)
+    found = view()
+    assert found.report is not None and (found.id, found.report.node) == (asked.id, nodes()[0])
+    return found.report
 
 
 def identity(name: str) -> dict[str, object]:
@@ -213,36 +124,41 @@ def identity(name: str) -> dict[str, object]:
     }
 
 
-hold_remote = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", secrets=["TOKEN"])(
-    by_value(hold)
-)
-attack = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(attacks))
 identify = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(identity))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["none", "user", "sandbox"])
-def test_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_a_sandbox(
-    admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch, level: str
+def test_27_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_a_sandbox(
+    admin: Connection, level: str
 ) -> None:
     isolate(admin, level)
-    admin.ask("PUT", "/secrets/TOKEN", SecretRequest(value=b"hunter2-hunter2"), answer=SecretView)
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as place, targets() as found:
-        victim = hold_remote.submit(f"{place}/go")
-        wait_for(lambda: Home(home).attempt(victim.id, 1).joinpath("logs").exists(), "the victim has logs")
-        wait_for(lambda: list(Path("/dev/shm").glob("sgpu-secrets-*/TOKEN")), "the victim has its secret")
-        watched = supervisor(home, victim.id)
-        with acting_as(admin, "mallory", monkeypatch):
-            outcome = attack.distributed(*found._replace(home=str(home), run=victim.id, supervisor=watched.pid))[0]
-        victim.cancel()
-    assert isinstance(outcome, dict)
-    refused = {name: text for name, text in outcome.items() if text != "possible"}
+    report = run_canary(admin)
+    assert (report.problem, report.level, len(report.rows)) == ("", level, len(ATTEMPTS))
+    verdicts = {row.attempt: row.verdict for row in report.rows}
+    possible = {name for name, verdict in verdicts.items() if verdict == "possible"}
     if level == "none":
-        # An attack that succeeds where runs share a uid can show what a sandbox refuses. Zygotes of principals have
-        # user namespaces at every level, so only files decide about the memory of a supervisor.
-        assert refused.keys() <= UNPROVEN, {name: refused[name] for name in refused.keys() - UNPROVEN}
+        # Each attempt that succeeds here can show what a sandbox refuses.
+        assert possible >= SHARED_UID, SHARED_UID - possible
+        assert not report.failed, "the level none promises nothing"
     else:
-        assert outcome.keys() - refused.keys() == (OPEN_TO_USERS if level == "user" else set()), outcome
+        required = {row.attempt for row in report.rows if row.required}
+        assert possible & required <= OPEN_NETWORK
+        if level == "user":
+            return
+        assert count(report.rows, "refused") >= CONTROLS_MIN, verdicts
+        assert {name for name in SHARED_UID if verdicts[name] != "refused"} == set(), verdicts
+
+
+@pytest.mark.slow
+def test_27_the_canary_tests_this_machine_without_a_server(home: Path, principals: Path) -> None:
+    tested = sgpu("node", "canary", "--json")
+    report = msgspec.json.decode(tested.stdout, type=CanaryReport)
+    possible = {row.attempt for row in report.rows if row.verdict == "possible" and row.required}
+    assert (report.problem, report.level) == ("", "sandbox")
+    assert possible <= OPEN_NETWORK
+    assert tested.exit_code == (1 if possible else 0)
+    assert list(home.glob("sgpu-canary-*")) == list(Path("/tmp").glob("sgpu-canary-*")) == []
 
 
 @pytest.mark.slow

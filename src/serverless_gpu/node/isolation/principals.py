@@ -49,6 +49,11 @@ class Principals:
         self._place = Path(environ.get(PLACE) or _PLACE)
         self._uids = uid_range(environ.get(RANGE, ""))
 
+    @property
+    def map_path(self) -> Path:
+        """Return the path of the durable map."""
+        return self._place / _MAP
+
     def of(self, owner: str) -> Principal:
         """Return an owner's principal. Raises IsolationUnavailable.
 

@@ -44,7 +44,7 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
-TAKES = ("renewal", "secrets", "without", "max_run", "crews")
+TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary")
 """Capabilities that this version has in addition to the first version of the protocol."""
 LEFT = "left"
 """Marker file in a home's `ray/` for a machine that has left its pool while its runs continue."""

@@ -51,6 +51,8 @@ from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.base.protocol import GangNews
+from serverless_gpu.node.canary.examination import examine
+from serverless_gpu.node.canary.targets import server_address
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
@@ -60,15 +62,17 @@ from serverless_gpu.node.uplink.start_stop import lock_path
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
+    CanaryResult,
     Ending,
     HeartbeatAnswer,
-    Order,
     OrdersTaken,
     Report,
     ReportAnswer,
     ReportNow,
+    RunCanary,
     Start,
     Stop,
+    StreamedOrder,
 )
 from serverless_gpu.wire.connection import Connection
 
@@ -123,6 +127,7 @@ class Uplink:
         self._heartbeat_s = _HEARTBEAT_S
         self._taken: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._error = ""
+        self._canary = ""  # Identifier of the last canary that the server requested.
         self._refused: dict[str, str] = {}
         self._refusing: set[str] = set()
 
@@ -219,7 +224,7 @@ class Uplink:
             self._joined.wait()
             node = self._node
             try:
-                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=Order, query=query):
+                for order in line.get().stream("GET", f"/agents/{node}/orders", answer=StreamedOrder, query=query):
                     backoff.reset()
                     self._server.answered()
                     self._obey(order)
@@ -231,7 +236,10 @@ class Uplink:
             self._wake.set()
             threading.Event().wait(backoff.next_s())
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: StreamedOrder) -> None:
+        if isinstance(order, RunCanary):
+            self._start_canary(order)
+            return
         gang = f"{order.run_id}:{order.fence}"
         with self._lock:
             controller = self._controllers.get(gang)
@@ -276,6 +284,32 @@ class Uplink:
         controller.start(order)
         faults.reach("after_launch_before_ack")
         self._taken.put(order.seq)
+
+    def _start_canary(self, order: RunCanary) -> None:
+        """Run the canary in a thread, unless this process has already started it."""
+        if self._canary == order.id:
+            return
+        self._canary = order.id
+        threading.Thread(target=lambda: self._run_canary(order), name=f"canary {order.id}", daemon=True).start()
+
+    def _run_canary(self, order: RunCanary) -> None:
+        url = self._server.profile.url
+        report = examine(
+            self._home,
+            self._clock,
+            node=self._node,
+            level=order.isolation,
+            services={**server_address(url), **order.services},
+            environ=os.environ,
+        )
+        line = self._server.line()
+        try:
+            path = f"/agents/{self._node}/canary"
+            line.get().ask("POST", path, CanaryResult(id=order.id, report=report), answer=type(None))
+        except ServerlessGpuError as error:
+            say(f"report of the canary: {error}")
+        finally:
+            line.close()
 
     def _refuse(self, order: Start, gang: str) -> None:
         """Report in a thread that the node refused an attempt.

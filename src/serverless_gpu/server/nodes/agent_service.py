@@ -47,6 +47,7 @@ from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
+from serverless_gpu.server.nodes.canaries import CanaryService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.records import attempts, audit, crews, nodes, pools, runs, stored_secrets
 from serverless_gpu.server.records import orders as order_rows
@@ -65,6 +66,7 @@ from serverless_gpu.wire.agents import (
     ReportNow,
     Start,
     Stop,
+    StreamedOrder,
     clock_text,
 )
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX, PROTOCOLS
@@ -106,6 +108,7 @@ class AgentService:
         node_admission: NodeAdmission,
         reports: ReportService,
         requeue: Requeue,
+        canaries: CanaryService,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -120,6 +123,7 @@ class AgentService:
         self._node_admission = node_admission
         self._reports = reports
         self._requeue = requeue
+        self._canaries = canaries
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
         """Admit a joining or reconnecting node."""
@@ -346,7 +350,7 @@ class AgentService:
 
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
-    ) -> AsyncIterator[Order | None]:
+    ) -> AsyncIterator[StreamedOrder | None]:
         """Yield a node's orders repeatedly until the node confirms each order. Yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
@@ -354,8 +358,11 @@ class AgentService:
                 async for order in found:
                     yield order
 
-    async def _orders(self, who: Caller, node_id: str, instance: str, process: str) -> AsyncGenerator[Order | None]:
+    async def _orders(
+        self, who: Caller, node_id: str, instance: str, process: str
+    ) -> AsyncGenerator[StreamedOrder | None]:
         sent: dict[int, int] = {}
+        begun = ""  # Last canary that this stream has sent.
         hub, clock, key = self._hub, self._clock, node_key(node_id)
         while not hub.closed:
             seen = hub.version(key)
@@ -371,6 +378,10 @@ class AgentService:
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked
+            canary = self._canaries.of(node_id)
+            if canary is not None and canary.id != begun:
+                begun = canary.id
+                yield canary
             if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
                 yield None
 
@@ -552,7 +563,7 @@ def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> H
 
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
-async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
+async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[StreamedOrder]:
     """Stream the orders of a node. The stream repeats unconfirmed orders."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)

@@ -40,6 +40,7 @@ class Action(StrEnum):
     NODE_CALENDAR = "node.calendar"
     NODE_QUARANTINE = "node.quarantine"
     NODE_RELEASE = "node.release"
+    NODE_CANARY = "node.canary"
     POOL_PUT = "pool.put"
     POOL_DELETE = "pool.delete"
     SHARE_SET = "share.set"

@@ -22,7 +22,7 @@ from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.records import events, nodes, runs
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, Start, Stop
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Start, Stop, StreamedOrder
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from serverless_gpu.wire.nodes import PoolRequest
 from tests.support.golden import golden
@@ -453,8 +453,8 @@ def test_a_stream_says_what_comes_says_it_again_and_ends_with_the_server(
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
 
-    async def watch() -> list[Order | None]:
-        heard: list[Order | None] = []
+    async def watch() -> list[StreamedOrder | None]:
+        heard: list[StreamedOrder | None] = []
         async for order in services.agents.stream(NODE, node_id):
             heard.append(order)
             if len(heard) == 1:
