@@ -16,27 +16,33 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.inside import mounts, namespaces
 
 _PROBLEM_BYTES_MAX = 4_096
 
 
 class Graft(NamedTuple):
-    """A file or directory of the node, with its path in the sandbox."""
+    """A file or directory of the node, with its path in the sandbox.
+
+    With an `owner`, the sandbox gets a copy of the directory's files in memory, which only the uid `owner` can read.
+    """
 
     source: str
     at: str
     writable: bool = False
     device: bool = False
+    owner: int | None = None
 
 
 def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> None:
     """Mount files of the node into the mount namespace of a stem. Raises OSError."""
 
     def attach(_: socket.socket) -> None:
-        trees = [(mounts.clone_tree(each.source, _attributes(each), recursive=False), each.at) for each in grafts]
+        trees = [(_tree(each), each.at) for each in grafts]
         mounts.set_namespace(stem_pidfd, mounts.CLONE_NEWNS)
         for fd, at in trees:
             _make_point(fd, at)
@@ -110,6 +116,12 @@ def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
     if problem:
         raise OSError(f"{what}: {problem}")
     return fds
+
+
+def _tree(each: Graft) -> int:
+    if each.owner is not None:
+        return mounts.files_in_memory(secret_files.read(Path(each.source)), each.owner)
+    return mounts.clone_tree(each.source, _attributes(each), recursive=False)
 
 
 def _attributes(each: Graft) -> int:

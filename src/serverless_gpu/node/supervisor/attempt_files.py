@@ -1,15 +1,17 @@
 """The files of an attempt that its ranks see, and their paths for the ranks.
 
     without a sandbox    the ranks use the paths of the node
-    level `sandbox`      call.pkl, stop/, secrets/        read-only   ─┐
+    level `sandbox`      call.pkl, stop/                  read-only   ─┐
                          results/ failures/ work/         writable     ├─ mounted at `sandbox.ATTEMPT`
-                         checkpoints of the run           writable    ─┘
+                         checkpoints of the run           writable     │
+                         secrets/                         copied      ─┘
                          facts, receipt, logs, order      not visible
     level `user`         the same, mounted at `sandbox.ATTEMPT`/<name of the attempt>, because the attempts of a zygote
                          share a mount namespace
 
 The supervisor mounts the files after it has locked the devices, because a stem stands by before its attempt is known.
-Files of the ranks belong to the principal. All other files of the attempt belong to the node.
+Files of the ranks belong to the principal. All other files of the attempt belong to the node. The copies of the secrets
+exist in memory, in the mount namespace of the ranks only (`gang.py` then removes the node's files).
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)
         there = [each for each in (*self.grafts, *more) if os.path.exists(each.source)]
         for each in there:
-            if each.at in (f"{self.ranks_directory}/{CALL}", self.ranks_secrets):
-                self._make_readable(each.source)
+            if each.at == f"{self.ranks_directory}/{CALL}":  # The principal's group may read the call.
+                os.chown(each.source, -1, self.uid)
+                os.chmod(each.source, 0o440)
         graft(stem_pidfd, there)
 
     def hide(self, namespace: int) -> None:
@@ -93,22 +96,8 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
             with contextlib.suppress(OSError):  # The mounts end with the principal's zygote.
                 remove_grafts(namespace, self.ranks_directory)
 
-    def _make_readable(self, path: str) -> None:
-        """Let the principal's group read a file, or a directory and its files.
 
-        The node's user stays the owner of the file or directory.
-        """
-        if os.path.isdir(path):
-            os.chown(path, -1, self.uid)
-            os.chmod(path, 0o750)
-        for file in [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]:
-            os.chown(file, -1, self.uid)
-            os.chmod(file, 0o440)
-
-
-def attempt_files(
-    launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = ""
-) -> AttemptFiles:
+def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = "") -> AttemptFiles:
     """Return the paths of an attempt. `checkpoints` is the node's directory of checkpoints, or "".
 
     `uid` and `user_home` belong to the run's principal. At the level `none`, `uid` is 0.
@@ -137,8 +126,6 @@ def attempt_files(
         variables["SGPU_CHECKPOINT_DIR"] = f"{base}/checkpoints/{launch.fence}"
         writable[run] = f"{base}/checkpoints"
     shown = {str(directory / name): f"{base}/{name}" for name in (CALL, "stop")}
-    if secrets:
-        shown[secrets] = f"{base}/secrets"
     return AttemptFiles(
         uid=uid,
         level=level,
@@ -152,6 +139,7 @@ def attempt_files(
         grafts=(
             *(Graft(source, at) for source, at in shown.items()),
             *(Graft(source, at, writable=True) for source, at in writable.items()),
+            *((Graft(secrets, f"{base}/secrets", owner=uid),) if secrets else ()),
         ),
     )
 

@@ -32,6 +32,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
+from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.usage_account import AttemptAccount, write_bytes, write_text
 from serverless_gpu.node.base.home import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
@@ -190,7 +191,7 @@ class LocalGang:
         """Fork all ranks, one per device in LOCAL_RANK order.
 
         The stem keeps the descriptors in `holds` open until it exits. Raises NoDirectory if no directory for Ray's
-        files can be created. Raises OSError if the stem has exited or no descriptor is free.
+        files can be created. Raises OSError if the stem has exited, no descriptor is free or a secret is not readable.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
@@ -200,7 +201,11 @@ class LocalGang:
         if spec.ray is not None:
             self._cluster = AttemptCluster(self.launch, devices, network, ranks_path=self._files.ranks_cluster)
             holds = (*holds, self._cluster.fd)
+        if self.launch.secrets is not None:
+            self.environment.secrets = secret_files.read(Path(self.launch.secrets.directory))
         self._files.show(self.stem_pidfd, devices, "" if self._cluster is None else self._cluster.own)
+        if self._files.uid:
+            secret_files.remove(directory)  # The ranks have copies.
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for local, rank in enumerate(self.numbers):
