@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -265,6 +266,74 @@ def test_each_principal_has_a_uid_and_a_home_of_its_own(
             assert one["processes"] == 3, "the stem and two ranks"
     assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
     assert [path.stat().st_mode & 0o777 for path in principals.glob("1*") if path.is_dir()] == [0o700] * 2
+
+
+def leak(place: str) -> dict[str, object]:
+    """Print a secret in two writes and fail with it, or return what a rank sees of its secrets."""
+
+    token = rt.secret("TOKEN")
+    os.write(1, b"token " + token[:6].encode())
+    time.sleep(0.1)  # Another read of the supervisor.
+    os.write(1, token[6:].encode() + b"\n")
+    directory = os.environ["SGPU_SECRETS_DIR"]
+    until = time.monotonic() + 60
+    while not os.path.exists(f"{place}/go") and time.monotonic() < until:
+        time.sleep(0.02)
+    if os.path.exists(f"{place}/fail"):
+        raise ValueError(f"cannot log in with {token}")
+    status = os.stat(f"{directory}/TOKEN")
+    with open("/proc/mounts", encoding="utf-8") as mounts:
+        kinds = {line.split()[1]: line.split()[2] for line in mounts}
+    return {
+        "files": sorted(os.listdir(directory)),
+        "mode": oct(status.st_mode & 0o7777),
+        "is_own": status.st_uid == os.getuid(),
+        "kind": kinds[directory],
+        "variables": [name for name, value in os.environ.items() if token in value],
+        "token": token,
+    }
+
+
+leaking = distributed(
+    gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", secrets={"TOKEN": "MY_TOKEN", "FILE": None}
+)(by_value(leak))
+
+
+@pytest.mark.slow
+def test_27_secrets_in_a_sandbox_exist_in_its_memory_only_and_are_masked_in_output_and_exceptions(
+    admin: Connection, home: Path
+) -> None:
+    isolate(admin, "sandbox")
+    for name, value in (("TOKEN", b"hunter2-hunter2"), ("FILE", b"correct-horse")):
+        admin.ask("PUT", f"/secrets/{name}", SecretRequest(value=value), answer=SecretView)
+    with tempfile.TemporaryDirectory(dir="/usr/local/share") as place:  # A sandbox shows this directory.
+        os.chmod(place, 0o755)
+        run = leaking.submit(place)
+        log = Home(home).attempt(run.id, 1) / "logs" / "0.stdout"
+        wait_for(lambda: log.exists() and log.read_bytes().endswith(b"\n"), "the rank has printed its secret")
+        assert not list(Path("/dev/shm").glob("sgpu-secrets-*")), "the node keeps no copy"
+        Path(place, "go").touch()
+        [seen] = run.results()
+        Path(place, "fail").touch()
+        failing = leaking.submit(place)
+        with pytest.raises(ValueError, match=r"cannot log in with \*{15}") as failed:
+            failing.results()
+    assert isinstance(seen, dict) and seen.pop("token") == "hunter2-hunter2", "a result stays as it is"
+    assert seen == {
+        "files": ["FILE", "TOKEN"],
+        "mode": "0o400",
+        "is_own": True,
+        "kind": "tmpfs",
+        "variables": ["MY_TOKEN"],
+    }
+    assert log.read_bytes() == b"token [secret TOKEN]\n"
+    assert "hunter2" not in "".join(traceback.format_exception(failed.value))
+    receipt = run.receipt()
+    assert (receipt.redacted, failing.receipt().redacted["TOKEN"] > 1) == ({"TOKEN": 1}, True)
+    assert any("the result of rank 0 contains secrets" in note for note in receipt.notes)
+    for path in (home / "runs").rglob("*"):
+        if path.is_file() and not path.is_symlink() and "results" not in path.parts:
+            assert b"hunter2" not in path.read_bytes(), path
 
 
 def misuse_results(target: str) -> str:

@@ -31,6 +31,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     StemLost,
 )
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
+from serverless_gpu.model.redaction import Redactor
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.usage_account import AttemptAccount, write_bytes, write_text
@@ -54,6 +55,7 @@ from serverless_gpu.node.processes.process_tree import (
     uid_of,
 )
 from serverless_gpu.node.supervisor.attempt_files import AttemptFiles, attempt_files
+from serverless_gpu.node.supervisor.outcome_redaction import mask_failure, unmasked_notes
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment, place_of
 from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
 from serverless_gpu.units import format_bytes
@@ -113,6 +115,7 @@ class LocalGang:
         self.environment = RankEnvironment(launch, self.context, self._files)
         self._failed: set[int] = set()
         self._alone: set[int] = set()  # Ranks that trained without communicating with another rank.
+        self.redactor: Redactor | None = None  # Masks the run's secrets, if any.
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # Devices by LOCAL_RANK, known once the ranks have started.
@@ -174,7 +177,11 @@ class LocalGang:
                 yield RankReturned(self._rank(message))
             case "failed":
                 self._store(message)
-                failure = self._explained(_failure(self._rank(message), message))
+                record = message.get("failure")
+                if self.redactor is not None:
+                    record = self.redactor.value(record, {})  # The file of the failure contains the same texts.
+                    self.account.notes += mask_failure(Path(self.launch.directory), self._rank(message), self.redactor)
+                failure = self._explained(_failure(self._rank(message), message, record))
                 self._failed.add(self._rank(message))
                 yield RankFailed(failure)
             case "exited":
@@ -198,11 +205,16 @@ class LocalGang:
         self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
         if self.memory.note:
             self.account.notes.append(self.memory.note)
-        if spec.ray is not None:
-            self._cluster = AttemptCluster(self.launch, devices, network, ranks_path=self._files.ranks_cluster)
-            holds = (*holds, self._cluster.fd)
         if self.launch.secrets is not None:
             self.environment.secrets = secret_files.read(Path(self.launch.secrets.directory))
+            self.redactor = Redactor(self.environment.secrets)
+            self.account.redacted = self.redactor.counts
+            self.account.notes += unmasked_notes(self.redactor)
+        if spec.ray is not None:
+            self._cluster = AttemptCluster(
+                self.launch, devices, network, ranks_path=self._files.ranks_cluster, redactor=self.redactor
+            )
+            holds = (*holds, self._cluster.fd)
         self._files.show(self.stem_pidfd, devices, "" if self._cluster is None else self._cluster.own)
         if self._files.uid:
             secret_files.remove(directory)  # The ranks have copies.
@@ -210,7 +222,9 @@ class LocalGang:
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for local, rank in enumerate(self.numbers):
             shown = spec.ranks_log is None or rank in spec.ranks_log
-            log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
+            log = self.logs[rank] = RankLog(
+                rank, directory / "logs", viewer if shown else None, SystemClock(), self.redactor
+            )
             environment = self.environment.of(local, devices, network)
             self._say({"op": "rank", "rank": rank, "local_rank": local, "env": environment}, log.write_ends())
             log.close_write_ends()
@@ -363,6 +377,7 @@ class LocalGang:
         """Send a rank's message to attached clients. With `note`, also add the message to the receipt."""
         if self._sentences_left > 0:
             self._sentences_left -= 1
+            text = text if self.redactor is None else self.redactor.text(text)
             sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
             self.on_said(sentence)
             self.account.notes += [sentence] if note else []
@@ -464,8 +479,7 @@ def _command_ended(rank: int, message: inside.Message) -> RankReturned | RankFai
     return RankFailed(Failure(rank=rank, reason=Reason.COMMAND_FAILED, at_ns=at_ns, exit_code=code, detail=detail))
 
 
-def _failure(rank: int, message: inside.Message) -> Failure:
-    record = message.get("failure")
+def _failure(rank: int, message: inside.Message, record: object) -> Failure:
     fields: dict[str, object] = record if isinstance(record, dict) else {}
     reason = _FAILURE_REASONS.get(str(fields.get("kind")), Reason.RANK_RAISED)
     if fields.get("gpu_oom") is True:

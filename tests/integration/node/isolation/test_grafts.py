@@ -65,12 +65,13 @@ def test_27_secrets_are_files_of_their_owner_in_memory_of_one_mount_namespace(tm
         assert "Permission denied" in inside(process, OTHER, f"cat {at}/TOKEN")
         assert "Read-only" in inside(process, OWNER, f"chmod 644 {at}/TOKEN")
         assert "Read-only" in inside(process, 0, f"touch {at}/more")
-        mount = next(line for line in Path(f"/proc/{process.pid}/mountinfo").read_text().splitlines() if str(at) in line)
+        mounts = Path(f"/proc/{process.pid}/mountinfo").read_text().splitlines()
+        mount = next(line for line in mounts if str(at) in line)
         assert {"ro", "nosuid", "nodev", "noexec"} <= set(mount.split()[5].split(","))
         options = set(mount.split(" - ")[1].split()[2].split(","))
         assert {"size=12k", "nr_inodes=3", "noswap"} <= options, "the copies fit, and nothing else"
 
 
 def test_a_secret_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
-    with stem() as process, pytest.raises(OSError, match="cannot be mounted into its sandbox.*missing"):
+    with stem() as process, pytest.raises(OSError, match=r"cannot be mounted into its sandbox.*missing"):
         grafted(process, Graft(str(tmp_path / "missing"), str(tmp_path), owner=OWNER))
