@@ -101,7 +101,7 @@ def test_what_all_say_is_said_once_and_the_rest_with_the_name_of_its_node() -> N
 
 
 def test_27_masked_secrets_of_all_nodes_are_added() -> None:
-    counts = ({"A": 1}, {"A": 2, "B": 1}, {})
+    counts: tuple[dict[str, int], ...] = ({"A": 1}, {"A": 2, "B": 1}, {})
     one = together(
         [account(number, receipt(f"n{number}", redacted=each)) for number, each in enumerate(counts)], FAILED
     )
