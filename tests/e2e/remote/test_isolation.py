@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import glob
 import os
+import resource
 import socket
 import tempfile
 import time
@@ -208,6 +209,9 @@ def identity(name: str) -> dict[str, object]:
         "seccomp": fields["Seccomp"],
         "processes": sum(entry.isdigit() for entry in os.listdir("/proc")),
         "home": sorted(os.listdir(os.path.expanduser("~"))),
+        "umask": fields["Umask"],
+        "core": resource.getrlimit(resource.RLIMIT_CORE),
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
     }
 
 
@@ -264,6 +268,8 @@ def test_each_principal_has_a_uid_and_a_home_of_its_own(
         if level == "sandbox":
             assert one["seccomp"] == "2"
             assert one["processes"] == 3, "the stem and two ranks"
+        assert (one["umask"], one["core"]) == ("0077", (0, 0)), "nobody else reads files or memory of a rank"
+        assert one["memlock"] == (resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],) * 2, "NCCL registers memory"
     assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
     assert [path.stat().st_mode & 0o777 for path in principals.glob("1*") if path.is_dir()] == [0o700] * 2
 

@@ -77,7 +77,7 @@ class CgroupRoot:
         self.path = path  # The cgroup v2 directory, or None if cgroup v2 is not usable.
         self.problem = problem  # Reason for which no cgroup v2 directory is usable, or "".
         self._pids = pids  # Directory of the cgroup v1 pids controller on hybrid hosts, or None.
-        self._tasks_max = tasks_max  # Maximum number of processes and threads per attempt.
+        self.tasks_max = tasks_max  # Maximum number of processes and threads per attempt.
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
@@ -96,7 +96,7 @@ class CgroupRoot:
                 made.append(path)
                 limit = path / "pids.max"
                 if limit.exists():
-                    limit.write_text(str(self._tasks_max))
+                    limit.write_text(str(self.tasks_max))
         return tuple(made)
 
     def sweep(self) -> None:

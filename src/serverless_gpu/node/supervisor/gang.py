@@ -78,6 +78,7 @@ _FAILURE_REASONS = {
     "engine_head_lost": Reason.ENGINE_HEAD_LOST,
     "start_failed": Reason.START_FAILED,
 }
+_PRIVATE_UMASK = 0o077  # Other principals may not read files that a rank creates.
 _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 
 
@@ -402,7 +403,7 @@ class LocalGang:
             "local_world_size": len(self.numbers),
             "command": argv,
             "result_bytes_max": RESULT_BYTES_MAX,
-            "umask": context.umask,
+            "umask": context.umask | (_PRIVATE_UMASK if self._files.uid else 0),
             "descriptors_max": context.descriptors_max,
             "cwd": original(context.cwd),
             "argv": [original(argument) for argument in context.argv],
