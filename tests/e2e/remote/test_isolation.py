@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,13 +21,15 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.errors import OutOfMemory, ServerlessGpuError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.testing import agent_status
 from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
-from tests.support.local.observe import supervisor, wait_for
+from tests.support.local.observe import processes_of, supervisor, wait_for
+from tests.support.local.small_machine import small_memory
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
 from tests.support.remote.server_process import ServerProcess
@@ -412,3 +414,107 @@ def test_the_ranks_of_two_nodes_meet_from_their_sandboxes(home: Path, principals
         assert [total for total, _ in results] == [6] * 4
         assert {uid for _, uid in results}.isdisjoint({os.getuid()})
         assert run.receipt().isolation == "sandbox"
+
+
+# --- exhaustion: rows F02, F03 and F12 in sandboxes -------------------------------------------------------------------
+
+
+def stay_until(path: str) -> str:
+    """Print a line, then wait for a file."""
+
+    print("a neighbour", flush=True)
+    until = time.monotonic() + 120
+    while not os.path.exists(path) and time.monotonic() < until:
+        time.sleep(0.02)
+    return "unaffected"
+
+
+def grow() -> int:
+    """Use more and more memory."""
+
+    held = []
+    while True:
+        held.append(bytearray(16 << 20))
+
+
+def explode() -> int:
+    """Fork more and more processes."""
+
+    children = 0
+    for _ in range(2_000):
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        children += 1
+    return children
+
+
+one_gpu = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")
+staying, exploding = one_gpu(by_value(stay_until)), one_gpu(by_value(explode))
+growing = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", memory="256MiB")(by_value(grow))
+growing_without_limit = one_gpu(by_value(grow))
+
+
+@contextlib.contextmanager
+def neighbour(home: Path) -> Iterator[None]:
+    """Have a run of the administrator beside those of a test, which must end as if it were alone."""
+    with tempfile.TemporaryDirectory(dir="/usr/local/share") as place:  # A sandbox shows this directory.
+        os.chmod(place, 0o755)
+        run = staying.submit(f"{place}/go")
+        log = Home(home).attempt(run.id, 1) / "logs" / "0.stdout"
+        wait_for(lambda: log.exists() and b"neighbour" in log.read_bytes(), "the neighbour runs")
+        try:
+            yield
+        finally:
+            Path(place, "go").touch()
+        assert run.results(60) == ["unaffected"]
+        assert run.receipt(60).isolation == "sandbox"
+
+
+def move(pids: Iterable[str], group: Path) -> None:
+    """Move processes into a control group."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(pid)
+
+
+@pytest.fixture
+def few_tasks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an attempt of this home have few processes."""
+    monkeypatch.setenv("SERVERLESS_GPU_TASKS_MAX", "60")
+
+
+@pytest.mark.slow
+def test_F02_and_F12_a_rank_that_exhausts_memory_or_processes_in_a_sandbox_harms_its_own_run_only(
+    few_tasks: None, admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(admin, "sandbox")
+    with neighbour(home), acting_as(admin, "mallory", monkeypatch):
+        run = growing.submit()
+        with pytest.raises(OutOfMemory, match=r"limit 268\.4 MB, peak 26\d\.\d MB") as ended:
+            run.results(60)
+        assert (ended.value.reason, run.receipt(60).reason) == ("host_oom", "host_oom")
+        bomb = exploding.submit()
+        with pytest.raises(BlockingIOError):
+            bomb.results(60)
+        assert identify.distributed("after")[0]["processes"] == 3, (
+            "the next run starts, and nothing of the bomb is left"
+        )
+
+
+@pytest.mark.slow
+def test_F03_where_memory_runs_out_a_rank_in_a_sandbox_is_the_victim_and_nobody_else(
+    admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(admin, "sandbox")
+    with small_memory(1 << 30) as group, neighbour(home), acting_as(admin, "mallory", monkeypatch):
+        ours = {line.partition(":")[0] for line in processes_of(home)}
+        move(ours, group)
+        run = growing_without_limit.submit()
+        with pytest.raises(OutOfMemory):
+            run.results(60)
+        assert run.receipt(60).reason == "host_oom"
+        status = agent_status(home)
+        assert status is not None and str(status.pid) in ours, "the agent lives"
+        assert identify.distributed("after")[0]["processes"] == 3
+        move(Path(group, "cgroup.procs").read_text().split(), group.parent)

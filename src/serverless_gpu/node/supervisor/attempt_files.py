@@ -28,8 +28,9 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import sandbox
+from serverless_gpu.node.isolation.device_filter import limit_devices
 from serverless_gpu.node.isolation.grafts import Graft, graft, remove_grafts
-from serverless_gpu.node.isolation.views import gpu_nodes
+from serverless_gpu.node.isolation.views import gpu_nodes, network_nodes
 
 CALL, STOP_FILE = "call.pkl", "stop_reason"
 _WRITABLE = ("results", "failures", "work")
@@ -49,6 +50,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         variables: environment variables with paths, for the ranks.
         made: directories that the supervisor makes and gives to the principal.
         grafts: files that the supervisor mounts for the ranks.
+        has_peers: True if the run has ranks on other nodes, which the ranks may reach through InfiniBand.
     """
 
     uid: int
@@ -61,19 +63,22 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     variables: Mapping[str, str]
     made: Sequence[Path] = ()
     grafts: Sequence[Graft] = ()
+    has_peers: bool = False
 
-    def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> None:
+    def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "", cgroup: Path | None = None) -> str:
         """Mount files and GPUs for the ranks of a stem. At the level `none`, do nothing. Raises OSError.
 
-        `cluster` is the directory of the attempt's Ray cluster, or "".
+        `cluster` is the directory of the attempt's Ray cluster, or "". `cgroup` is the attempt's cgroup v2, or None.
+        Return a note for the receipt, or "".
         """
         if not self.uid:
-            return
+            return ""
         own = [*self.made, *([Path(cluster)] if cluster else [])]
-        more: list[Graft] = []
+        nodes: list[str] = []
         if self.level == SANDBOX:  # Ranks at the level `user` see the device nodes of the node.
-            gpus = gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
-            more += [Graft(path, path, device=True) for path in gpus]
+            nodes += gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
+            nodes += network_nodes() if self.has_peers else []
+        more = [Graft(path, path, device=True) for path in nodes]
         if cluster:
             more.append(Graft(cluster, self.ranks_cluster, writable=True))
         for path in own:
@@ -86,6 +91,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
                 os.chown(each.source, -1, self.uid)
                 os.chmod(each.source, 0o440)
         graft(stem_pidfd, there)
+        return limit_devices(cgroup, nodes) if self.level == SANDBOX else ""
 
     def hide(self, namespace: int) -> None:
         """Unmount the attempt's files from the mount namespace that later attempts of the principal use.
@@ -129,6 +135,7 @@ def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_h
     return AttemptFiles(
         uid=uid,
         level=level,
+        has_peers=len(launch.all_crews) > 1,
         stop_file=directory / "stop" / STOP_FILE,
         ranks_directory=base,
         ranks_work=f"{base}/work",

@@ -44,6 +44,7 @@ from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.inside.process_group import ALONE_NOTE_SWITCH
 from serverless_gpu.node.output.logs import RankLog, Viewer
 from serverless_gpu.node.processes.process_tree import (
+    CpuLimit,
     MemoryWatch,
     ProcessIdentity,
     cgroup_empty,
@@ -129,6 +130,7 @@ class LocalGang:
         self.stem_pidfd = -1
         self._mounts = -1  # Mount namespace of the stem at the isolation level `user`.
         self.memory: MemoryWatch | None = None
+        self._cpus: CpuLimit | None = None
         self._cgroups: tuple[Path, ...] = ()
         self._cgroup: Path | None = None  # The v2 cgroup of the attempt, whose cgroup.kill file ends all processes.
         self.proven = False  # True once it is certain that no process of the attempt exists.
@@ -204,8 +206,9 @@ class LocalGang:
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
         self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
-        if self.memory.note:
-            self.account.notes.append(self.memory.note)
+        # Ranks with the uid of the node get threads for their cores, but no limit.
+        self._cpus = CpuLimit(self._cgroup, self.stem_pid, spec.resources.cpus if self._files.uid else None)
+        self.account.notes += [note for note in (self.memory.note, self._cpus.note) if note]
         if self.launch.secrets is not None:
             self.environment.secrets = secret_files.read(Path(self.launch.secrets.directory))
             self.redactor = Redactor(self.environment.secrets)
@@ -216,7 +219,9 @@ class LocalGang:
                 self.launch, devices, network, ranks_path=self._files.ranks_cluster, redactor=self.redactor
             )
             holds = (*holds, self._cluster.fd)
-        self._files.show(self.stem_pidfd, devices, "" if self._cluster is None else self._cluster.own)
+        cluster = "" if self._cluster is None else self._cluster.own
+        note = self._files.show(self.stem_pidfd, devices, cluster, self._cgroup)
+        self.account.notes += [note] if note else []
         if self._files.uid:
             secret_files.remove(directory)  # The ranks have copies.
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
@@ -326,6 +331,8 @@ class LocalGang:
         if self.memory is not None:
             self.account.peak_bytes = self.memory.peak_bytes()
             self.memory.close()
+        if self._cpus is not None:
+            self._cpus.close()
         for path in self._cgroups:
             remove_cgroup(path)
         if self._alone.issuperset(self.numbers):
