@@ -21,14 +21,19 @@ from __future__ import annotations
 import base64
 import json
 import re
-import urllib.parse
+import string
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 BYTES_MIN = 8
 """Minimum length of a masked value, and the length of a head."""
 ENCODED_BYTES_MAX = 4096
 _BLANKS = b" \t\r\n"
-_URL_SAFE = ("", "/", "!'()*")  # Unescaped in a query, in a path, and by encodeURIComponent of JavaScript.
+_URL_SAFE = f"{string.ascii_letters}{string.digits}-._~".encode()
+# The bytes of a URL by byte, in a query, in a path, and as encodeURIComponent of JavaScript writes them.
+_URL_BYTES = tuple(
+    tuple(bytes([byte]) if byte in _URL_SAFE + more else b"%%%02X" % byte for byte in range(256))
+    for more in (b"", b"/", b"!'()*")
+)
 _ESCAPED = re.compile(rb"%[0-9A-F]{2}")
 _SHELL_SPECIAL = re.compile(rb"([^A-Za-z0-9_@%+=:,./~-])")
 _QUOTED_SPECIAL = re.compile(rb'(["\\$`])')
@@ -71,7 +76,7 @@ class Redactor:
         return text if masked == data else masked.decode("utf-8", "surrogateescape")
 
     def value(self, value: object, counts: dict[str, int] | None = None) -> object:
-        """Return a JSON value with masked secrets in all its texts. `counts` replaces the counts of the redactor."""
+        """Mask secrets in all texts of a JSON value. `counts` replaces the counts of the redactor."""
         if isinstance(value, str):
             return self.text(value, counts)
         if isinstance(value, list):
@@ -114,7 +119,7 @@ class Redactor:
         return b"".join(parts) + data[start:end], data[end:]
 
     def _found(self, data: bytes, *, ended: bool = True) -> Iterator[tuple[int, bytes, str]]:
-        """Yield the position, form and secret of each occurrence. Yield the form b"" where the data ends too early."""
+        """Yield position, form and secret of each occurrence, and the form b"" if the data ends too early."""
         at = 0
         while self._heads is not None and (match := self._heads.search(data, at)) is not None:
             at = match.start()
@@ -155,7 +160,7 @@ def forms(core: bytes) -> Iterator[bytes]:
     core = core[:ENCODED_BYTES_MAX]
     yield from _base64(core)
     yield from (core.hex().encode(), core.hex().upper().encode())
-    quoted = [urllib.parse.quote_from_bytes(core, safe).encode() for safe in _URL_SAFE]
+    quoted = [b"".join(map(table.__getitem__, core)) for table in _URL_BYTES]
     quoted.append(quoted[0].replace(b"%20", b"+"))
     yield from quoted
     yield from (_ESCAPED.sub(lambda match: match.group().lower(), text) for text in quoted)

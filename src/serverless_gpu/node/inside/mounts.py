@@ -58,9 +58,9 @@ def clone_tree(path: str, attributes: int = 0, *, recursive: bool = True) -> int
 
 
 def files_in_memory(files: Mapping[str, bytes], owner: int) -> int:
-    """Return a descriptor of a detached, read-only tree of files, which only `owner` can read. Raises OSError.
+    """Return a descriptor of a detached tree of files that only `owner` can read. Raises OSError.
 
-    The tree is a tmpfs with room for the files only. The kernel does not write the files to swap, from Linux 6.4 on.
+    The tree is read-only. The tree is a tmpfs with room for the files only. The kernel does not write the files to swap, from Linux 6.4 on.
     The caller closes the descriptor.
     """
     page = os.sysconf("SC_PAGE_SIZE")

@@ -22,7 +22,7 @@ _KINDS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK,
 
 
 def limit_resources(tasks_max: int) -> None:
-    """Set the limits of this process and its descendants. `tasks_max` of 0 means that a pids cgroup limits them."""
+    """Set the limits of this process and its descendants. A pids cgroup replaces `tasks_max` (then 0)."""
     current = {kind: resource.getrlimit(kind) for kind in _KINDS}
     for kind, limits in wanted_limits(current, tasks_max).items():
         resource.setrlimit(kind, limits)

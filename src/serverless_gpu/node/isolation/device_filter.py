@@ -66,7 +66,7 @@ def numbers_of(nodes: Iterable[str]) -> list[Numbers]:
 
 
 def device_program(allowed: Iterable[Numbers]) -> bytes:
-    """Return a BPF program that allows opening some character devices, and refuses every other access to devices."""
+    """Return a BPF program that lets processes open some character devices, and refuses all others."""
     refuse = (_step(_SET, _RESULT, value=0), _step(_EXIT))
     steps = [
         _step(_LOAD, _KIND, _CONTEXT, offset=0),

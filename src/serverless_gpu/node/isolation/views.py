@@ -72,7 +72,7 @@ def gpu_nodes(uuids: Sequence[str], driver: Path = _DRIVER, devices: Path = _DEV
 
 
 def network_nodes(devices: Path = _DEVICES) -> list[str]:
-    """Return the device nodes of this node's InfiniBand adapters, through which NCCL reaches other nodes."""
+    """Return the nodes of this machine's InfiniBand adapters, which NCCL uses between nodes."""
     return sorted(str(path) for name in _INFINIBAND for path in devices.glob(name))
 
 
@@ -83,6 +83,6 @@ def device_nodes() -> list[str]:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Return the fields of a file of the driver, whose lines have a name, a colon and a value. Raises OSError."""
+    """Return the fields of a file of the driver: lines with a name, a colon and a value. Raises OSError."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

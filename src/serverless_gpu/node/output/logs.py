@@ -1,4 +1,4 @@
-"""Reads rank output from pipes, masks secrets, stores the output up to a limit, and sends it to clients.
+"""Reads rank output from pipes, masks secrets, stores output up to a limit, and sends it to clients.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
      [redaction, with secrets only]   │

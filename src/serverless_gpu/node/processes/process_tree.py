@@ -354,7 +354,7 @@ class MemoryWatch:
 
 
 class CpuLimit:
-    """One attempt's limit of cores (None: no limit). The kernel throttles the attempt's processes together."""
+    """One attempt's limit of cores (None: no limit), for all its processes together."""
 
     def __init__(self, cgroup: Path | None, stem_pid: int, cores: int | None) -> None:
         self.note = ""
