@@ -18,6 +18,7 @@ import msgspec
 from serverless_gpu.model.billing.ledger import Charge, bill_of
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.receipt import Receipt, Segments
+from serverless_gpu.model.redaction import added
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +82,7 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
         tracked=next((receipt.tracked for receipt in receipts if receipt.tracked), ""),
         bill=bill_of(used, whole.reason),
         nodes=tuple(each.node for each in accounts),
+        redacted=added(receipt.redacted for receipt in receipts),
     )
 
 

@@ -16,6 +16,7 @@ from serverless_gpu import units
 from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 from serverless_gpu.model.isolation import NONE, Level
+from serverless_gpu.model.redaction import counted
 
 # Maximum number of characters in a receipt line, about two terminal lines.
 _TEXT_LINE_MAX = 200
@@ -180,6 +181,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         nodes: names of the nodes by NODE_RANK, for a run on several nodes. Segment times are then the times of the
             slowest node, and amounts are sums. `Run.receipts` has one receipt per node.
         isolation: isolation level of the ranks.
+        redacted: number of masked occurrences in output and exceptions, by the name of the secret.
     """
 
     run_id: str
@@ -211,6 +213,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     bill: Bill | None = None
     nodes: tuple[str, ...] = ()
     isolation: Level = NONE
+    redacted: dict[str, int] = {}
 
     def rows(self) -> dict[str, str]:
         """Return the receipt's rows by label, without unknown or empty rows."""
@@ -229,6 +232,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "environment": self.environment if is_run else "",
             "isolation": "" if self.isolation == NONE else self.isolation,
             "secrets": ", ".join(self.secrets),
+            "redacted": counted(self.redacted),
             _PEAK: peak if is_run else "",
             "gate": self.gate,
             "quarantined": ", ".join(self.quarantined),
@@ -285,7 +289,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             f"quarantined: {rows['quarantined']}" if "quarantined" in rows else "",
             # The tracking link comes first, because clients truncate the end of a long line.
             _joined(
-                *(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "policy", "tags") if label in rows)
+                *(
+                    f"{label}: {rows[label]}"
+                    for label in ("tracked", "secrets", "redacted", "policy", "tags")
+                    if label in rows
+                )
             ),
             f"notes: {rows['notes']}" if "notes" in rows else "",
         )

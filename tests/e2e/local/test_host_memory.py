@@ -6,9 +6,7 @@ is that small: it ends a process when there is no more, and by its own choice.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.processes.process_tree import remove_cgroup
 from serverless_gpu.testing import stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import processes_of, wait_for
+from tests.support.local.small_machine import small_memory
 
 LIMIT_BYTES = 1 << 30
 
@@ -74,39 +72,9 @@ print(json.dumps(said))
 
 @pytest.fixture
 def small_machine() -> Iterator[Path]:
-    """Yield a control group with little memory, v2 or v1; skip where none can be made."""
-    path = _made(f"sgpu-test-{os.getpid()}")
-    if path is None:
-        pytest.skip("no control group with a memory limit can be made here")
-    yield path
-    wait_for(lambda: not (path / "cgroup.procs").read_text(), "every process of the group has ended")
-    assert remove_cgroup(path)
-
-
-def _made(name: str) -> Path | None:
-    for parent, limit in _parents():
-        path = parent / name
-        try:
-            path.mkdir()
-            (path / limit).write_text(str(LIMIT_BYTES))
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-            continue
-        with contextlib.suppress(OSError):  # what would be swapped out would not run out
-            (path / "memory.swap.max").write_text("0")
-        return path
-    return None
-
-
-def _parents() -> Iterator[tuple[Path, str]]:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, place = line.split(":", 2)
-        if not controllers:
-            for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
-                yield Path(mount + place), "memory.max"
-        elif "memory" in controllers.split(","):
-            yield Path("/sys/fs/cgroup/memory" + place), "memory.limit_in_bytes"
+    """Yield a control group with little memory."""
+    with small_memory(LIMIT_BYTES) as path:
+        yield path
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,16 +19,18 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.errors import OutOfMemory, ServerlessGpuError
 from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, count
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.isolation.principals import PLACE
-from serverless_gpu.wire.access import PrincipalRequest, TokenMade
+from serverless_gpu.testing import agent_status
+from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import NodeList, PoolRequest, PoolView
 from tests.support.cli.cli import sgpu
-from tests.support.local.observe import wait_for
+from tests.support.local.observe import processes_of, wait_for
+from tests.support.local.small_machine import small_memory
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
 from tests.support.remote.server_process import ServerProcess
@@ -121,6 +125,9 @@ def identity(name: str) -> dict[str, object]:
         "seccomp": fields["Seccomp"],
         "processes": sum(entry.isdigit() for entry in os.listdir("/proc")),
         "home": sorted(os.listdir(os.path.expanduser("~"))),
+        "umask": fields["Umask"],
+        "core": resource.getrlimit(resource.RLIMIT_CORE),
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
     }
 
 
@@ -180,8 +187,78 @@ def test_each_principal_has_a_uid_and_a_home_of_its_own(
             assert one["processes"] == 3, "the stem and two ranks"
         else:
             assert one["attempts"] == 1, "the files of earlier attempts are unmounted"
+        assert (one["umask"], one["core"]) == ("0077", (0, 0)), "nobody else reads files or memory of a rank"
+        assert one["memlock"] == (resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],) * 2, "NCCL registers memory"
     assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
     assert [path.stat().st_mode & 0o777 for path in principals.glob("1*") if path.is_dir()] == [0o700] * 2
+
+
+def leak(place: str) -> dict[str, object]:
+    """Print a secret in two writes and fail with it, or return what a rank sees of its secrets."""
+
+    token = rt.secret("TOKEN")
+    os.write(1, b"token " + token[:6].encode())
+    time.sleep(0.1)  # Another read of the supervisor.
+    os.write(1, token[6:].encode() + b"\n")
+    directory = os.environ["SGPU_SECRETS_DIR"]
+    until = time.monotonic() + 60
+    while not os.path.exists(f"{place}/go") and time.monotonic() < until:
+        time.sleep(0.02)
+    if os.path.exists(f"{place}/fail"):
+        raise ValueError(f"cannot log in with {token}")
+    status = os.stat(f"{directory}/TOKEN")
+    with open("/proc/mounts", encoding="utf-8") as mounts:
+        kinds = {line.split()[1]: line.split()[2] for line in mounts}
+    return {
+        "files": sorted(os.listdir(directory)),
+        "mode": oct(status.st_mode & 0o7777),
+        "is_own": status.st_uid == os.getuid(),
+        "kind": kinds[directory],
+        "variables": [name for name, value in os.environ.items() if token in value],
+        "token": token,
+    }
+
+
+leaking = distributed(
+    gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", secrets={"TOKEN": "MY_TOKEN", "FILE": None}
+)(by_value(leak))
+
+
+@pytest.mark.slow
+def test_27_secrets_in_a_sandbox_exist_in_its_memory_only_and_are_masked_in_output_and_exceptions(
+    admin: Connection, home: Path
+) -> None:
+    isolate(admin, "sandbox")
+    for name, value in (("TOKEN", b"hunter2-hunter2"), ("FILE", b"correct-horse")):
+        admin.ask("PUT", f"/secrets/{name}", SecretRequest(value=value), answer=SecretView)
+    with tempfile.TemporaryDirectory(dir="/usr/local/share") as place:  # A sandbox shows this directory.
+        os.chmod(place, 0o755)
+        run = leaking.submit(place)
+        log = Home(home).attempt(run.id, 1) / "logs" / "0.stdout"
+        wait_for(lambda: log.exists() and log.read_bytes().endswith(b"\n"), "the rank has printed its secret")
+        assert not list(Path("/dev/shm").glob("sgpu-secrets-*")), "the node keeps no copy"
+        Path(place, "go").touch()
+        [seen] = run.results()
+        Path(place, "fail").touch()
+        failing = leaking.submit(place)
+        with pytest.raises(ValueError, match=r"cannot log in with \*{15}") as failed:
+            failing.results()
+    assert seen.pop("token") == "hunter2-hunter2", "a result stays as it is"
+    assert seen == {
+        "files": ["FILE", "TOKEN"],
+        "mode": "0o400",
+        "is_own": True,
+        "kind": "tmpfs",
+        "variables": ["MY_TOKEN"],
+    }
+    assert log.read_bytes() == b"token [secret TOKEN]\n"
+    assert "hunter2" not in "".join(traceback.format_exception(failed.value))
+    receipt = run.receipt()
+    assert (receipt.redacted, failing.receipt().redacted["TOKEN"] > 1) == ({"TOKEN": 1}, True)
+    assert any("the result of rank 0 contains secrets" in note for note in receipt.notes)
+    for path in (home / "runs").rglob("*"):
+        if path.is_file() and not path.is_symlink() and "results" not in path.parts:
+            assert b"hunter2" not in path.read_bytes(), path
 
 
 def misuse_results(target: str) -> str:
@@ -254,3 +331,107 @@ def test_the_ranks_of_two_nodes_meet_from_their_sandboxes(home: Path, principals
         assert [total for total, _ in results] == [6] * 4
         assert {uid for _, uid in results}.isdisjoint({os.getuid()})
         assert run.receipt().isolation == "sandbox"
+
+
+# --- exhaustion: rows F02, F03 and F12 in sandboxes -------------------------------------------------------------------
+
+
+def stay_until(path: str) -> str:
+    """Print a line, then wait for a file."""
+
+    print("a neighbour", flush=True)
+    until = time.monotonic() + 120
+    while not os.path.exists(path) and time.monotonic() < until:
+        time.sleep(0.02)
+    return "unaffected"
+
+
+def grow() -> int:
+    """Use more and more memory."""
+
+    held = []
+    while True:
+        held.append(bytearray(16 << 20))
+
+
+def explode() -> int:
+    """Fork more and more processes."""
+
+    children = 0
+    for _ in range(2_000):
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        children += 1
+    return children
+
+
+one_gpu = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")
+staying, exploding = one_gpu(by_value(stay_until)), one_gpu(by_value(explode))
+growing = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", memory="256MiB")(by_value(grow))
+growing_without_limit = one_gpu(by_value(grow))
+
+
+@contextlib.contextmanager
+def neighbour(home: Path) -> Iterator[None]:
+    """Have a run of the administrator beside those of a test, which must end as if it were alone."""
+    with tempfile.TemporaryDirectory(dir="/usr/local/share") as place:  # A sandbox shows this directory.
+        os.chmod(place, 0o755)
+        run = staying.submit(f"{place}/go")
+        log = Home(home).attempt(run.id, 1) / "logs" / "0.stdout"
+        wait_for(lambda: log.exists() and b"neighbour" in log.read_bytes(), "the neighbour runs")
+        try:
+            yield
+        finally:
+            Path(place, "go").touch()
+        assert run.results(60) == ["unaffected"]
+        assert run.receipt(60).isolation == "sandbox"
+
+
+def move(pids: Iterable[str], group: Path) -> None:
+    """Move processes into a control group."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(pid)
+
+
+@pytest.fixture
+def few_tasks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an attempt of this home have few processes."""
+    monkeypatch.setenv("SERVERLESS_GPU_TASKS_MAX", "60")
+
+
+@pytest.mark.slow
+def test_F02_and_F12_a_rank_that_exhausts_memory_or_processes_in_a_sandbox_harms_its_own_run_only(
+    few_tasks: None, admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(admin, "sandbox")
+    with neighbour(home), acting_as(admin, "mallory", monkeypatch):
+        run = growing.submit()
+        with pytest.raises(OutOfMemory, match=r"limit 268\.4 MB, peak 26\d\.\d MB") as ended:
+            run.results(60)
+        assert (ended.value.reason, run.receipt(60).reason) == ("host_oom", "host_oom")
+        bomb = exploding.submit()
+        with pytest.raises(BlockingIOError):
+            bomb.results(60)
+        assert identify.distributed("after")[0]["processes"] == 3, (
+            "the next run starts, and nothing of the bomb is left"
+        )
+
+
+@pytest.mark.slow
+def test_F03_where_memory_runs_out_a_rank_in_a_sandbox_is_the_victim_and_nobody_else(
+    admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(admin, "sandbox")
+    with small_memory(1 << 30) as group, neighbour(home), acting_as(admin, "mallory", monkeypatch):
+        ours = {line.partition(":")[0] for line in processes_of(home)}
+        move(ours, group)
+        run = growing_without_limit.submit()
+        with pytest.raises(OutOfMemory):
+            run.results(60)
+        assert run.receipt(60).reason == "host_oom"
+        status = agent_status(home)
+        assert status is not None and str(status.pid) in ours, "the agent lives"
+        assert identify.distributed("after")[0]["processes"] == 3
+        move(Path(group, "cgroup.procs").read_text().split(), group.parent)

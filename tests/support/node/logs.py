@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from serverless_gpu.model.redaction import Redactor
 from serverless_gpu.node.output.logs import RankLog
 from serverless_gpu.testing import FakeClock
 
@@ -12,13 +13,13 @@ from serverless_gpu.testing import FakeClock
 class Rank:
     """A log whose write ends a test holds, as a rank would, and whoever watches it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, redactor: Redactor | None = None) -> None:
         self.directory = directory
         self.watching = True
         self.heard: list[tuple[int, str, str]] = []
         self.missed: list[tuple[str, int, bool]] = []
         self.clock = FakeClock()
-        self.log = RankLog(3, directory, self, self.clock)
+        self.log = RankLog(3, directory, self, self.clock, redactor)
         self.closed = False
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:

@@ -100,6 +100,16 @@ def test_what_all_say_is_said_once_and_the_rest_with_the_name_of_its_node() -> N
     assert (one.warm, one.warm_reason) == (False, "n1: x")
 
 
+def test_27_masked_secrets_of_all_nodes_are_added() -> None:
+    counts: tuple[dict[str, int], ...] = ({"A": 1}, {"A": 2, "B": 1}, {})
+    one = together(
+        [account(number, receipt(f"n{number}", redacted=each)) for number, each in enumerate(counts)], FAILED
+    )
+    assert one is not None and one.redacted == {"A": 3, "B": 1}
+    assert "redacted: A 3 times, B once" in one.text() and one.rows()["redacted"] == "A 3 times, B once"
+    assert "redacted" not in receipt("n1").text()
+
+
 def test_many_nodes_are_counted() -> None:
     assert nodes_text(["n1", "n2"]) == "n1, n2"
     assert nodes_text([f"n{number}" for number in range(8)]) == "8 nodes"

@@ -285,7 +285,14 @@ class Zygote:
         if moved is not None:
             trees = [str(moved.mounts[0]["at"])]
             opened.append(self._spawner.environment(moved.mounts))
-        request["isolation"] = {"level": self.level, "trees": trees, "memory": MEMORY_BYTES_MAX}
+        limits = (Path(path, "pids.max").exists() for path in inside.strings(request, "cgroups"))
+        tasks_max = 0 if any(limits) else self._cgroups.tasks_max
+        request["isolation"] = {
+            "level": self.level,
+            "trees": trees,
+            "memory": MEMORY_BYTES_MAX,
+            "tasks_max": tasks_max,
+        }
         return opened
 
     def hear(self) -> bool:

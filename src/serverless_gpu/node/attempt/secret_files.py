@@ -3,9 +3,10 @@
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
     runs/<run>/<fence>/secrets  ──▶  that directory, or a directory itself if /dev/shm is not in memory
 
-The launching process (the uplink, or the client of a local run) writes the secrets before the launch. The supervisor
-removes the secrets once all processes of the attempt have ended. Ranks find the secrets through `SGPU_SECRETS_DIR`. The
-product does not remove copies that ranks make.
+The launching process (the uplink, or the client of a local run) writes the secrets before the launch. Ranks find the
+secrets through `SGPU_SECRETS_DIR`. Without a sandbox, the supervisor removes the secrets once all processes of the
+attempt have ended. In a sandbox, ranks get copies in memory (`isolation/grafts.py`). The supervisor removes the node's
+files as soon as the copies exist. The product does not remove copies that ranks make.
 
 Failure cases:
 
@@ -80,6 +81,12 @@ def note(place: Path) -> str:
     if place.parent == _MEMORY:
         return ""
     return f"the run's secrets were on this node's disk, because {_MEMORY} is not in memory"
+
+
+def read(place: Path) -> dict[str, bytes]:
+    """Return the secrets of a secrets directory by name. Raises OSError."""
+    names = sorted(name for name in os.listdir(place) if name != _OF)
+    return {name: (place / name).read_bytes() for name in names}
 
 
 def remove(directory: Path) -> None:

@@ -65,6 +65,7 @@ class AttemptAccount:
         self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
         self.warm = (False, "no stem arrived")
         self.environment = ""
+        self.redacted: Mapping[str, int] = {}  # Number of masked occurrences by secret.
         self._uses: tuple[DeviceUse, ...] = ()
         self._tracked = ""
         # Peak memory of the whole attempt in bytes, if the memory controller reports it.
@@ -197,6 +198,7 @@ class AttemptAccount:
             policy=self._launch.spec.policy or "",
             bill=bill,
             isolation=self._launch.isolation,
+            redacted=dict(self.redacted),
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)

@@ -29,7 +29,6 @@ from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError
 from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, Outcome, Trial, rows
 from serverless_gpu.model.isolation import NONE, Level
 from serverless_gpu.node.agent.connection import running_agent
-from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.canary import inspection
@@ -139,8 +138,8 @@ def _victim_targets(
     """Wait for the victim's process. Return its targets. Raises AgentUnavailable."""
     pid, name = _await_process(run, f"{mark}-victim"), victim.NAME
     for _ in range(_LOOKS_MAX):
-        port = next((line["port"] for line in outcomes(run.log) if "port" in line), None)
-        if port is not None:
+        told = next((line for line in outcomes(run.log) if "port" in line), None)
+        if told is not None:
             break
         select.poll().poll(_LOOK_MS)
     else:
@@ -154,7 +153,7 @@ def _victim_targets(
         "victim_pid": pid,
         "victim_name": name,
         "victim_uid": os.stat(f"/proc/{pid}").st_uid,
-        "victim_port": f"127.0.0.1:{port}",
+        "victim_port": f"127.0.0.1:{told['port']}",
         "supervisor_pid": supervisor,
         "supervisor_name": _SUPERVISOR,
         "supervisor_socket": str(home.sockets() / f"{run.run_id}.sock"),
@@ -167,7 +166,8 @@ def _victim_targets(
         "other_facts": str(run.directory / "facts.jsonl"),
         "attempt_token": str(run.directory / TOKEN),
         "result": str(run.directory / "results" / TOKEN),
-        "secret": str(run.directory / secret_files.LINK / SECRET),
+        # At a level above `none`, only the mount namespace of the run shows the secret.
+        "secret": f"{'' if level == NONE else f'/proc/{pid}/root'}{told['secrets']}/{SECRET}",
         "other_home": os.path.join(place, f"{mark}-victim"),
     }
 

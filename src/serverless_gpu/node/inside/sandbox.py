@@ -50,7 +50,7 @@ _OWN_VIEW = mounts.CLONE_NEWNS | mounts.CLONE_NEWIPC | mounts.CLONE_NEWUTS
 _NO_SUID_DEV = mounts.NO_SETUID | mounts.NO_DEVICES
 _NO_SUID_DEV_EXEC = _NO_SUID_DEV | mounts.NO_EXECUTION
 _READ_ONLY = mounts.READ_ONLY | _NO_SUID_DEV
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+BASIC_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS_MAX = 40
 _PARTS = ("pyvenv.cfg", "bin", "lib", "lib64", "libexec", "include", "share", "etc", "ssl")
 
@@ -182,7 +182,7 @@ def _make_root(view: View) -> None:
     root.link("/var/tmp", "/tmp")
     root.mount("/sys", "/sys", _READ_ONLY, recursive=False)
     root.mount(view.home, HOME, _NO_SUID_DEV)
-    for name in _DEVICES:
+    for name in BASIC_DEVICES:
         root.write(f"/dev/{name}", "")
         root.mount(f"/dev/{name}", f"/dev/{name}", mounts.NO_SETUID)
     for path in view.devices:

@@ -35,6 +35,7 @@ from . import linux, namespaces, protocol, rank, sandbox, seal
 from .channel import Channel, pair
 from .launcher import enter_cgroups, join_cgroups
 from .raycluster.share import remove_directory
+from .resource_limits import limit_resources
 
 _EMPTYING_TRIES_MAX = 500
 _EMPTYING_PAUSE_MS = 10
@@ -119,6 +120,7 @@ class _Stem:
     def isolate(self, wanted: protocol.Message, fds: list[int], cgroups: int) -> bool:
         """Enter the cgroups and the namespaces of the attempt, and give up all rights. Report a failure."""
         join_cgroups(fds[:cgroups])
+        limit_resources(protocol.integer(wanted, "tasks_max"))
         if wanted.get("level") != protocol.SANDBOX:
             seal.set_dumpable(value=False)  # The zygote has no rights, so the stem has none to give up.
             return True

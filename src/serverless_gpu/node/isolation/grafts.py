@@ -16,20 +16,26 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.inside import mounts, namespaces
 
 _PROBLEM_BYTES_MAX = 4_096
 
 
 class Graft(NamedTuple):
-    """A file or directory of the node, with its path in the sandbox."""
+    """A file or directory of the node, with its path in the sandbox.
+
+    With an `owner`, the sandbox gets a copy of the directory's files in memory, which only the uid `owner` can read.
+    """
 
     source: str
     at: str
     writable: bool = False
     device: bool = False
+    owner: int | None = None
 
 
 def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> int:
@@ -39,7 +45,7 @@ def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> int:
     """
 
     def attach(answer: socket.socket) -> None:
-        trees = [(mounts.clone_tree(each.source, _attributes(each), recursive=False), each.at) for each in grafts]
+        trees = [(_tree(each), each.at) for each in grafts]
         own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # A sandbox shows its own /proc.
         mounts.set_namespace(stem_pidfd, mounts.CLONE_NEWNS)
         for fd, at in trees:
@@ -117,6 +123,12 @@ def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
     if problem:
         raise OSError(f"{what}: {problem}")
     return fds
+
+
+def _tree(each: Graft) -> int:
+    if each.owner is not None:
+        return mounts.files_in_memory(secret_files.read(Path(each.source)), each.owner)
+    return mounts.clone_tree(each.source, _attributes(each), recursive=False)
 
 
 def _attributes(each: Graft) -> int:

@@ -1,12 +1,13 @@
-"""Reads rank output from pipes, stores it byte-exact up to a limit, and sends it to clients.
+"""Reads rank output from pipes, masks secrets, stores output up to a limit, and sends it to clients.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
+     [redaction, with secrets only]   │
                                       ├▶ OutputTail                    (last bytes as they arrived, for exceptions)
                                       └▶ LiveOutput                    (text, while a client shows this rank)
 
 During an output flood, each chunk costs only one read call. The supervisor counts bytes above the limits but does not
-process these bytes. In the log file, a marker line replaces the missing bytes. The log file always contains the last
-bytes of the output:
+process these bytes. Only a run with secrets also costs a search for its secrets, at about 10 to 100 MB/s. In the log
+file, a marker line replaces the missing bytes. The log file always contains the last bytes of the output:
 
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── later output, or the last 256 KiB
 
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Protocol
 
 from serverless_gpu.ambient import Clock, format_clock
+from serverless_gpu.model.redaction import RedactedStream, Redactor
 from serverless_gpu.node.base.token_bucket import TokenBucket
 from serverless_gpu.units import format_bytes
 
@@ -68,16 +70,21 @@ _LAST_LINES_BYTES = 4 << 10
 class RankLog:
     """The output streams of one rank.
 
-    If `viewer` is set, `viewer` receives the output live.
+    If `viewer` is set, `viewer` receives the output live. If `redactor` is set, it masks secrets in the output.
     """
 
-    def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
+    def __init__(
+        self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock, redactor: Redactor | None = None
+    ) -> None:
         self.rank = rank
         self._clock = clock
         self._allowance = _Allowance(clock.boottime_ns())
         self._tail = OutputTail(STREAMS)
         self._live = None if viewer is None else LiveOutput(rank, STREAMS, viewer, self._tail.last, clock.boottime_ns())
-        self._streams = {name: _Stream(name, directory / f"{rank}.{name}") for name in STREAMS}
+        self._streams = {
+            name: _Stream(name, directory / f"{rank}.{name}", None if redactor is None else redactor.stream())
+            for name in STREAMS
+        }
 
     @property
     def dropped_bytes(self) -> int:
@@ -132,6 +139,8 @@ class RankLog:
                 for _ in range(_CLOSING_TURNS_MAX):
                     if not self._drain(stream) or not stream.more:
                         break
+            if stream.redacted is not None:
+                self._pass_on(stream, stream.redacted.end())
             stream.file.end(self._tail.last(stream.name, min(KEPT_BYTES, stream.file.missing)), self._clock.wall_ns())
             stream.close()
         if self._live is not None:
@@ -157,6 +166,11 @@ class RankLog:
     def _take(self, stream: _Stream, data: bytes) -> None:
         if len(data) == _READ_BYTES == stream.read_bytes:
             stream.expect_more()
+        self._pass_on(stream, data if stream.redacted is None else stream.redacted.feed(data))
+
+    def _pass_on(self, stream: _Stream, data: bytes) -> None:
+        if not data:
+            return
         now_ns = self._clock.boottime_ns()
         allowed = self._allowance.take(len(data), now_ns)
         kept = stream.file.store(data, allowed, self._clock)
@@ -269,8 +283,9 @@ class _File:
 
 
 class _Stream:
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, path: Path, redacted: RedactedStream | None) -> None:
         self.name = name
+        self.redacted = redacted
         self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.read_fd, False)
         self.read_bytes = _READ_BYTES

@@ -9,9 +9,9 @@ This package never selects processes by name for termination.
 
 If a pids controller is available, the controller limits an attempt's processes and threads. A fork bomb therefore harms
 only its own attempt. If a memory controller is available, the supervisor sets a memory limit. The supervisor prefers
-cgroup v2, and uses cgroup v1 on hybrid hosts. The memory controller's counters show whether the kernel killed a rank
-for lack of memory. Without a memory controller, the kernel's global counter shows OOM kills. Exit codes do not count as
-evidence of an OOM kill.
+cgroup v2, and uses cgroup v1 on hybrid hosts. The same applies to the limit of cores. The memory controller's counters
+show whether the kernel killed a rank for lack of memory. Without a memory controller, the kernel's global counter shows
+OOM kills. Exit codes do not count as evidence of an OOM kill.
 
 Libraries create named segments in /dev/shm and remove them when their process exits. A killed process leaves its
 segments behind. Orphaned segments would eventually fill /dev/shm. `AttemptSegments` therefore finds and removes
@@ -49,6 +49,8 @@ AGENT = "sgpu-agent"  # Process name of an agent.
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
 _LEFT_MAX = 16
+_CONTROLLERS = ("memory", "pids", "cpu")
+_CPU_PERIOD_US = 100_000
 _NO_LIMIT_BYTES = 1 << 60  # Without a memory limit, cgroup v1 reports the largest number of pages.
 
 _SEGMENTS = Path("/dev/shm")
@@ -77,7 +79,7 @@ class CgroupRoot:
         self.path = path  # The cgroup v2 directory, or None if cgroup v2 is not usable.
         self.problem = problem  # Reason for which no cgroup v2 directory is usable, or "".
         self._pids = pids  # Directory of the cgroup v1 pids controller on hybrid hosts, or None.
-        self._tasks_max = tasks_max  # Maximum number of processes and threads per attempt.
+        self.tasks_max = tasks_max  # Maximum number of processes and threads per attempt.
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
@@ -96,7 +98,7 @@ class CgroupRoot:
                 made.append(path)
                 limit = path / "pids.max"
                 if limit.exists():
-                    limit.write_text(str(self._tasks_max))
+                    limit.write_text(str(self.tasks_max))
         return tuple(made)
 
     def sweep(self) -> None:
@@ -144,8 +146,9 @@ def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
     if not (path / "cgroup.kill").exists():
         return CgroupRoot(None, pids, tasks_max, "this kernel has no cgroup.kill (needs 5.14)")
     # If the parent cgroup does not delegate a controller, this package does not use the controller.
-    with contextlib.suppress(OSError):
-        (path / "cgroup.subtree_control").write_text("+memory +pids")
+    for controller in _CONTROLLERS:
+        with contextlib.suppress(OSError):
+            (path / "cgroup.subtree_control").write_text(f"+{controller}")
     return CgroupRoot(path, pids, tasks_max)
 
 
@@ -163,13 +166,13 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
 
 
 def controllers(path: Path | None) -> tuple[str, ...]:
-    """Return the limits available for stems: ``memory`` and ``pids`` on cgroup v2, and v1 limits."""
+    """Return the limits available for stems: ``memory``, ``pids`` and ``cpu`` on cgroup v2, and v1 limits."""
     found: list[str] = []
     if path is not None:
         with contextlib.suppress(OSError):
             handed_down = (path / "cgroup.subtree_control").read_text().split()
-            found += [name for name in ("memory", "pids") if name in handed_down]
-    for name in ("memory", "pids"):
+            found += [name for name in _CONTROLLERS if name in handed_down]
+    for name in _CONTROLLERS:
         mount, place = mount_point("cgroup", name), own_place(name)
         if name in found or mount is None or place is None:
             continue
@@ -346,18 +349,47 @@ class MemoryWatch:
             remove_cgroup(self._v1)
 
     def _limit_v1(self, stem_pid: int, limit_bytes: int) -> bool:
-        path = _directory("cgroup", "memory", f"serverless_gpu-{stem_pid}")
-        if path is None:
-            return False
-        try:
-            (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
-            for pid in (stem_pid, *descendants(stem_pid)):  # Standby ranks are already descendants of the stem.
-                (path / "cgroup.procs").write_text(str(pid))
-        except OSError:
-            remove_cgroup(path)
-            return False
-        self._v1 = path
-        return True
+        self._v1 = _own_v1("memory", stem_pid, {"memory.limit_in_bytes": str(limit_bytes)})
+        return self._v1 is not None
+
+
+class CpuLimit:
+    """One attempt's limit of cores (None: no limit), for all its processes together."""
+
+    def __init__(self, cgroup: Path | None, stem_pid: int, cores: int | None) -> None:
+        self.note = ""
+        self._v1: Path | None = None
+        if cores is None:
+            return
+        quota_us = cores * _CPU_PERIOD_US
+        if cgroup is not None and (cgroup / "cpu.max").exists():
+            (cgroup / "cpu.max").write_text(f"{quota_us} {_CPU_PERIOD_US}")
+            return
+        files = {"cpu.cfs_period_us": str(_CPU_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
+        self._v1 = _own_v1("cpu", stem_pid, files)
+        if self._v1 is None:
+            self.note = "cpus= is not enforced: no cpu controller can be written to on this machine"
+
+    def close(self) -> None:
+        """Remove the cgroup v1 of the limit."""
+        if self._v1 is not None:
+            remove_cgroup(self._v1)
+
+
+def _own_v1(controller: str, stem_pid: int, files: Mapping[str, str]) -> Path | None:
+    """Create a cgroup v1 with limits for a stem and its descendants. Return None if impossible."""
+    path = _directory("cgroup", controller, f"serverless_gpu-{stem_pid}")
+    if path is None:
+        return None
+    try:
+        for name, text in files.items():
+            (path / name).write_text(text)
+        for pid in (stem_pid, *descendants(stem_pid)):  # Standby ranks are already descendants of the stem.
+            (path / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        remove_cgroup(path)
+        return None
+    return path
 
 
 def mount_point(kind: str, controller: str) -> Path | None:

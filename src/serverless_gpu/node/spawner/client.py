@@ -110,6 +110,10 @@ class SpawnerClient:
     def hide(self, namespace: int, directory: str) -> None:
         self._ask(messages.AskHide(directory=directory), (namespace,))
 
+    def limit_devices(self, cgroup: str, nodes: Sequence[str]) -> str:
+        answer, _ = self._ask(messages.AskDevices(cgroup=cgroup, nodes=tuple(nodes)))
+        return answer.note if isinstance(answer, messages.NoteAnswer) else _UNEXPECTED
+
     def give(self, uid: int, path: str, *, writable: bool) -> None:
         self._ask(messages.AskGive(uid=uid, path=path, writable=writable))
 

@@ -58,6 +58,7 @@ class ShownFile(msgspec.Struct, frozen=True):
     at: str
     writable: bool = False
     device: bool = False
+    owner: int | None = None
 
 
 class AskShow(Message, frozen=True, kw_only=True, tag="show"):
@@ -85,6 +86,13 @@ class AskTake(Message, frozen=True, kw_only=True, tag="take"):
 
     uid: int
     path: str
+
+
+class AskDevices(Message, frozen=True, kw_only=True, tag="devices"):
+    """Request to limit the devices of a cgroup. The answer is `NoteAnswer`."""
+
+    cgroup: str
+    nodes: tuple[str, ...]
 
 
 class AskStack(Message, frozen=True, kw_only=True, tag="stack"):
@@ -122,6 +130,12 @@ class ZygoteAnswer(Message, frozen=True, kw_only=True, tag="started"):
     pid: int
 
 
+class NoteAnswer(Message, frozen=True, kw_only=True, tag="note"):
+    """The spawner has executed the request, with a note for the receipt, or ""."""
+
+    note: str
+
+
 class Done(Message, frozen=True, kw_only=True, tag="done"):
     """The spawner has executed the request."""
 
@@ -155,10 +169,11 @@ Request = (
     | AskZygote
     | AskEnvironment
     | AskShow
+    | AskDevices
     | AskHide
     | AskGive
     | AskTake
     | AskStack
     | AskKernelLog
 )
-Answer = LevelAnswer | PrincipalAnswer | ZygoteAnswer | Done | Problem
+Answer = LevelAnswer | PrincipalAnswer | ZygoteAnswer | NoteAnswer | Done | Problem

@@ -191,6 +191,8 @@ class Worker:
                 (stem,) = _exactly(fds, 1)
                 uid = self._principal_of(stem)
                 for file in request.shown:
+                    if file.owner is not None:
+                        permissions.check_uid(file.owner, self._uids)
                     if file.device:
                         permissions.check_device(file.source)
                     else:
@@ -198,6 +200,12 @@ class Worker:
                 return messages.Done(), (
                     spawner.show(stem, [Graft(*msgspec.structs.astuple(f)) for f in request.shown]),
                 )
+            case messages.AskDevices():
+                if request.cgroup:
+                    permissions.check_file(request.cgroup, (self._account,))
+                for path in request.nodes:
+                    permissions.check_device(path)
+                return messages.NoteAnswer(note=spawner.limit_devices(request.cgroup, request.nodes)), ()
             case messages.AskStack():
                 permissions.check_uid(uid_of(request.pid), self._uids)
                 return messages.Done(), (spawner.open_stack(request.pid, request.number),)

@@ -6,6 +6,7 @@
     start_zygote         starts an interpreter with the uid and the isolation of a principal
     environment          mounts a restored environment for a stem
     show, hide           mounts files and devices of an attempt for its ranks, and unmounts them
+    limit_devices        limits the device nodes that the processes of a cgroup can open
     give, take           changes the owner of an attempt's files, to the principal and back
     open_stack           opens the memory file in which a rank writes its stack
     open_kernel_log      opens the kernel log, which names failed GPUs
@@ -24,12 +25,14 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from serverless_gpu.model.isolation import Level
 from serverless_gpu.node.devices.kernel_log import KERNEL
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.isolation import grafts
+from serverless_gpu.node.isolation.device_filter import limit_devices
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.levels import OfferedLevel, measure
 from serverless_gpu.node.isolation.principals import Principal, Principals
@@ -88,6 +91,9 @@ class Spawner(Protocol):
     def hide(self, namespace: int, directory: str) -> None:
         """Unmount files of an attempt from a mount namespace."""
 
+    def limit_devices(self, cgroup: str, nodes: Sequence[str]) -> str:
+        """Let processes of a cgroup open only basic devices and `nodes`. Return a note for the receipt, or ""."""
+
     def give(self, uid: int, path: str, *, writable: bool) -> None:
         """Let a principal use a file or directory of the node, for reading only or also for writing."""
 
@@ -130,6 +136,9 @@ class RootSpawner:
 
     def hide(self, namespace: int, directory: str) -> None:
         grafts.remove_grafts(namespace, directory)
+
+    def limit_devices(self, cgroup: str, nodes: Sequence[str]) -> str:
+        return limit_devices(Path(cgroup) if cgroup else None, nodes)
 
     def give(self, uid: int, path: str, *, writable: bool) -> None:
         if writable:

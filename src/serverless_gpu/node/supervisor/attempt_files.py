@@ -1,15 +1,17 @@
 """The files of an attempt that its ranks see, and their paths for the ranks.
 
     without a sandbox    the ranks use the paths of the node
-    level `sandbox`      call.pkl, stop/, secrets/        read-only   ─┐
+    level `sandbox`      call.pkl, stop/                  read-only   ─┐
                          results/ failures/ work/         writable     ├─ mounted at `sandbox.ATTEMPT`
-                         checkpoints of the run           writable    ─┘
+                         checkpoints of the run           writable     │
+                         secrets/                         copied      ─┘
                          facts, receipt, logs, order      not visible
     level `user`         the same, mounted at `sandbox.ATTEMPT`/<name of the attempt>, because the attempts of a zygote
                          share a mount namespace
 
 The supervisor mounts the files after it has locked the devices, because a stem stands by before its attempt is known.
-Files of the ranks belong to the principal. All other files of the attempt belong to the node.
+Files of the ranks belong to the principal. All other files of the attempt belong to the node. The copies of the secrets
+exist in memory, in the mount namespace of the ranks only (`gang.py` then removes the node's files).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,10 +32,17 @@ from serverless_gpu.node.attempt.ownership import WRITTEN, reclaim
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.isolation.grafts import Graft
-from serverless_gpu.node.isolation.views import gpu_nodes
+from serverless_gpu.node.isolation.views import gpu_nodes, network_nodes
 from serverless_gpu.node.spawner.verbs import Spawner
 
 CALL, STOP_FILE = "call.pkl", "stop_reason"
+
+
+class Shown(NamedTuple):
+    """The mount namespace of an attempt (-1 at the level `none`), and a note for the receipt, or ""."""
+
+    namespace: int
+    note: str
 
 
 class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +59,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         variables: environment variables with paths, for the ranks.
         made: directories that the supervisor makes and gives to the principal.
         grafts: files that the supervisor mounts for the ranks.
+        has_peers: True if the run has ranks on other nodes, which the ranks may reach through InfiniBand.
     """
 
     uid: int
@@ -61,20 +72,29 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     variables: Mapping[str, str]
     made: Sequence[Path] = ()
     grafts: Sequence[Graft] = ()
+    has_peers: bool = False
 
-    def show(self, spawner: Spawner, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> int:
-        """Mount files and GPUs for the ranks of a stem. Raises OSError or IsolationUnavailable.
+    def show(
+        self,
+        spawner: Spawner,
+        stem_pidfd: int,
+        devices: Sequence[Device],
+        cluster: str = "",
+        cgroup: Path | None = None,
+    ) -> Shown:
+        """Mount files and GPUs for the ranks of a stem. At the level `none`, do nothing.
 
-        Return a descriptor of the mount namespace, or -1 at the level `none`. `cluster` is the directory of the
-        attempt's Ray cluster, or "".
+        `cluster` is the directory of the attempt's Ray cluster, or "". `cgroup` is the attempt's cgroup v2, or None.
+        Raises OSError or IsolationUnavailable.
         """
         if not self.uid:
-            return -1
+            return Shown(-1, "")
         own = [*self.made, *([Path(cluster)] if cluster else [])]
-        more: list[Graft] = []
+        nodes: list[str] = []
         if self.level == SANDBOX:  # Ranks at the level `user` see the device nodes of the node.
-            gpus = gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
-            more += [Graft(path, path, device=True) for path in gpus]
+            nodes += gpu_nodes([device.uuid for device in devices if device.kind is DeviceKind.GPU])
+            nodes += network_nodes() if self.has_peers else []
+        more = [Graft(path, path, device=True) for path in nodes]
         if cluster:
             more.append(Graft(cluster, self.ranks_cluster, writable=True))
         for path in own:
@@ -83,9 +103,12 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)
         there = [each for each in (*self.grafts, *more) if os.path.exists(each.source)]
         for each in there:
-            if each.at in (f"{self.ranks_directory}/{CALL}", self.ranks_secrets):
+            if each.at == f"{self.ranks_directory}/{CALL}":  # The principal's group may read the call.
                 spawner.give(self.uid, each.source, writable=False)
-        return spawner.show(stem_pidfd, there)
+        namespace = spawner.show(stem_pidfd, there)
+        is_sandbox = self.level == SANDBOX
+        note = spawner.limit_devices("" if cgroup is None else str(cgroup), nodes) if is_sandbox else ""
+        return Shown(namespace, note)
 
     def take_back(self, spawner: Spawner, namespace: int) -> str:
         """Make the node the owner of the attempt's files after the last rank has ended.
@@ -128,11 +151,10 @@ def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_h
         variables["SGPU_CHECKPOINT_DIR"] = f"{base}/checkpoints/{launch.fence}"
         writable[run] = f"{base}/checkpoints"
     shown = {str(directory / name): f"{base}/{name}" for name in (CALL, "stop")}
-    if secrets:
-        shown[secrets] = f"{base}/secrets"
     return AttemptFiles(
         uid=uid,
         level=level,
+        has_peers=len(launch.all_crews) > 1,
         stop_file=directory / "stop" / STOP_FILE,
         ranks_directory=base,
         ranks_work=f"{base}/work",
@@ -143,6 +165,7 @@ def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_h
         grafts=(
             *(Graft(source, at) for source, at in shown.items()),
             *(Graft(source, at, writable=True) for source, at in writable.items()),
+            *((Graft(secrets, f"{base}/secrets", owner=uid),) if secrets else ()),
         ),
     )
 

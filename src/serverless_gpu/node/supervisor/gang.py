@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.isolation import USER
 from serverless_gpu.model.lifecycle.attempt import (
@@ -31,7 +33,9 @@ from serverless_gpu.model.lifecycle.attempt import (
     StemLost,
 )
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
+from serverless_gpu.model.redaction import Redactor
 from serverless_gpu.model.spec import Command
+from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.usage_account import AttemptAccount, write_bytes, write_text
 from serverless_gpu.node.base.home import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
@@ -42,6 +46,7 @@ from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.inside.process_group import ALONE_NOTE_SWITCH
 from serverless_gpu.node.output.logs import RankLog, Viewer
 from serverless_gpu.node.processes.process_tree import (
+    CpuLimit,
     MemoryWatch,
     ProcessIdentity,
     cgroup_empty,
@@ -54,6 +59,7 @@ from serverless_gpu.node.processes.process_tree import (
 )
 from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.supervisor.attempt_files import AttemptFiles, attempt_files
+from serverless_gpu.node.supervisor.outcome_redaction import mask_failure, unmasked_notes
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment, place_of
 from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
 from serverless_gpu.units import format_bytes
@@ -76,6 +82,7 @@ _FAILURE_REASONS = {
     "engine_head_lost": Reason.ENGINE_HEAD_LOST,
     "start_failed": Reason.START_FAILED,
 }
+_PRIVATE_UMASK = 0o077  # Other principals may not read files that a rank creates.
 _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 
 
@@ -113,6 +120,7 @@ class LocalGang:
         self.environment = RankEnvironment(launch, self.context, self._files)
         self._failed: set[int] = set()
         self._alone: set[int] = set()  # Ranks that trained without communicating with another rank.
+        self.redactor: Redactor | None = None  # Masks the run's secrets, if any.
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # Devices by LOCAL_RANK, known once the ranks have started.
@@ -126,6 +134,7 @@ class LocalGang:
         self._spawner = find_spawner(os.environ)
         self._mounts = -1  # Mount namespace of an isolated attempt.
         self.memory: MemoryWatch | None = None
+        self._cpus: CpuLimit | None = None
         self._cgroups: tuple[Path, ...] = ()
         self._cgroup: Path | None = None  # The v2 cgroup of the attempt, whose cgroup.kill file ends all processes.
         self.proven = False  # True once it is certain that no process of the attempt exists.
@@ -175,7 +184,11 @@ class LocalGang:
                 yield RankReturned(self._rank(message))
             case "failed":
                 self._store(message)
-                failure = self._explained(_failure(self._rank(message), message))
+                record = message.get("failure")
+                if self.redactor is not None:
+                    record = self.redactor.value(record, {})  # The file of the failure contains the same texts.
+                    self.account.notes += mask_failure(Path(self.launch.directory), self._rank(message), self.redactor)
+                failure = self._explained(_failure(self._rank(message), message, record))
                 self._failed.add(self._rank(message))
                 yield RankFailed(failure)
             case "exited":
@@ -192,23 +205,39 @@ class LocalGang:
         """Fork all ranks, one per device in LOCAL_RANK order.
 
         The stem keeps the descriptors in `holds` open until it exits. Raises NoDirectory if no directory for Ray's
-        files can be created. Raises OSError if the stem has exited or no descriptor is free.
+        files can be created. Raises OSError if the stem has exited, no descriptor is free or a secret is not readable.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
         self.memory = MemoryWatch(self._cgroup, self.stem_pid, spec.resources.memory_bytes)
-        if self.memory.note:
-            self.account.notes.append(self.memory.note)
+        # Ranks with the uid of the node get threads for their cores, but no limit.
+        self._cpus = CpuLimit(self._cgroup, self.stem_pid, spec.resources.cpus if self._files.uid else None)
+        self.account.notes += [note for note in (self.memory.note, self._cpus.note) if note]
+        if self.launch.secrets is not None:
+            self.environment.secrets = secret_files.read(Path(self.launch.secrets.directory))
+            self.redactor = Redactor(self.environment.secrets)
+            self.account.redacted = self.redactor.counts
+            self.account.notes += unmasked_notes(self.redactor)
         if spec.ray is not None:
-            self._cluster = AttemptCluster(self.launch, devices, network, ranks_path=self._files.ranks_cluster)
+            self._cluster = AttemptCluster(
+                self.launch, devices, network, ranks_path=self._files.ranks_cluster, redactor=self.redactor
+            )
             holds = (*holds, self._cluster.fd)
         cluster = "" if self._cluster is None else self._cluster.own
-        self._mounts = self._files.show(self._spawner, self.stem_pidfd, devices, cluster)
+        try:
+            self._mounts, note = self._files.show(self._spawner, self.stem_pidfd, devices, cluster, self._cgroup)
+        except IsolationUnavailable as error:
+            raise OSError(errno.EPERM, f"{error.message} ({error.hint})") from None
+        self.account.notes += [note] if note else []
+        if self._files.uid:
+            secret_files.remove(directory)  # The ranks have copies.
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
         for local, rank in enumerate(self.numbers):
             shown = spec.ranks_log is None or rank in spec.ranks_log
-            log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
+            log = self.logs[rank] = RankLog(
+                rank, directory / "logs", viewer if shown else None, SystemClock(), self.redactor
+            )
             environment = self.environment.of(local, devices, network)
             self._say({"op": "rank", "rank": rank, "local_rank": local, "env": environment}, log.write_ends())
             log.close_write_ends()
@@ -309,6 +338,8 @@ class LocalGang:
         if self.memory is not None:
             self.account.peak_bytes = self.memory.peak_bytes()
             self.memory.close()
+        if self._cpus is not None:
+            self._cpus.close()
         for path in self._cgroups:
             remove_cgroup(path)
         if self._alone.issuperset(self.numbers):
@@ -360,6 +391,7 @@ class LocalGang:
         """Send a rank's message to attached clients. With `note`, also add the message to the receipt."""
         if self._sentences_left > 0:
             self._sentences_left -= 1
+            text = text if self.redactor is None else self.redactor.text(text)
             sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
             self.on_said(sentence)
             self.account.notes += [sentence] if note else []
@@ -384,7 +416,7 @@ class LocalGang:
             "local_world_size": len(self.numbers),
             "command": argv,
             "result_bytes_max": RESULT_BYTES_MAX,
-            "umask": context.umask,
+            "umask": context.umask | (_PRIVATE_UMASK if self._files.uid else 0),
             "descriptors_max": context.descriptors_max,
             "cwd": original(context.cwd),
             "argv": [original(argument) for argument in context.argv],
@@ -461,8 +493,7 @@ def _command_ended(rank: int, message: inside.Message) -> RankReturned | RankFai
     return RankFailed(Failure(rank=rank, reason=Reason.COMMAND_FAILED, at_ns=at_ns, exit_code=code, detail=detail))
 
 
-def _failure(rank: int, message: inside.Message) -> Failure:
-    record = message.get("failure")
+def _failure(rank: int, message: inside.Message, record: object) -> Failure:
     fields: dict[str, object] = record if isinstance(record, dict) else {}
     reason = _FAILURE_REASONS.get(str(fields.get("kind")), Reason.RANK_RAISED)
     if fields.get("gpu_oom") is True:

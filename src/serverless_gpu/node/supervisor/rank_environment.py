@@ -1,15 +1,13 @@
 """Builds the environment variables of a rank.
 
 Later sources override earlier sources in this order: presets, the caller's variables, secrets, tracking variables, the
-rank's position in the gang. The supervisor reads secrets from their files and writes them only to the ranks'
-environment.
+rank's position in the gang. Only secrets with a variable (`secrets={"HF_TOKEN": "HF_TOKEN"}`) are in the environment.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.model.hardware import Device
@@ -53,6 +51,7 @@ class RankEnvironment:
 
     def __init__(self, launch: Launch, context: Context, files: AttemptFiles) -> None:
         self.tracked: Mapping[str, str] = {}  # Variables with which MLflow in a rank finds its run.
+        self.secrets: Mapping[str, bytes] = {}  # Values of the run's secrets by name.
         self._launch = launch
         self._context = context
         self._files = files
@@ -61,7 +60,7 @@ class RankEnvironment:
     def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
         """Return the environment variables of one rank.
 
-        `devices` are the node's devices in LOCAL_RANK order. Raises OSError if a secret cannot be read.
+        `devices` are the node's devices in LOCAL_RANK order.
         """
         launch = self._launch
         per_node = self._command is not None and self._command.per == "node"
@@ -99,10 +98,7 @@ class RankEnvironment:
         # If the caller is itself a rank, the caller's process group does not apply to the new run.
         caller.pop(PROCESS_GROUP_VARIABLE, None)
         if (secrets := self._launch.secrets) is not None:
-            place = Path(secrets.directory)
-            caller |= {
-                variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()
-            }
+            caller |= {variable: os.fsdecode(self.secrets[name]) for name, variable in secrets.variables.items()}
         if self._command is not None:
             caller["PATH"] = program_path(caller.get("PATH", os.defpath), original(self._context.python))
         return caller

@@ -41,6 +41,7 @@ from typing import Protocol
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
+from serverless_gpu.model.redaction import Redactor
 from serverless_gpu.model.spec import OBJECT_STORE_BYTES_MAX, OBJECT_STORE_BYTES_MIN, RayCluster
 from serverless_gpu.node.attempt.usage_account import write_text
 from serverless_gpu.node.base.lock_files import is_taken
@@ -77,8 +78,9 @@ class NoDirectory(OSError):
 class AttemptCluster:
     """The resources of an attempt's Ray cluster on this node that outlive the cluster's processes.
 
-    `ranks_path` is the path of the directory for the ranks, if their sandbox shows another path. Raises NoDirectory if
-    the directory cannot be created, and OSError if the attempt's directory has no free space.
+    `ranks_path` is the path of the directory for the ranks, if their sandbox shows another path. `redactor` masks
+    secrets in Ray's logs. Raises NoDirectory if the directory cannot be created, and OSError if the attempt's directory
+    has no free space.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class AttemptCluster:
         clock: Clock | None = None,
         *,
         ranks_path: str = "",
+        redactor: Redactor | None = None,
     ) -> None:
+        self._redactor = redactor
         self._clock = clock or SystemClock()
         self._network = network
         self._launch = launch
@@ -142,7 +146,8 @@ class AttemptCluster:
         Return a note for the receipt, or "".
         """
         if self.own == self.path:
-            note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
+            kept = logs_of(self._launch.directory, self._launch.crew)
+            note = save_logs(self.path, kept, self._clock, self._redactor)
             share.remove_directory(self.path)
         else:  # Links in the principal's directory could lead to files of the node, so this process copies no log.
             note = ""
@@ -310,8 +315,8 @@ def free_bytes(path: str | Path) -> int:
     return system.f_bavail * system.f_frsize
 
 
-def save_logs(directory: str, kept: str, clock: Clock) -> str:
-    """Copy Ray's logs to `kept`.
+def save_logs(directory: str, kept: str, clock: Clock, redactor: Redactor | None = None) -> str:
+    """Copy Ray's logs to `kept`, with masked secrets.
 
     Return a message if the copy exceeded the time limit, else "".
     """
@@ -325,7 +330,7 @@ def save_logs(directory: str, kept: str, clock: Clock) -> str:
             if clock.boottime_ns() > until_ns:
                 return f"{len(files) - number} of {len(files)} Ray logs were not kept because copying took too long"
             with contextlib.suppress(OSError):
-                left -= _copy(path, os.path.join(kept, name), min(left, FILE_BYTES_MAX))
+                left -= _copy(path, os.path.join(kept, name), min(left, FILE_BYTES_MAX), redactor)
     return ""
 
 
@@ -365,16 +370,20 @@ def _entries(directory: str) -> list[str]:
         return []
 
 
-def _copy(path: str, target: str, bytes_max: int) -> int:
-    """Copy the end of a file. Return the number of copied bytes."""
+def _copy(path: str, target: str, bytes_max: int, redactor: Redactor | None) -> int:
+    """Copy the end of a file, with masked secrets. Return the number of copied bytes."""
     target = os.path.normpath(target)
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     copied = 0
+    redacted = None if redactor is None else redactor.stream()
     with open(os.open(path, flags), "rb") as source, open(target, "wb") as file:
         source.seek(max(0, os.fstat(source.fileno()).st_size - bytes_max))
         while copied < bytes_max and (piece := source.read(min(_PIECE_BYTES, bytes_max - copied))):
-            copied += file.write(piece)
+            copied += len(piece)
+            file.write(piece if redacted is None else redacted.feed(piece))
+        if redacted is not None:
+            file.write(redacted.end())
     return copied
 
 

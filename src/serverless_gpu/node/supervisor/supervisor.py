@@ -92,6 +92,7 @@ from serverless_gpu.node.supervisor.attempt_files import attempt_files
 from serverless_gpu.node.supervisor.gang import HostStem, LocalGang
 from serverless_gpu.node.supervisor.hang_watchdog import Watchdogs
 from serverless_gpu.node.supervisor.monitor_link import MonitorLink
+from serverless_gpu.node.supervisor.outcome_redaction import result_notes
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.rendezvous import Peers
 
@@ -450,6 +451,8 @@ class Supervisor:
             reservation.close()
         self._monitor.linger()  # The supervisor waits for the last sample and the tracking link of a short run.
         self._account.observed(self._monitor.uses, self._monitor.url, self._monitor.receipt_notes())
+        if self._gang is not None and self._gang.redactor is not None:
+            self._account.notes += result_notes(self._directory, self._launch.numbers, self._gang.redactor)
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
         self._monitor.settled(self._home.tracking)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.processes.process_tree import (
     CgroupRoot,
+    CpuLimit,
     MemoryWatch,
     cgroup_empty,
     find_cgroup_root,
@@ -99,3 +101,22 @@ def test_F02_a_limit_is_enforced_or_the_user_is_told() -> None:
     peak = watch.peak_bytes()
     assert peak is not None and 0 < peak <= 64 << 20
     watch.close()
+
+
+def test_27_a_limit_of_cores_applies_to_a_stem_and_its_ranks(cgroup: Path) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as stem:
+        limit = CpuLimit(cgroup, stem.pid, 2)
+        try:
+            if limit.note:
+                pytest.skip(limit.note)
+            if (cgroup / "cpu.max").exists():
+                assert (cgroup / "cpu.max").read_text() == "200000 100000\n"
+                return
+            [path] = Path("/sys/fs/cgroup").glob(f"cpu*/**/serverless_gpu-{stem.pid}")
+            assert (path / "cpu.cfs_quota_us").read_text() == "200000\n"
+            assert str(stem.pid) in (path / "cgroup.procs").read_text().split()
+        finally:
+            for pid in (*descendants(stem.pid), stem.pid):
+                os.kill(pid, signal.SIGKILL)
+    limit.close()
+    assert not path.exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import format_clock
+from serverless_gpu.model.redaction import Redactor
 from serverless_gpu.node.output import logs
 from serverless_gpu.node.output.logs import KEPT_BYTES, OutputTail, RankLog, hidden_tails
 from serverless_gpu.testing import FakeClock
@@ -331,3 +332,20 @@ def test_hidden_tails_are_those_of_ranks_not_shown_first_the_ones_to_blame_and_b
     tails = hidden_tails({3: rank.log, **{number: log for number, log in hidden.items() if number != 3}}, [9, 3, 2, 77])
     assert list(tails) == [9, 0, 1, 4, 5, 6, 7, 8]
     assert tails[9] == "x\n" * 19 + "y" * 499 + "9"
+
+
+def test_27_a_secret_split_by_reads_reaches_no_log_tail_or_client(tmp_path: Path) -> None:
+    redactor = Redactor({"TOKEN": b"hunter2-hunter2"})
+    rank = Rank(tmp_path, redactor)
+    rank.write(b"token hunter2-h")
+    rank.drain()
+    assert rank.text() == "token "
+    rank.write(b"unter2 end\n")
+    rank.write(b"hunter2-hunter2", stream=1)
+    rank.drain()
+    rank.write(b"hunter2-hun")
+    rank.close()
+    assert rank.stored() == rank.text().encode() == b"token [secret TOKEN] end\nhunter2-hun", "the end is not a secret"
+    assert rank.stored("stderr") == b"[secret TOKEN]"
+    assert rank.log.tail() == "token [secret TOKEN] end\nhunter2-hun\n[secret TOKEN]"
+    assert redactor.counts == {"TOKEN": 2}

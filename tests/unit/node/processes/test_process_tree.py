@@ -12,6 +12,7 @@ import pytest
 from serverless_gpu.node.processes import process_tree
 from serverless_gpu.node.processes.process_tree import (
     CgroupRoot,
+    CpuLimit,
     MemoryWatch,
     cgroup_empty,
     find_cgroup_root,
@@ -182,6 +183,34 @@ def test_F02_without_a_controller_only_kills_since_the_start_count(tmp_path: Pat
     with contextlib.suppress(AssertionError):  # somebody else's process may be killed for memory at this very moment
         assert watch.out_of_memory() is False
     watch.close()
+
+
+def test_27_a_limit_of_cores_goes_to_the_v2_controller(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert CpuLimit(tmp_path, 1, None).note == ""
+    assert (tmp_path / "cpu.max").read_text() == "max 100000\n"
+    limit = CpuLimit(tmp_path, 1, 3)
+    assert ((tmp_path / "cpu.max").read_text(), limit.note) == ("300000 100000", "")
+    limit.close()
+
+
+def test_27_a_limit_of_cores_that_nothing_enforces_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_tree, "_directory", lambda *_: None)
+    assert CpuLimit(tmp_path, 1, 2).note == golden("node.processes.cpus-not-enforced")
+
+
+def test_27_each_delegated_controller_of_v2_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cgroup.kill").touch()
+    asked: list[str] = []
+
+    def write(path: Path, text: str) -> int:
+        asked.append(text)
+        raise OSError("this cgroup delegates nothing")
+
+    monkeypatch.setattr(process_tree, "_directory", lambda kind, *_: tmp_path if kind == "cgroup2" else None)
+    monkeypatch.setattr(Path, "write_text", write)
+    assert find_cgroup_root("name", {}).path == tmp_path
+    assert asked == ["+memory", "+pids", "+cpu"], "a missing controller does not keep the others away"
 
 
 # --- what the whole machine may use -----------------------------------------------------------------------------------

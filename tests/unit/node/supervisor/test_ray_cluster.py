@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from serverless_gpu.model.redaction import Redactor
 from serverless_gpu.node.inside.raycluster.ray_start import OUTPUT_FILE
 from serverless_gpu.node.supervisor import ray_cluster
 from serverless_gpu.node.supervisor.ray_cluster import save_logs
@@ -80,3 +81,9 @@ def test_a_slow_disk_holds_the_devices_for_a_bounded_time_and_what_is_missing_is
     said = save_logs(str(tmp_path / "own"), str(tmp_path / "kept"), Slow())
     assert said == golden("node.ray_logs.logs-ray-kept")
     assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_27_secrets_in_the_logs_of_ray_are_masked(tmp_path: Path) -> None:
+    (logs_of(tmp_path / "own") / "worker.out").write_text("hunter2-hunter2 " * 9_000)
+    save_logs(str(tmp_path / "own"), str(tmp_path / "kept"), FakeClock(), Redactor({"A": b"hunter2-hunter2"}))
+    assert (tmp_path / "kept" / "worker.out").read_text() == "[secret A] " * 9_000
