@@ -25,6 +25,7 @@ from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
+from tests.support.golden import golden
 from tests.support.local.observe import supervisor, wait_for
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
@@ -253,6 +254,28 @@ def test_each_principal_has_a_uid_a_home_and_processes_of_its_own_in_a_sandbox(
         assert one["processes"] == 3, "the stem and two ranks"
     assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
     assert [path.stat().st_mode & 0o777 for path in principals.glob("1*") if path.is_dir()] == [0o700] * 2
+
+
+def end_by(number: int) -> str:
+    """End this rank by a signal, if a number is given."""
+    if number:
+        os.kill(os.getpid(), number)
+    return "returned"
+
+
+ending = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(end_by))
+
+
+@pytest.mark.slow
+def test_27_the_run_after_one_that_was_killed_starts_cold_in_another_interpreter(admin: Connection) -> None:
+    isolate(admin, "sandbox")
+    assert ending.distributed(0) == ["returned"]
+    with pytest.raises(ServerlessGpuError):
+        ending.distributed(9)
+    run = ending.submit(0)
+    assert run.results() == ["returned"]
+    receipt = run.receipt()
+    assert (receipt.warm, receipt.warm_reason) == (False, golden("node.zygote_policy.signal"))
 
 
 def misuse_results(target: str) -> str:

@@ -40,6 +40,7 @@ from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEn
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.node.attempt.retention import RetentionSchedule
 from serverless_gpu.node.attempt.usage_account import write_json
 from serverless_gpu.node.base import protocol
@@ -348,7 +349,10 @@ class Agent:
         def give(stem: protocol.Stem, fd: int) -> None:
             self._stem_owners.note(stem.pid, launch.owner)
             moved = context if environment is not None else None
+            supervisor.stem_pid = stem.pid
             supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
+            if supervisor.ended_ns is not None:  # The stem came too late for its attempt.
+                self._zygotes.attempt_ended(stem.pid, _ending_of(supervisor))
 
         try:
             request = ZygoteRequest(context, environment, launch.owner, principal)
@@ -392,7 +396,10 @@ class Agent:
 
     def _tend(self) -> None:
         now_ns = self._clock.boottime_ns()
-        ended = self._attempts.tend()
+        settled = self._attempts.tend()
+        ended = any(supervisor.directory is not None for supervisor in settled)
+        for supervisor in settled:
+            self._zygotes.attempt_ended(supervisor.stem_pid, _ending_of(supervisor))
         if ended:
             self._used_ns = self._refill_ns = now_ns  # A client that received a result may send the next call at once.
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
@@ -417,3 +424,8 @@ class Agent:
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)
+
+
+def _ending_of(supervisor: SupervisorLink) -> protocol.Stopped | None:
+    """Return the end of a settled attempt, or None if its directory does not contain the end."""
+    return None if supervisor.directory is None else read_ending(supervisor.directory)

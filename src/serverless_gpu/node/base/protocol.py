@@ -156,6 +156,7 @@ class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     environment: str = ""  # Snapshot address; "" for the caller's files.
     owner: str = ""  # Owner of the zygote; "" for the user of this node.
+    memory_bytes: int = 0  # Memory of the zygote and its standby processes (PSS); 0 until it is known.
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):

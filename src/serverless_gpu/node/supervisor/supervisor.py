@@ -573,6 +573,7 @@ def make_stopped(
         hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
         proven=proven,
         hint=hint if attempt.state is State.FAILED and attempt.reason is not Reason.GPU_LOST else "",
+        killed=attempt.killed,
     )
 
 
