@@ -121,7 +121,7 @@ class Agent:
         self._secrets = secret_files.SecretSweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
-        self._principals = Principals(environ)
+        self._principals = Principals(environ, home.root)
         self._clients: dict[int, Channel] = {}
         self._inside: dict[int, str] = {}  # Owners of the attempts in which clients run, by client descriptor.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
@@ -306,9 +306,10 @@ class Agent:
         try:
             # The supervisor starts first, to reserve devices while the agent checks the zygote's files.
             checkpoints = str(self._inventory.checkpoints)
-            uid = 0 if principal is None else principal.uid
+            uid, account = (0, None) if principal is None else (principal.uid, principal.account)
             supervisor = self._attempts.assign(
-                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints, uid=uid), client
+                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints, uid=uid, account=account),
+                client,
             )
         except OSError as error:
             message = f"could not start the run on this node: {error}"

@@ -24,7 +24,6 @@ import os
 import select
 import selectors
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.agent.environments import RestoredEnvironment
@@ -295,7 +294,7 @@ class ZygotePool:
         if request.principal is None:
             zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups)
         else:  # Code of a principal can write to its log and would read the words of other principals in a shared one.
-            path = Path(f"{request.principal.home}.log")
+            path = request.principal.log
             log = open_log(path)
             try:
                 zygote = Zygote(request, preload, (path, log), self._cgroups)

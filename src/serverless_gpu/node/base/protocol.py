@@ -208,6 +208,15 @@ class Standby(Message, frozen=True, kw_only=True, tag="standby"):
     pid: int
 
 
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """The operating system's account of a principal. Principals with a uid of the range have no account."""
+
+    name: str
+    gid: int
+    groups: tuple[int, ...]  # Supplementary groups.
+    home: str  # Home directory, at the same path on the node and in the sandbox.
+
+
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """The agent's assignment of an attempt to a supervisor."""
 
@@ -215,6 +224,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     asked_ns: int  # Boottime at which the launch arrived.
     checkpoints: str = ""  # Directory of all runs' checkpoints on this node.
     uid: int = 0  # Uid of the ranks in their sandbox; 0 without a sandbox.
+    account: Account | None = None
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):

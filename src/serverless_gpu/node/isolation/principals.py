@@ -1,6 +1,7 @@
 """The uids of a node's principals.
 
     owner of a run ─▶ durable map of this machine ─▶ uid, and a home directory of that uid
+                   └▶ account of the same name (`accounts.py`), if the site says so
 
 All agents of a machine share one map, because a uid owns the same files for all agents. A uid never gets a second
 owner. The remaining files of one principal therefore never become readable for another principal.
@@ -23,6 +24,8 @@ import msgspec
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
+from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Account
+from serverless_gpu.node.isolation import accounts
 
 RANGE = "SERVERLESS_GPU_UIDS"
 """Variable with the first and the last uid for principals, for example ``1900000000-1900065535``."""
@@ -39,21 +42,35 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     owner: str
     uid: int
-    home: str  # Persistent directory that only this uid can read and write.
+    home: str  # Persistent directory of this uid.
+    place: str  # The node's directory with the map, the principals' logs and their homes.
+    account: Account | None = None  # Account of the operating system; None for a uid of the range.
+
+    @property
+    def log(self) -> Path:
+        """Return the log of the principal's zygotes, which only the node can read."""
+        return Path(self.place) / f"{self.uid}.log"
 
 
 class Principals:
-    """Assigns a uid and a home directory to each owner."""
+    """Assigns a uid and a home directory to each owner. `home` is the home directory of the node."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], home: Path | None = None) -> None:
         self._place = Path(environ.get(PLACE) or _PLACE)
         self._uids = uid_range(environ.get(RANGE, ""))
+        self._is_same_name = accounts.is_same_name(environ)
+        self._home = home
 
     def of(self, owner: str) -> Principal:
         """Return an owner's principal. Raises IsolationUnavailable.
 
-        The first call for an owner assigns a uid and creates the home directory.
+        The first call for an owner assigns a uid and creates the home directory. An account of the operating system
+        keeps its uid and its home directory.
         """
+        if owner == UNKNOWN_OWNER:
+            raise IsolationUnavailable("the server did not name the run's owner, and owners share no uid")
+        if self._is_same_name:
+            return self._with_account(owner)
         try:
             with self._locked() as place:
                 known = _read(place)
@@ -68,7 +85,22 @@ class Principals:
                 f"the node cannot give {owner!r} its own uid: {error}",
                 hint=f"make {self._place} readable and writable for the node's agent",
             ) from None
-        return Principal(owner=owner, uid=uid, home=str(home))
+        return Principal(owner=owner, uid=uid, home=str(home), place=str(self._place))
+
+    def _with_account(self, owner: str) -> Principal:
+        """Return an owner's principal with the account of the owner's name. Raises IsolationUnavailable."""
+        name = owner.partition(" of ")[0]
+        try:
+            self._place.mkdir(mode=0o711, parents=True, exist_ok=True)
+            ours = {os.geteuid()} if self._home is None else {os.geteuid(), self._home.stat().st_uid}
+            rules = accounts.AccountRules(*accounts.first_ids(), ours, self._uids)
+            uid, account = accounts.chosen(name, accounts.look_up(name), rules)
+        except OSError as error:
+            raise IsolationUnavailable(
+                f"the node cannot look up the account of principal {name!r}: {error}",
+                hint=f"make {self._place} and the accounts readable for the node's agent",
+            ) from None
+        return Principal(owner=owner, uid=uid, home=account.home, place=str(self._place), account=account)
 
     @contextmanager
     def _locked(self) -> Iterator[Path]:

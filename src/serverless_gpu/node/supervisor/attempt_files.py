@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.base.protocol import Account, Launch
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.isolation.grafts import Graft, graft
 from serverless_gpu.node.isolation.views import gpu_nodes
@@ -33,6 +33,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         uid: uid of the ranks in their sandbox; 0 without a sandbox.
+        account: account of the operating system with this uid; None for a uid of the range.
         stop_file: file with the reason of a stop, on the node.
         ranks_directory: directory of `call.pkl`, `results` and `failures`, for the ranks.
         ranks_work: working directory of ranks that cannot use the caller's working directory, or "".
@@ -50,8 +51,14 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
     ranks_secrets: str
     ranks_cluster: str
     variables: Mapping[str, str]
+    account: Account | None = None
     made: Sequence[Path] = ()
     grafts: Sequence[Graft] = ()
+
+    @property
+    def gid(self) -> int:
+        """Return the primary group of the ranks. A uid of the range has a group with its number."""
+        return self.uid if self.account is None else self.account.gid
 
     def show(self, stem_pidfd: int, devices: Sequence[Device], cluster: str = "") -> None:
         """Mount files and GPUs into the sandbox of a stem. Without a sandbox, do nothing. Raises OSError.
@@ -67,7 +74,7 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
             more.append(Graft(cluster, sandbox.CLUSTER, writable=True))
         for path in own:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.chown(path, self.uid, self.uid)
+            os.chown(path, self.uid, self.gid)
         self.stop_file.parent.mkdir(mode=0o755, exist_ok=True)
         there = [each for each in (*self.grafts, *more) if os.path.exists(each.source)]
         for each in there:
@@ -76,19 +83,21 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         graft(stem_pidfd, there)
 
     def _make_readable(self, path: str) -> None:
-        """Let the principal's group read a file, or a directory and its files.
+        """Let the principal read a file, or a directory and its files.
 
-        The node's user stays the owner of the file or directory.
+        The group of a uid of the range has no other member. The primary group of an account may have other members, so
+        the account becomes the owner of the files. The mount is read-only in both cases.
         """
-        if os.path.isdir(path):
-            os.chown(path, -1, self.uid)
+        owner, group, mode = (-1, self.uid, 0o440) if self.account is None else (self.uid, -1, 0o400)
+        if os.path.isdir(path):  # The node stays the owner, because it removes only directories of its own.
+            os.chown(path, -1, self.gid)
             os.chmod(path, 0o750)
         for file in [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]:
-            os.chown(file, -1, self.uid)
-            os.chmod(file, 0o440)
+            os.chown(file, owner, group)
+            os.chmod(file, mode)
 
 
-def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> AttemptFiles:
+def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0, account: Account | None = None) -> AttemptFiles:
     """Return the paths of an attempt. `checkpoints` is the node's directory of checkpoints, or ""."""
     directory, secrets = Path(launch.directory), "" if launch.secrets is None else launch.secrets.directory
     run = f"{checkpoints}/{launch.run_id}" if checkpoints else ""
@@ -105,11 +114,12 @@ def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> Attemp
             ranks_cluster="",
             variables=variables,
         )
+    user = sandbox.USER if account is None else account.name
     variables = {
         "SGPU_STOP_FILE": f"{sandbox.STOP}/{STOP_FILE}",
-        "HOME": sandbox.HOME,
-        "USER": sandbox.USER,
-        "LOGNAME": sandbox.USER,
+        "HOME": sandbox.HOME if account is None else account.home,
+        "USER": user,
+        "LOGNAME": user,
         "SHELL": "/bin/sh",
         "TMPDIR": "/tmp",
     }
@@ -128,6 +138,7 @@ def attempt_files(launch: Launch, checkpoints: str = "", uid: int = 0) -> Attemp
         ranks_secrets=sandbox.SECRETS,
         ranks_cluster=sandbox.CLUSTER,
         variables=variables,
+        account=account,
         made=tuple(map(Path, writable)),
         grafts=(
             *(Graft(source, at) for source, at in shown.items()),

@@ -114,7 +114,7 @@ class Supervisor:
         self._home = home
         self._sockets = sockets
         self._machine = machine
-        self._files = attempt_files(launch, assign.checkpoints, assign.uid)
+        self._files = attempt_files(launch, assign.checkpoints, assign.uid, assign.account)
         self._clock: Clock = SystemClock()
         self._attempt = first_of(launch)
         self._account = AttemptAccount(launch, self._clock)
