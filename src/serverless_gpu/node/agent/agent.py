@@ -48,7 +48,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.isolation.principals import Principal, Principals
+from serverless_gpu.node.isolation.principals import Principal, PrincipalMap, Principals
+from serverless_gpu.node.isolation.sweeper import SweepSchedule, note_finding
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
@@ -122,6 +123,11 @@ class Agent:
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
         self._principals = Principals(environ, home.root)
+        known, sweeper = PrincipalMap(environ), "serverless_gpu.node.isolation.sweeper"
+        self._sweeps = SweepSchedule(
+            self._clock, known, lambda: clean_process(sweeper, (), fds=(), log=self._log, environ=environ)
+        )
+        zygotes.on_stranger = lambda sentence: note_finding(known, sentence)
         self._clients: dict[int, Channel] = {}
         self._inside: dict[int, str] = {}  # Owners of the attempts in which clients run, by client descriptor.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
@@ -422,6 +428,7 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=ended)
+        self._sweeps.tend()
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
         bound_log(self._log)

@@ -71,6 +71,7 @@ class ZygotePool:
         self._weigh_ns = 0
         self._ending: list[Containment] = []  # Cgroup containments of ended zygotes that still have processes.
         self.became_ready = False
+        self.on_stranger: Callable[[str], None] = lambda sentence: None  # Receives a finding for operators.
 
     @property
     def ending(self) -> bool:
@@ -278,6 +279,8 @@ class ZygotePool:
         if found:
             self._replace(zygote, strangers_text(found))
             kill(each.pids[0] for each in found)
+            with contextlib.suppress(OSError):  # The receipt of the next run contains the reason as well.
+                self.on_stranger(f"{zygote.key.owner}: {strangers_text(found)}. The agent ended them")
         return found is not None
 
     def _replace(self, zygote: Zygote, why: str) -> None:

@@ -6,23 +6,30 @@ security module or an old kernel refuses a step.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
+import shutil
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.isolation import NONE, SANDBOX, Level
-from serverless_gpu.node.inside import seal
+from serverless_gpu.node.inside import namespaces, seal
 from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.isolation.principals import RANGE, uid_range
 from serverless_gpu.node.processes.process_tree import find_cgroup_root
 from serverless_gpu.node.processes.spawn import clean_variables, load_inside
 
 _REHEARSAL_S = 20.0
+_ORPHAN_S = 600.0  # Age in seconds after which no trial can use its directory any more.
+_PREFIX = "sgpu-rehearsal-"
 
 
 class OfferedLevel(NamedTuple):
@@ -34,15 +41,69 @@ class OfferedLevel(NamedTuple):
 
 def measure(environ: Mapping[str, str]) -> OfferedLevel:
     """Return the isolation level that this process can give to runs. The call takes about 0.1 s."""
+    remove_orphans()
     problem = _problem(environ)
     return OfferedLevel(NONE, problem) if problem else OfferedLevel(SANDBOX)
+
+
+class SubordinateFacts(NamedTuple):
+    """What a user without root needs for uids of its own: programs, ranges of ids, user namespaces."""
+
+    user: str
+    missing_programs: tuple[str, ...]
+    missing_ranges: tuple[str, ...]  # Files without a range for the user.
+    namespace_problem: str  # Reason why the kernel refuses user namespaces, or "".
+
+
+def subordinate_problem(facts: SubordinateFacts) -> str:
+    """Return the missing prerequisite for subordinate uids, or the statement that this version does not use them."""
+    if facts.missing_programs:
+        return f"subordinate uids are not available: {' and '.join(facts.missing_programs)} missing (package uidmap)"
+    if facts.missing_ranges:
+        files = " and ".join(facts.missing_ranges)
+        return f"subordinate uids are not available: {files} without a range for {facts.user} (usermod --add-subuids)"
+    if facts.namespace_problem:
+        return f"subordinate uids are not available: {facts.namespace_problem}"
+    return "this version does not use subordinate uids, although the machine offers them"
+
+
+def _subordinate_facts() -> SubordinateFacts:
+    uid = os.geteuid()
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = str(uid)
+    files = [path for path in ("/etc/subuid", "/etc/subgid") if not has_range(Path(path), {user, str(uid)})]
+    programs = [name for name in ("newuidmap", "newgidmap") if shutil.which(name) is None]
+    return SubordinateFacts(user, tuple(programs), tuple(files), namespaces.probe_user_namespace())
+
+
+def has_range(path: Path, names: Collection[str]) -> bool:
+    """Return True if a file of subordinate ids has a range for one of the names of a user."""
+    try:
+        rows = [line.strip().split(":") for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return False
+    return any(len(row) == 3 and row[0] in names and row[2].isdigit() and int(row[2]) > 0 for row in rows)
+
+
+def remove_orphans(place: str = "") -> None:
+    """Remove the directories of trial sandboxes whose process was killed. `place` holds temporary files."""
+    parent = Path(place or tempfile.gettempdir())
+    with contextlib.suppress(OSError):
+        for path in parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if is_ours and time.time() - status.st_ctime > _ORPHAN_S:
+                    shutil.rmtree(path)
 
 
 def _problem(environ: Mapping[str, str]) -> str:
     if sys.platform != "linux":
         return "sandboxes need Linux"
     if os.geteuid() != 0:
-        return "the node's agent does not run as root"
+        return f"the node's agent does not run as root, and {subordinate_problem(_subordinate_facts())}"
     if why := seal.problem():
         return why
     cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
@@ -59,7 +120,7 @@ def _problem(environ: Mapping[str, str]) -> str:
 
 def _rehearse(uid: int, environ: Mapping[str, str]) -> str:
     """Create a sandbox of a uid without an owner. Return the reason for a failure, or "". Raises OSError."""
-    with tempfile.TemporaryDirectory(prefix="sgpu-rehearsal-") as place:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as place:
         at, home = Path(place, "root"), Path(place, "home")
         at.mkdir()
         home.mkdir()

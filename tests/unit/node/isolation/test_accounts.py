@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_a_primary_group_of_the_system_stays() -> None:
         ({"home_uid": 0}, "home-of-root"),
     ],
 )
-def test_an_unsuitable_account_is_refused_with_the_remedy(change: dict[str, object] | None, problem: str) -> None:
+def test_an_unsuitable_account_is_refused_with_the_remedy(change: dict[str, Any] | None, problem: str) -> None:
     entry = None if change is None else ANA._replace(**change)
     with pytest.raises(IsolationUnavailable) as refused:
         chosen("ana", entry, RULES)
@@ -79,7 +80,7 @@ def test_the_account_that_owns_the_home_of_the_node_is_refused(tmp_path: Path, m
 
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(IsolationUnavailable, match=golden("node.accounts.setting")):
-        Principals({SETTING: "ldap"})
+        Principals({SETTING: "ldap"}).of("ana of x")
 
 
 def test_the_smallest_ids_of_people_come_from_login_defs(tmp_path: Path) -> None:
