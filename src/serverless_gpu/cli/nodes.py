@@ -127,7 +127,7 @@ def forget(name: str, certain: bool) -> None:
 @click.option("--delete-home", is_flag=True, help="With --forget, delete the principal's home directory.")
 @json_option(JsonType("node.isolation.sweeper:SweepFindings"))
 def sweep(name: str | None, delete_home: bool, as_json: bool) -> None:
-    """Find and remove what principals left on this machine.
+    """Remove what principals left on this machine.
 
     Run the command as root on the node. The agent runs the same sweep at its start and every 15 minutes. The sweep
     removes files, shared memory and message queues an hour after their last change, if no process of their principal

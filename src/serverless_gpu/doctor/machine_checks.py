@@ -250,7 +250,7 @@ def _principals(facts: MachineFacts, principals: PrincipalFacts) -> list[Finding
         return []
     memory = format_bytes(sum(zygote.memory_bytes for zygote in owned))
     swept = "no sweep yet" if principals.swept_s is None else f"swept {principals.swept_s:.0f} s ago"
-    return ok(f"{principals.count} principals have uids, {len(owned)} zygotes use {memory}, {swept}")
+    return ok(f"principals with a uid: {principals.count}; their zygotes: {len(owned)} with {memory}; {swept}")
 
 
 @about(lambda facts: facts.runs)

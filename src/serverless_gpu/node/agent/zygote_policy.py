@@ -54,7 +54,7 @@ def abnormal_end(stopped: Stopped | None) -> str:
 
 
 class Usage(NamedTuple):
-    """What one zygote uses. `is_kept` is True for the zygote of an open session, which does not end."""
+    """Use of one zygote. `is_kept` is True for the zygote of an open session, which does not end."""
 
     key: Key
     used_ns: int

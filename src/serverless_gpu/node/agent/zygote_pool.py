@@ -13,8 +13,9 @@ The pool keeps the zygotes of open sessions. The pool limits the number and the 
 (`zygote_policy.py`), and ends the least recently used zygotes first. The pool also ends zygotes that were idle for ten
 minutes.
 
-The zygote of a principal's sandbox runs code of this principal. After an abnormal end of an attempt, or a change of its
-mounts, or if its sandbox contains processes of no run, the pool ends such a zygote. The next run starts a new zygote.
+The zygote of a principal's sandbox runs code of this principal. The pool ends such a zygote after an abnormal end of an
+attempt and after a change of its mounts. The pool also ends the zygote if its sandbox contains processes of no run. The
+next run starts a new zygote.
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ class ZygotePool:
             self._discard(key, why)
 
     def _inspect(self, zygote: Zygote) -> bool:
-        """End a zygote with processes of no run in its sandbox. Return False if the pool must inspect it again."""
+        """End a zygote with processes of no run in its sandbox. Return False to repeat the inspection."""
         found = zygote.strangers()
         if found:
             self._replace(zygote, strangers_text(found))

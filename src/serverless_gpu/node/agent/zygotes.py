@@ -553,7 +553,7 @@ class Containment:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes, some of which may have ended."""
+    """Kill processes. Some of the processes may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ _GROUPS_MAX = 128  # The kernel accepts at most one page of text as an id map.
 
 
 class AccountEntry(NamedTuple):
-    """An account as the operating system describes it. `home_uid` owns the home directory; None without one."""
+    """An account as the operating system describes it. `home_uid` is the owner of the home directory."""
 
     name: str
     uid: int
@@ -41,20 +41,20 @@ class AccountEntry(NamedTuple):
     home: str
     shell: str
     groups: Collection[int]
-    home_uid: int | None
+    home_uid: int | None  # None without a home directory.
 
 
 class AccountRules(NamedTuple):
-    """Limits for suitable accounts: smallest ids of people, uids of the node's own processes, range of principals."""
+    """Limits for suitable accounts."""
 
-    uid_min: int
+    uid_min: int  # Smallest uid of people.
     gid_min: int
-    ours: Collection[int]
-    uids: range
+    ours: Collection[int]  # Uids of the node's own processes and files.
+    uids: range  # Range for principals without an account.
 
 
 def is_same_name(environ: Mapping[str, str]) -> bool:
-    """Return True if principals use accounts of their name. Raises IsolationUnavailable for an unknown setting."""
+    """Return True if principals use accounts of their name. Raises IsolationUnavailable."""
     setting = environ.get(SETTING) or RANGE_ACCOUNTS
     if setting not in (RANGE_ACCOUNTS, SAME_NAME):
         raise IsolationUnavailable(
@@ -64,7 +64,7 @@ def is_same_name(environ: Mapping[str, str]) -> bool:
 
 
 def chosen(name: str, entry: AccountEntry | None, rules: AccountRules) -> tuple[int, Account]:
-    """Return the uid and the account of a principal. Raises IsolationUnavailable for an unsuitable account.
+    """Return the uid and the account of a principal. Raises IsolationUnavailable.
 
     The account keeps its primary group and its groups of people. System groups, such as ``docker``, ``disk`` and
     ``sudo``, would give rights on the node.

@@ -71,7 +71,7 @@ def sandbox_processes(keeper: int, stems: Collection[int]) -> list[SandboxProces
 
 
 def mounts_of(pid: int) -> bytes:
-    """Return the mounts that a process sees, with the identity of its mount namespace; b"" if it has ended."""
+    """Return the mounts of a process and its mount namespace; b"" if the process has ended."""
     with contextlib.suppress(OSError):
         namespace = os.readlink(f"/proc/{pid}/ns/mnt")
         return namespace.encode() + b"\n" + Path(f"/proc/{pid}/mountinfo").read_bytes()

@@ -14,11 +14,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.isolation import NONE, SANDBOX, Level
 from serverless_gpu.node.inside import namespaces, seal
@@ -47,7 +47,7 @@ def measure(environ: Mapping[str, str]) -> OfferedLevel:
 
 
 class SubordinateFacts(NamedTuple):
-    """What a user without root needs for uids of its own: programs, ranges of ids, user namespaces."""
+    """Prerequisites of subordinate uids, which a user without root could use."""
 
     user: str
     missing_programs: tuple[str, ...]
@@ -56,7 +56,7 @@ class SubordinateFacts(NamedTuple):
 
 
 def subordinate_problem(facts: SubordinateFacts) -> str:
-    """Return the missing prerequisite for subordinate uids, or the statement that this version does not use them."""
+    """Return the missing prerequisite for subordinate uids, or the limit of this version."""
     if facts.missing_programs:
         return f"subordinate uids are not available: {' and '.join(facts.missing_programs)} missing (package uidmap)"
     if facts.missing_ranges:
@@ -89,13 +89,13 @@ def has_range(path: Path, names: Collection[str]) -> bool:
 
 def remove_orphans(place: str = "") -> None:
     """Remove the directories of trial sandboxes whose process was killed. `place` holds temporary files."""
-    parent = Path(place or tempfile.gettempdir())
+    parent, now_s = Path(place or tempfile.gettempdir()), SystemClock().wall_ns() / 1e9
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-                if is_ours and time.time() - status.st_ctime > _ORPHAN_S:
+                if is_ours and now_s - status.st_ctime > _ORPHAN_S:
                     shutil.rmtree(path)
 
 

@@ -4,8 +4,8 @@
                    └▶ account of the same name (`accounts.py`), if the site says so
 
 All agents of a machine share one map, because a uid owns the same files for all agents. A uid gets a second owner only
-after an operator has freed it (`sweeper.py`), and never while files, processes or scheduled jobs of the uid remain. The
-remaining files of one principal therefore never become readable for another principal.
+after an operator has freed it (`sweeper.py`). While files, processes or scheduled jobs of a uid remain, the uid gets no
+other owner. The remaining files of one principal therefore never become readable for another principal.
 
 Failure cases: If the agent cannot read or write the map, it refuses the run. A wrong uid would give a principal the
 files of another principal. If the range is full, the agent refuses only new principals.
@@ -137,7 +137,7 @@ class Principals:
         return Principal(owner=owner, uid=uid, home=str(home), place=str(place))
 
     def _with_account(self, owner: str) -> Principal:
-        """Return an owner's principal with the account of the owner's name. Raises IsolationUnavailable or OSError."""
+        """Return a principal with the account of its name. Raises IsolationUnavailable or OSError."""
         name = owner.partition(" of ")[0]
         place = self._map.place
         place.mkdir(mode=0o711, parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Remain(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the sweeper does with a remain, with the sentence for operators."""
+    """Reaction of the sweeper to a remain, with the sentence for operators."""
 
     remain: Remain
     action: Action

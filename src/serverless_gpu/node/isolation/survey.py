@@ -1,4 +1,4 @@
-"""Looks for what belongs to the uids of principals on this node, outside of sandboxes, homes and attempts.
+"""Looks for processes, files and objects of principals outside of sandboxes, homes and attempts.
 
 Sandboxes hide the shared places of the node. Remains therefore come from runs without namespaces, from operators, or
 from an earlier use of the same uids.
@@ -14,12 +14,12 @@ import json
 import os
 import socket
 import stat
-import time
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.inside import mounts
 from serverless_gpu.node.isolation.remains import Remain, RemainKind
 
@@ -51,7 +51,7 @@ class Survey(msgspec.Struct):
 def survey(uids: Container[int], shared: Sequence[str] = SHARED_PLACES) -> Survey:
     """Return what belongs to `uids` outside of the places that the node gave to its principals."""
     result = Survey()
-    now_s = time.time()
+    now_s = SystemClock().wall_ns() / 1e9
     result.found += _processes(uids)
     for place in shared:
         _files(place, uids, now_s, result)

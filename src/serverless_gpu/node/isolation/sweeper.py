@@ -18,14 +18,13 @@ import ctypes
 import os
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import msgspec
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
@@ -79,7 +78,7 @@ def sweep(known: PrincipalMap, shared: Sequence[str] = SHARED_PLACES) -> SweepFi
                 reported.append(f"{verdict.sentence}, and cannot be removed: {problem}")
             else:
                 removed.append(verdict.sentence)
-    now_ns = time.time_ns()
+    now_ns = SystemClock().wall_ns()
     with known.locked():
         before = read_findings(known.place)
         findings = SweepFindings(
@@ -136,7 +135,7 @@ def note_finding(known: PrincipalMap, sentence: str) -> None:
     """Add a finding of the agent. Raises OSError."""
     with known.locked():
         before = read_findings(known.place)
-        noted = (*before.noted, Noted(time.time_ns(), sentence))[-_SENTENCES_MAX:]
+        noted = (*before.noted, Noted(SystemClock().wall_ns(), sentence))[-_SENTENCES_MAX:]
         write_private(known.place / _FINDINGS, msgspec.json.encode(msgspec.structs.replace(before, noted=noted)))
 
 
