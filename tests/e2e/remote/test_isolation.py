@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import glob
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -25,8 +26,9 @@ from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
+from tests.e2e.remote.conftest import end_node
 from tests.support.golden import golden
-from tests.support.local.observe import supervisor, wait_for
+from tests.support.local.observe import cancel_all, supervisor, wait_for
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
 from tests.support.remote.server_process import ServerProcess
@@ -64,13 +66,14 @@ def isolate(admin: Connection, level: str) -> None:
 
 
 @contextlib.contextmanager
-def acting_as(admin: Connection, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def acting_as(admin: Connection, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
     """Make a user, and submit runs as this user."""
     made = admin.ask("POST", "/users", PrincipalRequest(name=name), answer=TokenMade)
     with monkeypatch.context() as patched:
         patched.setenv("SERVERLESS_GPU_SERVER", admin.url)
         patched.setenv("SERVERLESS_GPU_TOKEN", made.secret)
-        yield
+        with contextlib.closing(Connection(admin.url, made.secret)) as connection:
+            yield connection
 
 
 def hold(path: str) -> str:
@@ -254,6 +257,78 @@ def test_each_principal_has_a_uid_a_home_and_processes_of_its_own_in_a_sandbox(
         assert one["processes"] == 3, "the stem and two ranks"
     assert (his[0]["home"], again[0]["home"]) == (["his"], ["again", "mine"])
     assert [path.stat().st_mode & 0o777 for path in principals.glob("1*") if path.is_dir()] == [0o700] * 2
+
+
+ACCOUNT = (1_899_997_000, 1_899_997_001, 1_899_997_002)
+"""Uid, primary group and another group of an account that only the server of one test knows."""
+WITH_ACCOUNTS = (
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'for name in passwd group; do mount --bind "$0/$name" /etc/$name; done; exec "$@"',
+)
+
+
+def account() -> dict[str, object]:
+    """Return what a rank is and sees of its account, and leave a file in its home directory and its results."""
+    with open(os.path.expanduser("~/left"), "w", encoding="utf-8") as file:
+        file.write("by a rank")
+    return {
+        "ids": (os.getuid(), os.getgid(), os.getgroups()),
+        "home": (os.environ["HOME"], os.environ["USER"], sorted(os.listdir(os.path.expanduser("~")))),
+        "secret": rt.secret("TOKEN"),
+    }
+
+
+use_account = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True, env="live", secrets=["TOKEN"])(
+    by_value(account)
+)
+
+
+@pytest.fixture
+def with_accounts(home: Path, principals: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+    """Yield a connection of the first administrator of a server whose machine has an account "ana"."""
+    uid, gid, group = ACCOUNT
+    own = principals / "homes" / "ana"
+    own.mkdir(parents=True)
+    os.chown(own, uid, gid)
+    own.chmod(0o700)
+    users = f"{Path('/etc/passwd').read_text()}ana:x:{uid}:{gid}::{own}:/bin/bash\n"
+    (principals / "passwd").write_text(users)
+    (principals / "group").write_text(f"{Path('/etc/group').read_text()}lab:x:{group}:ana\ndisk27:x:27:ana\n")
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:4")
+    monkeypatch.setenv("SERVERLESS_GPU_ACCOUNTS", "same-name")
+    server = ServerProcess(home, around=(*WITH_ACCOUNTS, str(principals)))
+    server.start()
+    profile = find_profile(home, {})
+    try:
+        with contextlib.closing(Connection(profile.url, profile.token)) as connection:
+            yield connection
+    finally:
+        cancel_all(home)
+        server.kill(signal.SIGTERM)
+        end_node(home)
+
+
+@pytest.mark.slow
+def test_27_a_principal_uses_the_account_of_its_name_and_without_one_no_uid_at_all(
+    with_accounts: Connection, principals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(with_accounts, "sandbox")
+    uid, gid, group = ACCOUNT
+    with acting_as(with_accounts, "ana", monkeypatch) as mine:
+        mine.ask("PUT", "/secrets/TOKEN", SecretRequest(value=b"hunter2"), answer=SecretView)
+        found = use_account.distributed()
+    own = principals / "homes" / "ana"
+    assert found == [{"ids": (uid, gid, [group]), "home": (str(own), "ana", ["left"]), "secret": "hunter2"}] * 2
+    assert (own / "left").stat().st_uid == uid
+    with (
+        acting_as(with_accounts, "bob", monkeypatch),
+        pytest.raises(ServerlessGpuError, match="no account of this name"),
+    ):
+        identify.distributed("his")
+    assert not (principals / "uids.json").exists()
 
 
 def end_by(number: int) -> str:

@@ -168,11 +168,14 @@ def test_27_a_process_that_start_up_code_left_behind_ends_with_its_zygote(
     def left() -> list[int]:
         return [pid for pid in _pids() if (seen := look_at(pid)) is not None and seen.name == "left-behind"]
 
+    findings: list[str] = []
+    node.pool.on_stranger = findings.append
     handed = node.run(python)
     node.turn_until(left, "start-up code left a process behind")
     node.end(handed)
     node.turn_until(lambda: not left(), "the agent ended the process")
     assert node.cold_reason(python) == golden("node.zygote_policy.stranger")
+    assert findings == [golden("node.zygote_policy.finding")]
 
 
 def test_the_memory_of_a_zygote_is_shown_with_its_owner(node: Node) -> None:
