@@ -17,11 +17,11 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.canary import canary
 from serverless_gpu.cli.command_group import LazyGroup
 from serverless_gpu.cli.completion import complete_node
-from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, wide_option
+from serverless_gpu.cli.output import JsonType, columns, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.errors import InvalidValue, NotAllowed, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.node.spawner import SOCKET
@@ -125,6 +125,40 @@ def forget(name: str, certain: bool) -> None:
         body = ForgetRequest(i_know_it_is_dead=True)
         view = connection.ask("POST", f"/nodes/{found.id}/forget", body, answer=NodeView)
     say(f"{view.name} is {view.state}: {view.sentence}")
+
+
+@node.command()
+@click.option("--forget", "name", metavar="PRINCIPAL", help="Free the uid of a principal if nothing of it remains.")
+@click.option("--delete-home", is_flag=True, help="With --forget, delete the principal's home directory.")
+@json_option(JsonType("node.isolation.sweeper:SweepFindings"))
+def sweep(name: str | None, delete_home: bool, as_json: bool) -> None:
+    """Remove what principals left on this machine.
+
+    Run the command as root on the node. The agent runs the same sweep at its start and every 15 minutes. The sweep
+    removes files, shared memory and message queues an hour after their last change, if no process of their principal
+    runs. The sweep reports processes outside of sandboxes and scheduled jobs. With --forget, the command frees the uid
+    of a deleted user for another principal.
+    """
+    if os.geteuid() != 0:
+        raise NotAllowed("only root can look at all processes and files of a node", hint="run sudo sgpu node sweep")
+    if delete_home and name is None:
+        raise click.UsageError("--delete-home needs --forget")
+    sweeper, principals = (
+        load("serverless_gpu.node.isolation.sweeper"),
+        load("serverless_gpu.node.isolation.principals"),
+    )
+    known = principals.PrincipalMap(os.environ)
+    findings = sweeper.sweep(known)
+    if as_json:
+        print_json(findings)
+    else:
+        for sentence in (*(f"removed: {each}" for each in findings.removed), *findings.sentences()):
+            say(sentence)
+        if not findings.sentences():
+            say("nothing remains outside of the places of principals")
+    if name is not None:
+        owner = sweeper.forget(known, name, delete_home=delete_home)
+        say(f"{owner} has no uid on this node any more", err=as_json)
 
 
 @node.command()

@@ -75,8 +75,9 @@ def _say_agent(found: Status | None) -> None:
     for zygote in found.zygotes:
         process = "none" if zygote.pid is None else f"pid {zygote.pid}"
         state = zygote.state + (f": {zygote.reason}" if zygote.reason else "")
-        parts = (process, zygote.python, _snapshot_text(zygote.environment), state)
-        say(f"zygote: {' · '.join(filter(None, parts))}")
+        memory = format_bytes(zygote.memory_bytes) if zygote.memory_bytes else ""
+        known = (process, zygote.python, zygote.owner, _snapshot_text(zygote.environment), state, memory)
+        say(f"zygote: {' · '.join(filter(None, known))}")
     if not found.zygotes:
         say("zygote: none")
     for environment in found.environments:

@@ -84,6 +84,14 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     others: dict[str, str] = {}
 
 
+class PrincipalFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The principals of a node that gives them uids of their own."""
+
+    count: int = 0  # Number of principals with a uid of the range.
+    swept_s: float | None = None  # Seconds since the last sweep, or None without a sweep.
+    findings: tuple[str, ...] = ()  # What principals left behind, as sentences.
+
+
 class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node that belongs to the server."""
 
@@ -323,6 +331,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     runs: RunsFacts | UnknownFact = UnknownFact()
     agent: AgentFacts | UnknownFact = UnknownFact()
     cgroups: CgroupFacts | UnknownFact = UnknownFact()
+    principals: PrincipalFacts | UnknownFact = UnknownFact()
     server: ServerFacts | UnknownFact = UnknownFact()
     pool: PoolFacts | UnknownFact = UnknownFact()
     limits: LimitFacts | UnknownFact = UnknownFact()

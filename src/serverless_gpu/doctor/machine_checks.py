@@ -16,6 +16,7 @@ from serverless_gpu.doctor.facts import (
     MachineFacts,
     MountFacts,
     NetworkFacts,
+    PrincipalFacts,
     RunsFacts,
     UnknownFact,
     about,
@@ -237,6 +238,19 @@ def _zygote(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
     if mine:
         return ok("; ".join(f"pid {zygote.pid} is {zygote.state}" for zygote in mine))
     return ok("this interpreter has no zygote; its next run starts cold and creates a zygote")
+
+
+@about(lambda facts: facts.principals)
+def _principals(facts: MachineFacts, principals: PrincipalFacts) -> list[Finding]:
+    if principals.findings:
+        return [finding for sentence in principals.findings for finding in warning(sentence)]
+    zygotes = () if isinstance(facts.agent, UnknownFact) else facts.agent.zygotes
+    owned = [zygote for zygote in zygotes if zygote.owner and zygote.pid is not None]
+    if not principals.count and not owned:
+        return []
+    memory = format_bytes(sum(zygote.memory_bytes for zygote in owned))
+    swept = "no sweep yet" if principals.swept_s is None else f"swept {principals.swept_s:.0f} s ago"
+    return ok(f"principals with a uid: {principals.count}; their zygotes: {len(owned)} with {memory}; {swept}")
 
 
 @about(lambda facts: facts.runs)
@@ -467,6 +481,20 @@ CHECKS = (
         mend="move code that starts threads or processes, or uses CUDA, out of sitecustomize.py and .pth files, "
         "then: sgpu stop   (user namespaces in a container: allow unshare in its seccomp profile)",
         probe=_zygote,
+    ),
+    Check(
+        code="principals",
+        group=CheckGroup.AGENT,
+        title="What principals left behind",
+        symptoms=(
+            "IsolationUnavailable: uid … of … stays reserved, because something remains: …",
+            "cold start (processes of no run were in the sandbox of the previous interpreter: …) in the receipt",
+        ),
+        cause="Processes, files, shared memory and scheduled jobs of a principal can outlive its attempts outside of a "
+        "sandbox. The agent removes unused files and shared memory after an hour. The agent reports everything else.",
+        mend="read the finding, then: sgpu node sweep   (as root on the node; a principal who has left: "
+        "sgpu node sweep --forget NAME)",
+        probe=_principals,
     ),
     Check(
         code="last-start",

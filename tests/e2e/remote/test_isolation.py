@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import resource
+import signal
 import tempfile
 import time
 import traceback
@@ -28,8 +29,10 @@ from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretVi
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import NodeList, PoolRequest, PoolView
+from tests.e2e.remote.conftest import end_node
 from tests.support.cli.cli import sgpu
-from tests.support.local.observe import processes_of, wait_for
+from tests.support.golden import golden
+from tests.support.local.observe import cancel_all, processes_of, wait_for
 from tests.support.local.small_machine import small_memory
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
@@ -68,13 +71,14 @@ def isolate(admin: Connection, level: str) -> None:
 
 
 @contextlib.contextmanager
-def acting_as(admin: Connection, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def acting_as(admin: Connection, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
     """Make a user, and submit runs as this user."""
     made = admin.ask("POST", "/users", PrincipalRequest(name=name), answer=TokenMade)
     with monkeypatch.context() as patched:
         patched.setenv("SERVERLESS_GPU_SERVER", admin.url)
         patched.setenv("SERVERLESS_GPU_TOKEN", made.secret)
-        yield
+        with contextlib.closing(Connection(admin.url, made.secret)) as connection:
+            yield connection
 
 
 OPEN_NETWORK = {"server-port", "node-port", "other-run-port", "metadata-address"}
@@ -259,6 +263,100 @@ def test_27_secrets_in_a_sandbox_exist_in_its_memory_only_and_are_masked_in_outp
     for path in (home / "runs").rglob("*"):
         if path.is_file() and not path.is_symlink() and "results" not in path.parts:
             assert b"hunter2" not in path.read_bytes(), path
+
+
+ACCOUNT = (1_899_997_000, 1_899_997_001, 1_899_997_002)
+"""Uid, primary group and another group of an account that only the server of one test knows."""
+WITH_ACCOUNTS = (
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'for name in passwd group; do mount --bind "$0/$name" /etc/$name; done; exec "$@"',
+)
+
+
+def account() -> dict[str, object]:
+    """Return what a rank is and sees of its account, and leave a file in its home directory and its results."""
+    with open(os.path.expanduser("~/left"), "w", encoding="utf-8") as file:
+        file.write("by a rank")
+    return {
+        "ids": (os.getuid(), os.getgid(), os.getgroups()),
+        "home": (os.environ["HOME"], os.environ["USER"], sorted(os.listdir(os.path.expanduser("~")))),
+        "secret": rt.secret("TOKEN"),
+    }
+
+
+use_account = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True, env="live", secrets=["TOKEN"])(
+    by_value(account)
+)
+
+
+@pytest.fixture
+def with_accounts(home: Path, principals: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+    """Yield a connection of the first administrator of a server whose machine has an account "ana"."""
+    uid, gid, group = ACCOUNT
+    own = principals / "homes" / "ana"
+    own.mkdir(parents=True)
+    os.chown(own, uid, gid)
+    own.chmod(0o700)
+    users = f"{Path('/etc/passwd').read_text()}ana:x:{uid}:{gid}::{own}:/bin/bash\n"
+    (principals / "passwd").write_text(users)
+    (principals / "group").write_text(f"{Path('/etc/group').read_text()}lab:x:{group}:ana\ndisk27:x:27:ana\n")
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:4")
+    monkeypatch.setenv("SERVERLESS_GPU_ACCOUNTS", "same-name")
+    server = ServerProcess(home, around=(*WITH_ACCOUNTS, str(principals)))
+    server.start()
+    profile = find_profile(home, {})
+    try:
+        with contextlib.closing(Connection(profile.url, profile.token)) as connection:
+            yield connection
+    finally:
+        cancel_all(home)
+        server.kill(signal.SIGTERM)
+        end_node(home)
+
+
+@pytest.mark.slow
+def test_27_a_principal_uses_the_account_of_its_name_and_without_one_no_uid_at_all(
+    with_accounts: Connection, principals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate(with_accounts, "sandbox")
+    uid, gid, group = ACCOUNT
+    with acting_as(with_accounts, "ana", monkeypatch) as mine:
+        mine.ask("PUT", "/secrets/TOKEN", SecretRequest(value=b"hunter2"), answer=SecretView)
+        found = use_account.distributed()
+    own = principals / "homes" / "ana"
+    assert found == [{"ids": (uid, gid, [group]), "home": (str(own), "ana", ["left"]), "secret": "hunter2"}] * 2
+    assert (own / "left").stat().st_uid == uid
+    with (
+        acting_as(with_accounts, "bob", monkeypatch),
+        pytest.raises(ServerlessGpuError, match="no account of this name"),
+    ):
+        identify.distributed("his")
+    assert not (principals / "uids.json").exists()
+
+
+def end_by(number: int) -> str:
+    """End this rank by a signal, if a number is given."""
+    if number:
+        os.kill(os.getpid(), number)
+    return "returned"
+
+
+ending = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(end_by))
+
+
+@pytest.mark.slow
+def test_27_the_run_after_one_that_was_killed_starts_cold_in_another_interpreter(admin: Connection) -> None:
+    isolate(admin, "sandbox")
+    assert ending.distributed(0) == ["returned"]
+    with pytest.raises(ServerlessGpuError):
+        ending.distributed(9)
+    run = ending.submit(0)
+    assert run.results() == ["returned"]
+    receipt = run.receipt()
+    assert (receipt.warm, receipt.warm_reason) == (False, golden("node.zygote_policy.signal"))
 
 
 def misuse_results(target: str) -> str:

@@ -15,6 +15,7 @@ from serverless_gpu.doctor.facts import (
     MachineFacts,
     MountFacts,
     NetworkFacts,
+    PrincipalFacts,
     RunsFacts,
 )
 from serverless_gpu.node.base.protocol import ZygoteStatus
@@ -280,6 +281,31 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[CheckOutcome, str, str]) 
 )
 def test_zygotes(zygotes: tuple[ZygoteStatus, ...], expected: tuple[CheckOutcome, str, str]) -> None:
     assert one("zygote", MachineFacts(agent=AgentFacts(pid=1, python=PYTHON, zygotes=zygotes))) == expected
+
+
+@pytest.mark.parametrize(
+    ("principals", "zygotes", "expected"),
+    [
+        (PrincipalFacts(), (), []),
+        (PrincipalFacts(), (ZygoteStatus(pid=5, python=PYTHON, state="ready"),), []),
+        (
+            PrincipalFacts(count=2, swept_s=61.4),
+            (
+                ZygoteStatus(pid=5, python=PYTHON, state="ready", owner="ana of s", memory_bytes=150_000_000),
+                ZygoteStatus(pid=6, python=PYTHON, state="ready", owner="bob of s", memory_bytes=150_000_000),
+                ZygoteStatus(python=PYTHON, state="cold", owner="bob of s", reason="it has 3 threads"),
+            ),
+            [(OK, "principals with a uid: 2; their zygotes: 2 with 300.0 MB; swept 61 s ago", "")],
+        ),
+        (PrincipalFacts(count=1), (), [(OK, "principals with a uid: 1; their zygotes: 0 with 0 B; no sweep yet", "")]),
+        (PrincipalFacts(count=1, findings=("a", "b")), (), [(WARNING, "a", ""), (WARNING, "b", "")]),
+    ],
+)
+def test_principals(
+    principals: PrincipalFacts, zygotes: tuple[ZygoteStatus, ...], expected: list[tuple[CheckOutcome, str, str]]
+) -> None:
+    facts = MachineFacts(principals=principals, agent=AgentFacts(pid=1, python=PYTHON, zygotes=zygotes))
+    assert [(each.outcome, each.sentence, each.mend) for each in found("principals", facts)] == expected
 
 
 def test_how_the_last_run_started() -> None:

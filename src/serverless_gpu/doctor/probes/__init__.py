@@ -27,6 +27,7 @@ from serverless_gpu.doctor.facts import (
     MountFacts,
     NetworkFacts,
     PoolFacts,
+    PrincipalFacts,
     RunsFacts,
     ServerFacts,
     TrackingFacts,
@@ -42,6 +43,7 @@ from serverless_gpu.doctor.probes.machine import (
     look_at_limits,
     look_at_mounts,
     look_at_network,
+    look_at_principals,
     look_at_runs,
 )
 from serverless_gpu.doctor.probes.servers import look_at_pool, look_at_server, look_at_tracking
@@ -68,6 +70,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         "kernel": look_at_kernel,
         "limits": look_at_limits,
         "network": look_at_network,
+        "principals": lambda: look_at_principals(environ),
     }
     # Probe threads wait half a second longer, because probe processes enforce the same limit and report better reasons.
     seen = _told_once(side_by_side(looks, limit_s + 0.5))
@@ -90,6 +93,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         runs=area("runs", RunsFacts),
         agent=agent if isinstance(agent, AgentFacts) else _why(agent),
         cgroups=cgroups if isinstance(cgroups, CgroupFacts) else _why(cgroups),
+        principals=area("principals", PrincipalFacts),
         server=area("server", ServerFacts),
         pool=area("pool", PoolFacts),
         limits=area("limits", LimitFacts),

@@ -290,6 +290,7 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     # True if the kernel confirms that all processes of the attempt have ended.
     proven: bool = True
     hint: str = ""  # Probable cause of a failure of user code.
+    killed: bool = False  # True if ranks did not stop within the grace period and were killed.
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

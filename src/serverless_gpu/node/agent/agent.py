@@ -40,7 +40,8 @@ from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEn
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.ownership import reclaim, written_directories
+from serverless_gpu.node.attempt.history import read_ending
+from serverless_gpu.node.attempt.ownership import reclaim, written_files
 from serverless_gpu.node.attempt.retention import RetentionSchedule
 from serverless_gpu.node.attempt.usage_account import write_json
 from serverless_gpu.node.base import protocol
@@ -48,7 +49,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.isolation.principals import Principal, PrincipalMap
+from serverless_gpu.node.isolation.sweeper import SweepSchedule, note_finding
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
@@ -123,6 +125,11 @@ class Agent:
         self._secrets = secret_files.SecretSweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
+        known, sweeper = PrincipalMap(environ), "serverless_gpu.node.isolation.sweeper"
+        self._sweeps = SweepSchedule(
+            self._clock, known, lambda: clean_process(sweeper, (), fds=(), log=self._log, environ=environ)
+        )
+        zygotes.on_stranger = lambda sentence: note_finding(known, sentence)
         self._clients: dict[int, Channel] = {}
         self._inside: dict[int, str] = {}  # Owners of the attempts in which clients run, by client descriptor.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
@@ -300,7 +307,7 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
-            principal = self._spawner.principal(launch.owner) if launch.isolation != NONE else None
+            principal = self._spawner.principal(launch.owner, self._home.root) if launch.isolation != NONE else None
         except IsolationUnavailable as error:
             self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
             return
@@ -309,7 +316,8 @@ class Agent:
             checkpoints = str(self._inventory.checkpoints)
             assign = protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints)
             if principal is not None:
-                assign = msgspec.structs.replace(assign, uid=principal.uid, user_home=principal.home)
+                own = {"uid": principal.uid, "user_home": principal.home, "account": principal.account}
+                assign = msgspec.structs.replace(assign, **own)
             supervisor = self._attempts.assign(assign, client)
         except OSError as error:
             message = f"could not start the run on this node: {error}"
@@ -350,7 +358,10 @@ class Agent:
         def give(stem: protocol.Stem, fd: int) -> None:
             self._stem_owners.note(stem.pid, launch.owner)
             moved = context if environment is not None else None
+            supervisor.stem_pid = stem.pid
             supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
+            if supervisor.ended_ns is not None:  # The stem came too late for its attempt.
+                self._zygotes.attempt_ended(stem.pid, _ending_of(supervisor))
 
         try:
             request = ZygoteRequest(context, environment, launch.owner, principal, launch.isolation)
@@ -394,9 +405,12 @@ class Agent:
 
     def _tend(self) -> None:
         now_ns = self._clock.boottime_ns()
-        ended = self._attempts.tend()
+        settled = self._attempts.tend()
+        ended = [supervisor.directory for supervisor in settled if supervisor.directory is not None]
         for directory in ended:  # A killed supervisor has left files of the principal.
-            reclaim(self._spawner, written_directories(directory, self._inventory.checkpoints))
+            reclaim(self._spawner, written_files(directory, self._inventory.checkpoints))
+        for supervisor in settled:
+            self._zygotes.attempt_ended(supervisor.stem_pid, _ending_of(supervisor))
         if ended:
             self._used_ns = self._refill_ns = now_ns  # A client that received a result may send the next call at once.
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
@@ -418,6 +432,13 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=bool(ended))
+        if os.geteuid() == 0:  # Only root sees what principals have left.
+            self._sweeps.tend()
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=bool(ended))
         bound_log(self._log)
+
+
+def _ending_of(supervisor: SupervisorLink) -> protocol.Stopped | None:
+    """Return the end of a settled attempt, or None if its directory does not contain the end."""
+    return None if supervisor.directory is None else read_ending(supervisor.directory)

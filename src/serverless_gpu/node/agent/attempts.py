@@ -63,6 +63,7 @@ class SupervisorLink:
         self.directory: Path | None = None
         self.ended_ns: int | None = None  # Time on the boottime clock at which the channel closed, in nanoseconds.
         self.key: Key | None = None  # Key of the zygote that a session keeps running.
+        self.stem_pid = 0  # Pid of the stem that the agent sent to the supervisor; 0 without a stem.
         self.environment = ""  # Address of the snapshot that the attempt's ranks use.
 
     def give_stem(self, stem: protocol.Stem, fd: int) -> None:
@@ -183,8 +184,8 @@ class Attempts:
             self._busy.append(supervised)
             self._watch(supervised)
 
-    def tend(self) -> list[Path]:
-        """Settle attempts whose supervisor has ended. Return the directories of the settled attempts."""
+    def tend(self) -> list[SupervisorLink]:
+        """Settle attempts whose supervisor has ended. Return the links of these attempts."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
@@ -196,7 +197,7 @@ class Attempts:
                     (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
                     secret_files.remove(directory)
                     self._bury_at(directory, supervised.ended_ns)
-        return [supervised.directory for supervised in ended if supervised.directory is not None]
+        return ended
 
     def _bury_at(self, directory: Path, seen_ns: int | None = None) -> None:
         if not directory.exists() or (directory / "receipt.json").exists():

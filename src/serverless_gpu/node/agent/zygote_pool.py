@@ -9,8 +9,13 @@ A zygote's key includes the restored environment. If no zygote has the requested
 from another snapshot (`Zygote.move`). All files that the moved zygote has loaded must be equal in the old and the new
 snapshot.
 
-The pool keeps the zygotes of open sessions and at most four others. If more than four zygotes without an open session
-exist, the pool ends the least recently used of them. The pool also ends zygotes that were idle for ten minutes.
+The pool keeps the zygotes of open sessions. The pool limits the number and the memory of other zygotes
+(`zygote_policy.py`), and ends the least recently used zygotes first. The pool also ends zygotes that were idle for ten
+minutes.
+
+The zygote of a principal's sandbox runs code of this principal. The pool ends such a zygote after an abnormal end of an
+attempt and after a change of its mounts. The pool also ends the zygote if its sandbox contains processes of no run. The
+next run starts a new zygote.
 """
 
 from __future__ import annotations
@@ -23,19 +28,21 @@ from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.agent.environments import RestoredEnvironment
-from serverless_gpu.node.agent.zygotes import Containment, Key, ProblemTaker, Zygote, ZygoteRequest, first_run
+from serverless_gpu.node.agent.zygote_policy import MEMORY_BYTES_MIN, MEMORY_SHARE, Usage, abnormal_end, excess
+from serverless_gpu.node.agent.zygotes import Containment, Key, ProblemTaker, Zygote, ZygoteRequest, first_run, kill
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem, ZygoteStatus
-from serverless_gpu.node.processes.process_tree import CgroupRoot
+from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem, Stopped, ZygoteStatus
+from serverless_gpu.node.isolation.inspection import strangers_text
+from serverless_gpu.node.processes.process_tree import CgroupRoot, memory_limit_bytes
 from serverless_gpu.node.processes.spawn import open_log, preload
 from serverless_gpu.node.spawner.verbs import Spawner
 
-ZYGOTES_MAX = 4
 IDLE_S = 600.0
 PRELOAD_S = 120.0  # Seconds until the pool gives up a preload that hangs on a file system or a driver.
 _REMEMBERED_MAX = 64
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
+_WEIGH_S = 2.0  # Seconds between two measurements of a zygote's memory.
 _RETRY_S = 10.0  # Seconds until the agent tries again to keep a failed interpreter warm.
 
 Giver = Callable[[Stem, int], None]
@@ -66,8 +73,14 @@ class ZygotePool:
         self._gone: dict[Key, str] = {}  # Maps each key to the reason why its last zygote ended.
         self._kept: frozenset[Key] = frozenset()  # Zygote keys of open sessions.
         self._preload = preload(os.environ)
+        # Zygotes of principals by the pids of stems that running attempts use.
+        self._used: dict[int, Zygote] = {}
+        self._suspects: list[Zygote] = []  # Zygotes whose sandbox the pool must inspect.
+        self._memory_max = _memory_max()
+        self._weigh_ns = 0
         self._ending: list[Containment] = []  # Cgroup containments of ended zygotes that still have processes.
         self.became_ready = False
+        self.on_stranger: Callable[[str], None] = lambda sentence: None  # Receives a finding for operators.
 
     @property
     def ending(self) -> bool:
@@ -83,6 +96,7 @@ class ZygotePool:
                 state="ready" if each.ready else "starting",
                 environment=each.key.environment,
                 owner=each.key.owner,
+                memory_bytes=each.memory_bytes,
             )
             for each in self._zygotes.values()
         )
@@ -110,25 +124,42 @@ class ZygotePool:
         warm = zygote.ready and not why
         zygote.used_ns, zygote.ranks = self._clock.boottime_ns(), ranks
 
+        def hand_over(source: Zygote, pid: int, fd: int, reason: str, *, is_warm: bool = False) -> None:
+            if source.principal is not None:
+                self._used[pid] = source
+            cgroups = source.stem_cgroups.pop(pid, ())
+            give(Stem(pid=pid, cgroups=cgroups, warm=is_warm, warm_reason=reason), fd)
+
         def take(pid: int, fd: int) -> None:
             elsewhere = zygote.differs(context.packages)
             if elsewhere is None:
-                cgroups = zygote.stem_cgroups.pop(pid, ())
-                is_warm = warm and not zygote.dead
-                give(Stem(pid=pid, cgroups=cgroups, warm=is_warm, warm_reason=zygote.cold or why), fd)
+                hand_over(zygote, pid, fd, zygote.cold or why, is_warm=warm and not zygote.dead)
                 return
             os.close(fd)
+            zygote.end_stem(pid)
             try:
                 fresh = self._one_shot(request)
             except OSError as error:
                 fail(f"could not start {context.python}: {error}")
                 return
-            fresh.take_stem(
-                lambda pid, fd: give(Stem(pid=pid, cgroups=fresh.stem_cgroups.pop(pid, ()), warm_reason=elsewhere), fd),
-                fail,
-            )
+            fresh.take_stem(lambda pid, fd: hand_over(fresh, pid, fd, elsewhere), fail)
 
         zygote.take_stem(take, fail)
+
+    def attempt_ended(self, stem_pid: int, stopped: Stopped | None) -> None:
+        """End the stem of an ended attempt, and inspect or end the stem's zygote.
+
+        `stopped` is the end of the attempt; None for an unknown end. Zygotes without a sandbox stay.
+        """
+        zygote = self._used.pop(stem_pid, None)
+        if zygote is None:
+            return
+        zygote.end_stem(stem_pid)
+        why = abnormal_end(stopped)
+        if why:
+            self._replace(zygote, why)
+        elif zygote not in self._suspects:
+            self._suspects.append(zygote)
 
     def is_entered(self, snapshot: str) -> bool:
         """Return True if a zygote runs or starts in the restored environment `snapshot`."""
@@ -168,6 +199,12 @@ class ZygotePool:
                 zygote.process.kill()
                 zygote.cold = f"preloading took more than {PRELOAD_S:.0f} s"
                 self._give_up(zygote, zygote.cold)
+        self._suspects = [zygote for zygote in self._suspects if not self._inspect(zygote)]
+        if now_ns > self._weigh_ns and self._zygotes:
+            self._weigh_ns = now_ns + round(_WEIGH_S * 1e9)
+            # The pool measures one zygote at a time, because runs wait meanwhile.
+            min(self._zygotes.values(), key=lambda zygote: zygote.weighed_ns).weigh(now_ns)
+            self._bound()
         for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
             self._one_shots.remove(zygote)
             self._close(zygote)
@@ -202,10 +239,10 @@ class ZygotePool:
                 self._warm(key, request)
             return self._one_shot(request), why
         if zygote is not None:
-            changed = zygote.stale()
-            if changed is None and not zygote.dead:
+            damage = "the previous zygote died" if zygote.dead else zygote.damage()
+            if not damage:
                 return zygote, "" if zygote.ready else f"the warm interpreter was still starting: {zygote.why}"
-            self._discard(key, f"{changed} has changed" if changed else "the previous zygote died")
+            self._discard(key, damage)
         zygote = self._warm(key, request)
         return zygote, zygote.why
 
@@ -230,14 +267,35 @@ class ZygotePool:
     def _warm(self, key: Key, request: ZygoteRequest) -> Zygote:
         if key in self._zygotes:
             return self._zygotes[key]
-        others = [other for other in self._zygotes if other.elsewhere() not in self._kept]
-        if len(others) >= ZYGOTES_MAX:
-            oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
-            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used more recently")
+        self._bound(Usage(key, self._clock.boottime_ns(), 0))
         zygote = self._zygotes[key] = self._spawn(request, self._preload)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
         return zygote
+
+    def _bound(self, *starting: Usage) -> None:
+        """End the zygotes that are too many or use too much memory. `starting` are zygotes about to start."""
+        usages = [
+            Usage(key, zygote.used_ns, zygote.memory_bytes, key.elsewhere() in self._kept)
+            for key, zygote in self._zygotes.items()
+        ]
+        for key, why in excess([*usages, *starting], self._memory_max).items():
+            self._discard(key, why)
+
+    def _inspect(self, zygote: Zygote) -> bool:
+        """End a zygote with processes of no run in its sandbox. Return False to repeat the inspection."""
+        found = zygote.strangers()
+        if found:
+            self._replace(zygote, strangers_text(found))
+            kill(each.pids[0] for each in found)
+            with contextlib.suppress(OSError):  # The receipt of the next run contains the reason as well.
+                self.on_stranger(f"{zygote.key.owner}: {strangers_text(found)}. The agent ended them")
+        return found is not None
+
+    def _replace(self, zygote: Zygote, why: str) -> None:
+        """End a zygote, unless the pool has ended it already. The next run with its key starts another."""
+        if self._zygotes.get(zygote.key) is zygote:
+            self._discard(zygote.key, why)
 
     def _one_shot(self, request: ZygoteRequest) -> Zygote:
         zygote = self._spawn(request, ())
@@ -266,7 +324,7 @@ class ZygotePool:
         elif zygote.cold:
             self._give_up(zygote, zygote.cold)
         elif zygote.ready:
-            self.became_ready = True
+            self.became_ready, self._weigh_ns = True, 0
 
     def _give_up(self, zygote: Zygote, why: str) -> None:
         """Stop keeping a zygote for its key. For ten seconds, each run with this key gets a new interpreter."""
@@ -309,3 +367,9 @@ class ZygotePool:
         zygote.close()
         if not zygote.containment.end(self._clock.boottime_ns()):
             self._ending.append(zygote.containment)
+
+
+def _memory_max() -> int:
+    """Return the memory that all zygotes together may use."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(MEMORY_BYTES_MIN, min(whole, memory_limit_bytes() or whole) // MEMORY_SHARE)

@@ -56,7 +56,15 @@ from serverless_gpu.node.base.protocol import Context, original
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.inside.channel import close_all, pair
-from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.inside.linux import children, descendants
+from serverless_gpu.node.isolation.inspection import (
+    ZYGOTE_PID,
+    SandboxProcess,
+    memory_of,
+    mounts_of,
+    sandbox_processes,
+    strangers,
+)
 from serverless_gpu.node.isolation.principals import Principal
 from serverless_gpu.node.isolation.views import MEMORY_BYTES_MAX
 from serverless_gpu.node.processes.process_tree import (
@@ -183,6 +191,10 @@ class Zygote:
         self.containment = Containment(cgroups.make(ZYGOTE))
         # Stems get separate user namespaces if several runs will fork from this zygote.
         self._apart = bool(owner and preload and principal is None)
+        self.memory_bytes = 0
+        self.weighed_ns = 0
+        self.pid = 0  # Pid of the zygote on this node, once it is ready.
+        self._mounts = b""  # Mounts of the zygote's sandbox when the zygote became ready.
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # The pid, channel and pidfd of each standby stem.
@@ -319,6 +331,8 @@ class Zygote:
         """
         match message.get("event"):
             case "ready":
+                if not self.ready:  # A later message of a hostile zygote must not change what the agent compares with.
+                    self._meet_process()
                 self.ready = True
                 files = message.get("modules")
                 packages = message.get("packages")
@@ -336,6 +350,13 @@ class Zygote:
                 return True
         return False
 
+    def _meet_process(self) -> None:
+        """Record the zygote's pid and the mounts of its sandbox."""
+        self.pid = self.process.pid
+        if self.level == SANDBOX:
+            self.pid = self._host_pid(ZYGOTE_PID)
+            self._mounts = mounts_of(self.pid)
+
     def _host_pid(self, pid: int) -> int:
         """Return the pid of a stem on this node. Raises ValueError if the stem has already ended."""
         if self.principal is None:
@@ -345,7 +366,7 @@ class Zygote:
         else:  # The zygote runs code of the principal and may name any process.
             found = pid if pid in descendants(self.process.pid) else None
         if found is None:
-            raise ValueError("the stem ended before the agent received it")
+            raise ValueError(f"process {pid} of the sandbox ended before the agent received it")
         return found
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
@@ -380,12 +401,31 @@ class Zygote:
                 names=frozenset(names), files=frozenset({*files, *libraries}), libraries_known=known
             )
 
-    def stale(self) -> str | None:
-        """Return the first loaded file that has changed since the zygote loaded it, or None."""
+    def damage(self) -> str:
+        """Return the reason why no run may use the zygote any more, or ""."""
         for file, known in self._stamps.items():
             if stamp(file) != known:
-                return file
-        return None
+                return f"{file} has changed"
+        # Without a sandbox, the zygote cannot mount, and its mounts change with the files of attempts.
+        if self.level == SANDBOX and self.ready and mounts_of(self.pid) != self._mounts:
+            return "the mounts of the previous interpreter's sandbox have changed"
+        return ""
+
+    def weigh(self, now_ns: int) -> None:
+        """Measure the memory of the zygote and its standby processes, which takes a few milliseconds."""
+        self.weighed_ns = now_ns
+        if self.ready and not self.dead:
+            stems = [pid for pid, _, _ in self._stems]
+            self.memory_bytes = memory_of([self.pid, *stems, *(pid for stem in stems for pid in children(stem))])
+
+    def strangers(self) -> tuple[SandboxProcess, ...] | None:
+        """Return processes of no run in the zygote's sandbox, or None while a stem is being forked."""
+        if self.level != SANDBOX or self.dead:
+            return ()
+        if not self.ready or self._asked:
+            return None
+        stems = self.containment.stems()
+        return strangers(sandbox_processes(self.process.pid, stems), stems)
 
     def differs(self, packages: Mapping[str, str]) -> str | None:
         """Describe a loaded module that the caller imports from a different file, or return None."""
@@ -420,9 +460,17 @@ class Zygote:
     def _drop_stems(self) -> None:
         while self._stems:
             pid, fd, process = self._stems.popleft()
-            self.stem_cgroups.pop(pid, None)
             os.close(fd)
             os.close(process)
+            self.end_stem(pid)
+
+    def end_stem(self, pid: int) -> None:
+        """Kill a principal's stem that no attempt uses. Other stems end by themselves."""
+        cgroups = self.stem_cgroups.pop(pid, ())
+        if self.principal is not None:
+            self.containment.end_stem(pid)
+            for path in cgroups:
+                kill_cgroup(Path(path))
 
     def _offer(self, environment: RestoredEnvironment | None, pid: int, fd: int) -> None:
         for taker in self._takers:
@@ -432,6 +480,7 @@ class Zygote:
                 return
         if environment is not self.environment:
             os.close(fd)  # The agent requested the stem before the zygote moved to another environment.
+            self.end_stem(pid)
             return
         try:
             self._stems.append((pid, fd, os.pidfd_open(pid)))
@@ -493,6 +542,21 @@ class Containment:
         while len(self._stems) > _STEMS_MAX:
             self._stems.pop(next(iter(self._stems)))
 
+    def stems(self) -> set[int]:
+        """Return the pids of the recorded stems that still exist."""
+        return {pid for pid, stem in self._stems.items() if stem.is_there()}
+
+    def end_stem(self, pid: int) -> None:
+        """Kill a recorded stem. The kernel ends all processes of a sandboxed attempt with its stem."""
+        stem = self._stems.get(pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # Without rights, the cgroup ends the stem.
+            process = os.pidfd_open(pid)
+            try:
+                if stem is not None and stem.is_there():  # The pidfd now refers to the recorded process.
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
+
     def note_stem_cgroups(self, paths: tuple[Path, ...]) -> None:
         """Record the cgroups of a stem. A stem without its own cgroup stays in this containment."""
         self._all_can_leave = self._all_can_leave and len(paths) >= len(self.paths)
@@ -503,10 +567,10 @@ class Containment:
         Call `end` repeatedly until it returns True. `now_ns` is a boottime.
         """
         self._ended_ns = self._ended_ns or now_ns
-        stems = [pid for pid, stem in self._stems.items() if stem.is_there()]
+        stems = self.stems()
         spared = {*stems, *(pid for stem in stems for pid in descendants(stem))}
         if not self.paths:
-            _kill(pid for pid in descendants(self._pid) if pid not in spared)
+            kill(pid for pid in descendants(self._pid) if pid not in spared)
             return True
         if self._all_can_leave and now_ns - self._ended_ns > LEAVING_S * 1e9:
             spared = set()
@@ -514,11 +578,12 @@ class Containment:
             pids = cgroup_pids(path)
             if not spared.intersection(pids):
                 kill_cgroup(path)
-            _kill(pid for pid in pids if pid not in spared)
+            kill(pid for pid in pids if pid not in spared)
         return all([remove_cgroup(path) for path in self.paths])
 
 
-def _kill(pids: Iterable[int]) -> None:
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes. Some of the processes may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

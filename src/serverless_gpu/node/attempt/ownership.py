@@ -16,22 +16,23 @@ from pathlib import Path
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.node.spawner.verbs import Spawner
 
+CALL = "call.pkl"
 WRITTEN = ("results", "failures", "work")
 """Directories of an attempt that its ranks write."""
 
 
-def written_directories(attempt: Path, checkpoints: Path | None) -> list[Path]:
-    """Return the directories that ranks of an attempt write.
+def written_files(attempt: Path, checkpoints: Path | None) -> list[Path]:
+    """Return the files and directories of an attempt that can belong to its principal.
 
     `checkpoints` contains the checkpoints of all runs.
     """
-    found = [attempt / name for name in WRITTEN]
+    found = [attempt / CALL, *(attempt / name for name in WRITTEN)]
     return found if checkpoints is None else [*found, checkpoints / attempt.parent.name]
 
 
-def reclaim(spawner: Spawner, directories: Iterable[Path]) -> str:
-    """Make the node the owner of directories that belong to a principal. Return a problem, or ""."""
-    for path in directories:
+def reclaim(spawner: Spawner, files: Iterable[Path]) -> str:
+    """Make the node the owner of files and directories that belong to a principal. Return a problem, or ""."""
+    for path in files:
         try:
             owner = os.lstat(path).st_uid
             if owner not in (0, os.geteuid()):

@@ -156,6 +156,7 @@ class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     environment: str = ""  # Snapshot address; "" for the caller's files.
     owner: str = ""  # Owner of the zygote; "" for the user of this node.
+    memory_bytes: int = 0  # Memory of the zygote and its standby processes (PSS); 0 until it is known.
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +208,15 @@ class Standby(Message, frozen=True, kw_only=True, tag="standby"):
     pid: int
 
 
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """The operating system's account of a principal. Principals with a uid of the range have no account."""
+
+    name: str
+    gid: int
+    groups: tuple[int, ...]  # Supplementary groups.
+    home: str  # Home directory, at the same path on the node and in the sandbox.
+
+
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """The agent's assignment of an attempt to a supervisor."""
 
@@ -215,6 +225,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     checkpoints: str = ""  # Directory of all runs' checkpoints on this node.
     uid: int = 0  # Uid of the run's principal; 0 at the isolation level `none`.
     user_home: str = ""  # Home directory of the run's principal on this node.
+    account: Account | None = None
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.canary.base import check, libc, system_call
-from serverless_gpu.node.isolation.principals import Principals
+from serverless_gpu.node.isolation.principals import MAP, PrincipalMap
 from serverless_gpu.node.isolation.views import device_nodes
 from serverless_gpu.node.processes.spawn import PACKAGE
 
@@ -88,7 +88,7 @@ def _files(home: Home, environ: Mapping[str, str], private: Path) -> dict[str, o
     for name, places in _SERVER_FILES.items():
         there = [home.root / place for place in places if (home.root / place).is_file()]
         found[name] = str(there[0]) if there else own(name)
-    uids = Principals(environ).map_path
+    uids = PrincipalMap(environ).place / MAP
     found["uid_map"] = str(uids) if uids.exists() else own("uid_map")
     home.environments.mkdir(mode=0o700, exist_ok=True)
     units = sorted(home.environments.glob("units/*/*/unit"))

@@ -31,7 +31,7 @@ def enter(view: sandbox.View, environment: Sequence[Mount]) -> None:
 
     `environment` contains overlays, as in `namespaces.enter_mounts`.
     """
-    os.setgroups([])
+    os.setgroups(list(view.groups))
     seal.leave_keyring()
     if environment:
         enter_mounts(environment)
@@ -42,7 +42,8 @@ def enter(view: sandbox.View, environment: Sequence[Mount]) -> None:
     mounts.mount("tmpfs", sandbox.ATTEMPT, _NO_SUID_DEV, "size=1M,nr_inodes=4k,mode=0711")
     os.umask(0o077)
     seal.drop_bounding_set(())
-    os.setresgid(view.uid, view.uid, view.uid)
+    gid = view.gid or view.uid
+    os.setresgid(gid, gid, gid)
     os.setresuid(view.uid, view.uid, view.uid)
     seal.forbid_new_privileges()
 

@@ -73,6 +73,10 @@ class View(NamedTuple):
     python: str  # Interpreter of the zygote.
     shown: Sequence[str]  # Further files and directories, read-only at the same paths.
     devices: Sequence[str]  # Device nodes that an attempt may get later. The sandbox shows empty files in their place.
+    gid: int = 0  # Primary group of an account; 0 for the group with the number of the uid.
+    groups: Sequence[int] = ()  # Supplementary groups.
+    user: str = USER
+    home_at: str = HOME  # Path of the home directory in the sandbox.
 
 
 def enter(view: View, environment: Sequence[Mount]) -> None:
@@ -81,7 +85,7 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
     The calling process becomes the keeper of the sandbox. The keeper ends with the sandbox. `environment` contains
     overlays, as in `namespaces.enter_mounts`. Raises OSError.
     """
-    os.setgroups([])
+    os.setgroups(list(view.groups))
     seal.leave_keyring()
     if environment:
         enter_mounts(environment)
@@ -93,10 +97,10 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
     pid = os.fork()
     if pid:
         theirs.close()
-        _keep(ours, processes, pid, view.uid)
+        _keep(ours, processes, pid, view)
     ours.close()
     os.close(processes)
-    _become(view.uid, theirs)
+    _become(view, theirs)
     holder = os.fork()
     if holder:
         _exit_like(holder)
@@ -172,16 +176,18 @@ def _make_root(view: View) -> None:
     root = Root(view.at)
     for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *view.shown, *interpreter_parts(view.python)):
         root.show(path)
-    root.write("/etc/passwd", f"root:x:0:0:root:/root:/sbin/nologin\n{USER}:x:{view.uid}:{view.uid}::{HOME}:/bin/sh\n")
-    root.write("/etc/group", f"root:x:0:\n{USER}:x:{view.uid}:\n")
-    for place in ("/tmp", "/dev/shm", "/dev/pts", "/proc", "/sys", "/var", "/run", HOME, ATTEMPT):
+    gid = view.gid or view.uid
+    own = f"{view.user}:x:{view.uid}:{gid}::{view.home_at}:/bin/sh\n"
+    root.write("/etc/passwd", f"root:x:0:0:root:/root:/sbin/nologin\n{own}")
+    root.write("/etc/group", f"root:x:0:\n{view.user}:x:{gid}:\n")
+    for place in ("/tmp", "/dev/shm", "/dev/pts", "/proc", "/sys", "/var", "/run", view.home_at, ATTEMPT):
         root.directory(place)
     for place in (RESULTS, FAILURES, STOP, WORK, CHECKPOINTS, SECRETS, CLUSTER):
         root.directory(place)
     root.write(CALL, "")
     root.link("/var/tmp", "/tmp")
     root.mount("/sys", "/sys", _READ_ONLY, recursive=False)
-    root.mount(view.home, HOME, _NO_SUID_DEV)
+    root.mount(view.home, view.home_at, _NO_SUID_DEV)
     for name in BASIC_DEVICES:
         root.write(f"/dev/{name}", "")
         root.mount(f"/dev/{name}", f"/dev/{name}", mounts.NO_SETUID)
@@ -261,10 +267,11 @@ class Root:
             file.write(text)
 
 
-def _keep(member: socket.socket, processes: int, pid: int, uid: int) -> NoReturn:
+def _keep(member: socket.socket, processes: int, pid: int, view: View) -> NoReturn:
     """Map the principal's ids into the member's user namespace, then wait for the end of the sandbox."""
     member.recv(1)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{uid} {uid} 1")):
+    gids = "".join(f"{gid} {gid} 1\n" for gid in (view.gid or view.uid, *view.groups))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{view.uid} {view.uid} 1"), ("gid_map", gids)):
         fd = os.open(f"{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=processes)
         os.write(fd, text.encode())  # The kernel accepts an id map only as a single write.
         os.close(fd)
@@ -273,7 +280,7 @@ def _keep(member: socket.socket, processes: int, pid: int, uid: int) -> NoReturn
     _exit_like(pid)
 
 
-def _become(uid: int, keeper: socket.socket) -> None:
+def _become(view: View, keeper: socket.socket) -> None:
     """Enter the principal's namespaces and become its uid, with all capabilities in the user namespace."""
     # The kernel lets a user namespace mount /proc only over a visible /proc. The new /proc shows only processes of the
     # sandbox.
@@ -285,8 +292,9 @@ def _become(uid: int, keeper: socket.socket) -> None:
     keeper.close()
     os.umask(0o077)
     linux.keep_capabilities()
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    gid = view.gid or view.uid
+    os.setresgid(gid, gid, gid)
+    os.setresuid(view.uid, view.uid, view.uid)
     seal.set_capabilities(tuple(range(seal.CAPABILITIES_MAX)))
 
 

@@ -28,9 +28,9 @@ _MIG_NAME = re.compile(r"MIG-(?P<gpu>GPU-[0-9a-f-]+)/(?P<instance>\d+)/(?P<compu
 
 def view_of(principal: Principal, python: str, trees: Sequence[str]) -> View:
     """Return the files for the sandbox of a principal's zygote. `trees` are environments. Raises OSError."""
-    at = Path(principal.home).parent / "root"
+    at = Path(principal.place) / "root"
     at.mkdir(mode=0o700, exist_ok=True)
-    return View(
+    view = View(
         uid=principal.uid,
         at=str(at),
         home=principal.home,
@@ -38,6 +38,9 @@ def view_of(principal: Principal, python: str, trees: Sequence[str]) -> View:
         shown=[str(PACKAGE), *trees],
         devices=device_nodes(),
     )
+    if (account := principal.account) is None:
+        return view
+    return view._replace(gid=account.gid, groups=account.groups, user=account.name, home_at=account.home)
 
 
 def gpu_nodes(uuids: Sequence[str], driver: Path = _DRIVER, devices: Path = _DEVICES) -> list[str]:

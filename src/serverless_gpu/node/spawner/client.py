@@ -76,8 +76,8 @@ class SpawnerClient:
             return OfferedLevel(NONE, str(error))
         return answer.offered if isinstance(answer, messages.LevelAnswer) else OfferedLevel(NONE, _UNEXPECTED)
 
-    def principal(self, owner: str) -> Principal:
-        answer, _ = self._ask(messages.AskPrincipal(owner=owner))
+    def principal(self, owner: str, home: Path) -> Principal:
+        answer, _ = self._ask(messages.AskPrincipal(owner=owner, home=str(home)))
         if not isinstance(answer, messages.PrincipalAnswer):
             raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
         return answer.principal

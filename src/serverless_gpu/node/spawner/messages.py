@@ -26,9 +26,10 @@ class AskLevel(Message, frozen=True, kw_only=True, tag="measure"):
 
 
 class AskPrincipal(Message, frozen=True, kw_only=True, tag="principal"):
-    """Request for a principal. The answer is `PrincipalAnswer`."""
+    """Request for a principal, with the home directory of the node. The answer is `PrincipalAnswer`."""
 
     owner: str
+    home: str
 
 
 class AskZygote(Message, frozen=True, kw_only=True, tag="zygote"):

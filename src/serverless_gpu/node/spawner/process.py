@@ -34,6 +34,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation import accounts
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.principals import RANGE, uid_range
 from serverless_gpu.node.processes.process_tree import uid_of
@@ -130,7 +131,7 @@ def _work(connection: socket.socket, account: Account, environ: Mapping[str, str
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        worker = Worker(RootSpawner(environ, account.uid, account.gid), account.uid, uid_range(environ.get(RANGE, "")))
+        worker = Worker(RootSpawner(environ, account.uid, account.gid), account.uid, environ)
         channel = Channel(connection)
         while (received := channel.receive()) is not None:
             answer, fds = worker.answer(received[0], received[1])
@@ -150,10 +151,10 @@ def _work(connection: socket.socket, account: Account, environ: Mapping[str, str
 class Worker:
     """Checks and executes the requests of one connection."""
 
-    def __init__(self, spawner: RootSpawner, account: int, uids: range) -> None:
+    def __init__(self, spawner: RootSpawner, account: int, environ: Mapping[str, str]) -> None:
         self._spawner = spawner
         self._account = account
-        self._uids = uids
+        self._environ = environ
         self._started: list[object] = []  # An unreferenced Popen object warns while its process runs.
 
     def answer(self, body: bytes, fds: tuple[int, ...]) -> tuple[messages.Answer, tuple[int, ...]]:
@@ -168,6 +169,8 @@ class Worker:
             return messages.Problem(message=f"the spawner does not know this request: {error}", hint=hint), ()
         except (OSError, IsolationUnavailable) as error:
             return messages.Problem.of(error), ()
+        except KeyError as error:
+            return messages.Problem(message=f"no account has this uid: {error}"), ()
         finally:
             close_all(fds)
 
@@ -178,7 +181,9 @@ class Worker:
                 level, problem = spawner.measure()
                 return messages.LevelAnswer(level=level, problem=problem), ()
             case messages.AskPrincipal():
-                return messages.PrincipalAnswer(principal=spawner.principal(request.owner)), ()
+                permissions.check_file(request.home, (self._account,))
+                principal = spawner.principal(request.owner, Path(request.home))
+                return messages.PrincipalAnswer(principal=principal), ()
             case messages.AskZygote():
                 channel, log = _exactly(fds, 2)
                 process = spawner.start_zygote(self._order(request), channel_fd=channel, log=log)
@@ -192,7 +197,7 @@ class Worker:
                 uid = self._principal_of(stem)
                 for file in request.shown:
                     if file.owner is not None:
-                        permissions.check_uid(file.owner, self._uids)
+                        self._check_uid(file.owner)
                     if file.device:
                         permissions.check_device(file.source)
                     else:
@@ -207,7 +212,7 @@ class Worker:
                     permissions.check_device(path)
                 return messages.NoteAnswer(note=spawner.limit_devices(request.cgroup, request.nodes)), ()
             case messages.AskStack():
-                permissions.check_uid(uid_of(request.pid), self._uids)
+                self._check_uid(uid_of(request.pid))
                 return messages.Done(), (spawner.open_stack(request.pid, request.number),)
             case messages.AskKernelLog():
                 return messages.Done(), (spawner.open_kernel_log(),)
@@ -216,11 +221,11 @@ class Worker:
                 permissions.check_attempt(request.directory)
                 spawner.hide(namespace, request.directory)
             case messages.AskGive():
-                permissions.check_uid(request.uid, self._uids)
+                self._check_uid(request.uid)
                 permissions.check_file(request.path, (self._account, request.uid))
                 spawner.give(request.uid, request.path, writable=request.writable)
             case messages.AskTake():
-                permissions.check_uid(request.uid, self._uids)
+                self._check_uid(request.uid)
                 permissions.check_file(request.path, (self._account, request.uid))
                 spawner.take(request.uid, request.path)
         return messages.Done(), ()
@@ -241,11 +246,20 @@ class Worker:
         for path in permissions.overlay_sources(overlays):
             permissions.check_file(path, (self._account,))
 
+    def _check_uid(self, uid: int | None) -> int:
+        """Return a uid of the range, or of an account that a principal may use. Raises IsolationUnavailable."""
+        uids = uid_range(self._environ.get(RANGE, ""))
+        if uid is None or uid in uids or not accounts.is_same_name(self._environ):
+            return permissions.check_uid(uid, uids)
+        name = pwd.getpwuid(uid).pw_name
+        rules = accounts.AccountRules(*accounts.first_ids(), {0, self._account}, uids)
+        return accounts.chosen(name, accounts.look_up(name), rules)[0]
+
     def _principal_of(self, stem: int) -> int:
         """Return the uid of a stem. Raises IsolationUnavailable unless the stem belongs to a principal."""
         with open(f"/proc/self/fdinfo/{stem}", encoding="ascii") as file:
             pids = [int(line.split()[1]) for line in file if line.startswith("Pid:")]
-        return permissions.check_uid(uid_of(pids[0]) if pids else None, self._uids)
+        return self._check_uid(uid_of(pids[0]) if pids else None)
 
 
 def _exactly(fds: tuple[int, ...], number: int) -> tuple[int, ...]:

@@ -35,13 +35,12 @@ from serverless_gpu.node.isolation import grafts
 from serverless_gpu.node.isolation.device_filter import limit_devices
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.levels import OfferedLevel, measure
-from serverless_gpu.node.isolation.principals import Principal, Principals
+from serverless_gpu.node.isolation.principals import RANGE, Principal, Principals, uid_range
 from serverless_gpu.node.isolation.views import view_of
 from serverless_gpu.node.processes.spawn import CallerInterpreter, zygote_process
 
 _WRITABLE = 0o2770
 """Mode of directories for a principal. Their files keep the group of the node, which may also read and write."""
-_READABLE, _ENTERABLE = 0o440, 0o750
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DEPTH_MAX = 64
 
@@ -76,8 +75,8 @@ class Spawner(Protocol):
     def measure(self) -> OfferedLevel:
         """Return the isolation level that this node offers."""
 
-    def principal(self, owner: str) -> Principal:
-        """Return the principal of an owner of runs."""
+    def principal(self, owner: str, home: Path) -> Principal:
+        """Return the principal of an owner of runs. `home` is the home directory of the node."""
 
     def start_zygote(self, order: ZygoteOrder, *, channel_fd: int, log: int) -> ZygoteProcess:
         """Start a zygote of a principal, with its end of the channel and a descriptor of its log."""
@@ -95,7 +94,7 @@ class Spawner(Protocol):
         """Let processes of a cgroup open only basic devices and `nodes`. Return a note for the receipt, or ""."""
 
     def give(self, uid: int, path: str, *, writable: bool) -> None:
-        """Let a principal use a file or directory of the node, for reading only or also for writing."""
+        """Let a principal use the files of a directory, or read a single file."""
 
     def take(self, uid: int, path: str) -> None:
         """Make the node the owner of a directory and of all files that a principal owns below it."""
@@ -119,11 +118,11 @@ class RootSpawner:
     def measure(self) -> OfferedLevel:
         return measure(self._environ)
 
-    def principal(self, owner: str) -> Principal:
-        return self._principals.of(owner)
+    def principal(self, owner: str, home: Path) -> Principal:
+        return self._principals.of(owner, home)
 
     def start_zygote(self, order: ZygoteOrder, *, channel_fd: int, log: int) -> ZygoteProcess:
-        principal = self.principal(order.owner)
+        principal = self._principals.of(order.owner)
         view = view_of(principal, order.interpreter.python, order.trees)
         interpreter = order.interpreter._replace(view=view, level=order.level)
         return zygote_process(interpreter, order.preload, channel_fd=channel_fd, log=log)
@@ -147,9 +146,14 @@ class RootSpawner:
                 if is_directory:
                     os.fchmod(fd, _WRITABLE)
             return
-        for fd, is_directory in _owned(path, self._account):
-            os.fchown(fd, -1, uid)
-            os.fchmod(fd, _ENTERABLE if is_directory else _READABLE)
+        has_own_group = uid in uid_range(self._environ.get(RANGE, ""))
+        for fd, _ in _owned(path, self._account):
+            if has_own_group:
+                os.fchown(fd, -1, uid)
+                os.fchmod(fd, 0o440)
+            else:  # The primary group of an account can have other members.
+                os.fchown(fd, uid, -1)
+                os.fchmod(fd, 0o400)
 
     def take(self, uid: int, path: str) -> None:
         for fd, is_directory in _owned(path, uid):

@@ -28,14 +28,14 @@ import msgspec
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
-from serverless_gpu.node.attempt.ownership import WRITTEN, reclaim
-from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.attempt.ownership import CALL, WRITTEN, reclaim
+from serverless_gpu.node.base.protocol import Account, Launch
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.views import gpu_nodes, network_nodes
 from serverless_gpu.node.spawner.verbs import Spawner
 
-CALL, STOP_FILE = "call.pkl", "stop_reason"
+STOP_FILE = "stop_reason"
 
 
 class Shown(NamedTuple):
@@ -119,13 +119,17 @@ class AttemptFiles(msgspec.Struct, frozen=True, kw_only=True):
         if self.level == USER:
             with contextlib.suppress(OSError, IsolationUnavailable):  # The mounts end with the principal's zygote.
                 spawner.hide(namespace, self.ranks_directory)
-        return reclaim(spawner, self.made)
+        call = [Path(each.source) for each in self.grafts if each.at == f"{self.ranks_directory}/{CALL}"]
+        return reclaim(spawner, [*self.made, *call])
 
 
-def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = "") -> AttemptFiles:
+def attempt_files(
+    launch: Launch, checkpoints: str = "", *, uid: int = 0, user_home: str = "", account: Account | None = None
+) -> AttemptFiles:
     """Return the paths of an attempt. `checkpoints` is the node's directory of checkpoints, or "".
 
-    `uid` and `user_home` belong to the run's principal. At the level `none`, `uid` is 0.
+    `uid`, `user_home` and `account` belong to the run's principal. At the level `none`, `uid` is 0. A principal with a
+    uid of the range has no account.
     """
     level = launch.isolation
     directory, secrets = Path(launch.directory), "" if launch.secrets is None else launch.secrets.directory
@@ -144,8 +148,15 @@ def attempt_files(launch: Launch, checkpoints: str = "", *, uid: int = 0, user_h
             variables=variables,
         )
     base = sandbox.ATTEMPT if level == SANDBOX else f"{sandbox.ATTEMPT}/{_short_name(launch)}"
-    home = {"HOME": sandbox.HOME, "USER": sandbox.USER, "LOGNAME": sandbox.USER, "SHELL": "/bin/sh", "TMPDIR": "/tmp"}
-    variables = {"SGPU_STOP_FILE": f"{base}/stop/{STOP_FILE}", **(home if level == SANDBOX else {"HOME": user_home})}
+    user = sandbox.USER if account is None else account.name
+    home = {
+        "HOME": sandbox.HOME if account is None and level == SANDBOX else user_home,
+        "USER": user,
+        "LOGNAME": user,
+        "SHELL": "/bin/sh",
+        "TMPDIR": "/tmp",
+    }
+    variables = {"SGPU_STOP_FILE": f"{base}/stop/{STOP_FILE}", **home}
     writable = {str(directory / name): f"{base}/{name}" for name in WRITTEN}
     if run:
         variables["SGPU_CHECKPOINT_DIR"] = f"{base}/checkpoints/{launch.fence}"

@@ -115,7 +115,9 @@ class Supervisor:
         self._home = home
         self._sockets = sockets
         self._machine = machine
-        self._files = attempt_files(launch, assign.checkpoints, uid=assign.uid, user_home=assign.user_home)
+        self._files = attempt_files(
+            launch, assign.checkpoints, uid=assign.uid, user_home=assign.user_home, account=assign.account
+        )
         self._clock: Clock = SystemClock()
         self._attempt = first_of(launch)
         self._account = AttemptAccount(launch, self._clock)
@@ -576,6 +578,7 @@ def make_stopped(
         hang=hang if attempt.reason is Reason.COLLECTIVE_HANG else None,
         proven=proven,
         hint=hint if attempt.state is State.FAILED and attempt.reason is not Reason.GPU_LOST else "",
+        killed=attempt.killed,
     )
 
 

@@ -42,7 +42,7 @@ from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.claim import has_begun, may_have_begun, try_lock
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
-from serverless_gpu.node.attempt.ownership import reclaim, written_directories
+from serverless_gpu.node.attempt.ownership import reclaim, written_files
 from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt, write_remote
 from serverless_gpu.node.attempt.supervisor_loss import LostAttempt, settle_loss
 from serverless_gpu.node.base import protocol
@@ -275,7 +275,7 @@ class AttemptController:
             self._connections += 1
         # A killed supervisor may have left secret files and files of the principal.
         secret_files.remove(self.directory)
-        reclaim(find_spawner(os.environ), written_directories(self.directory, None))
+        reclaim(find_spawner(os.environ), written_files(self.directory, None))
         self._write_stale()
 
     def _write_stale(self) -> None:

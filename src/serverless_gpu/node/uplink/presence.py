@@ -36,6 +36,8 @@ from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_ru
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.isolation.levels import OfferedLevel, problem_of_cgroups
+from serverless_gpu.node.isolation.principals import PrincipalMap
+from serverless_gpu.node.isolation.sweeper import read_findings
 from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.spawner.verbs import Spawner
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
@@ -79,6 +81,7 @@ class NodePresence:
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
         self._level = _offered_level(find_spawner(os.environ))
+        self._principals = PrincipalMap(os.environ).place
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
         """Return the node's hello message with the name and pool from the profile."""
@@ -144,13 +147,20 @@ class NodePresence:
             self._faults.look(devices)
             found = self._taken(devices, {attempt.run_id for attempt in attempts})
             silence = found.degraded or self._inventory.silence
-            findings = self._faults.findings()
+            findings = (*self._faults.findings(), *self._left_behind())
             changes = {"own_types": greeting.own_types, "degraded": silence, "findings": findings}
             if not found.draining and (self._home.root / "ray" / LEFT).exists():
                 changes["draining"] = "the machine has left the pool: its `sgpu join` process has ended"
             return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:
             return NodeOffer(problem=str(error))
+
+    def _left_behind(self) -> tuple[str, ...]:
+        """Return the findings about principals that the sweeper of this node keeps."""
+        try:
+            return read_findings(self._principals).sentences()
+        except OSError:
+            return ()  # `sgpu doctor` reports unreadable findings.
 
     def _pythons(self) -> tuple[str, ...]:
         """Return the interpreters on this node. Search periodically, because users may install interpreters."""

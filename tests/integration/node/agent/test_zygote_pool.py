@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.node.agent.zygote_pool import PRELOAD_S, ZYGOTES_MAX, ZygotePool
+from serverless_gpu.node.agent.zygote_policy import ZYGOTES_MAX
+from serverless_gpu.node.agent.zygote_pool import PRELOAD_S, ZygotePool
 from serverless_gpu.node.agent.zygotes import Zygote, ZygoteRequest
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context

@@ -49,6 +49,8 @@ def client(place: Path) -> Iterator[SpawnerClient]:
         finally:
             os._exit(0)
     listener.close()
+    (place / "home").mkdir()
+    os.chown(place / "home", ACCOUNT.uid, ACCOUNT.gid)
     with contextlib.closing(SpawnerClient(path)) as made:
         yield made
     os.kill(pid, signal.SIGTERM)
@@ -138,21 +140,21 @@ def test_the_spawner_starts_no_interpreter_that_others_cannot_execute(client: Sp
         client.start_zygote(order, channel_fd=0, log=1)
 
 
-def test_a_principal_keeps_its_uid(client: SpawnerClient) -> None:
-    first, second = client.principal("ana"), client.principal("bo")
+def test_a_principal_keeps_its_uid(client: SpawnerClient, place: Path) -> None:
+    first, second = client.principal("ana", place / "home"), client.principal("bo", place / "home")
     assert (first.uid, second.uid) == (UIDS[0], UIDS[1])
-    assert client.principal("ana") == first
+    assert client.principal("ana", place / "home") == first
 
 
 def test_an_invalid_request_is_answered_and_the_connection_stays(client: SpawnerClient, place: Path) -> None:
-    client.principal("ana")
+    client.principal("ana", place / "home")
     channel = client._channel
     assert isinstance(channel, Channel)
     channel.send(b'{"verb": "become_root"}')
     received = channel.receive()
     assert received is not None
     assert b"know this request" in received[0]
-    assert client.principal("ana").uid == UID
+    assert client.principal("ana", place / "home").uid == UID
 
 
 def test_another_user_gets_no_answer(client: SpawnerClient, place: Path) -> None:
@@ -162,7 +164,7 @@ def test_another_user_gets_no_answer(client: SpawnerClient, place: Path) -> None
         code = 1
         try:
             os.setresuid(1, 1, 1)
-            client.principal("ana")
+            client.principal("ana", place / "home")
         except IsolationUnavailable:
             code = 0
         finally:
@@ -173,7 +175,7 @@ def test_another_user_gets_no_answer(client: SpawnerClient, place: Path) -> None
 def test_a_missing_spawner_is_told_with_its_remedy(place: Path) -> None:
     missing = SpawnerClient(place / "spawner.sock")
     with pytest.raises(IsolationUnavailable, match="does not answer") as told:
-        missing.principal("ana")
+        missing.principal("ana", place)
     assert told.value.hint is not None
     assert "sgpu node spawner" in told.value.hint
     assert missing.measure().level == "none"

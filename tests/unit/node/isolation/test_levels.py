@@ -1,13 +1,16 @@
-"""The level that a node offers, from the outcomes of its trials."""
+"""The level that a node offers, missing prerequisites, and what a killed trial left behind."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from serverless_gpu.node.isolation import levels
+from serverless_gpu.node.isolation.levels import SubordinateFacts, has_range, remove_orphans, subordinate_problem
+from tests.support.golden import golden
 
 REFUSED = "the kernel refuses it"
 
@@ -37,6 +40,44 @@ def test_the_strongest_level_whose_trial_succeeds_is_offered(
     assert levels.measure({}) == (level, problem)
 
 
-def test_a_process_without_the_rights_of_root_offers_no_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert levels.measure({}).level == "none"
+ALL = SubordinateFacts("ana", (), (), "")
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        (ALL, "offered"),
+        (ALL._replace(missing_programs=("newuidmap", "newgidmap")), "programs"),
+        (ALL._replace(missing_ranges=("/etc/subuid",)), "range"),
+        (ALL._replace(namespace_problem="a user namespace cannot be made: Operation not permitted"), "namespaces"),
+        (ALL._replace(missing_programs=("newgidmap",), missing_ranges=("/etc/subuid",)), "first-missing"),
+    ],
+)
+def test_the_first_missing_prerequisite_is_named(facts: SubordinateFacts, name: str) -> None:
+    assert subordinate_problem(facts) == golden(f"node.levels.{name}")
+
+
+def test_without_root_the_level_is_none_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1500)
+    monkeypatch.setattr(levels, "_subordinate_facts", lambda: ALL)
+    level = levels.measure({})
+    assert (level.level, level.problem) == ("none", golden("node.levels.not-root"))
+
+
+def test_a_range_counts_for_the_name_or_the_number_of_a_user(tmp_path: Path) -> None:
+    file = tmp_path / "subuid"
+    file.write_text("bob:100000:65536\n1500:200000:65536\ncarol:300000:0\nbroken\n")
+    assert [has_range(file, {name}) for name in ("bob", "1500", "carol", "ana")] == [True, True, False, False]
+    assert not has_range(tmp_path / "missing", {"bob"})
+
+
+def test_27_the_directory_of_a_killed_trial_is_removed_and_that_of_a_running_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sgpu-rehearsal-abcdefgh" / "root").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    remove_orphans(str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(levels, "_ORPHAN_S", -1.0)
+    remove_orphans(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.node.base.protocol import UNKNOWN_OWNER
 from serverless_gpu.node.isolation.principals import PLACE, RANGE, UIDS, Principals, free_uid, uid_range
+from serverless_gpu.node.isolation.remains import Remain, RemainKind
+from serverless_gpu.node.isolation.survey import Survey
 from tests.support.golden import golden
 
 
 @pytest.fixture(autouse=True)
 def own_uids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all homes belong to the user of the test, who may not be root."""
+    """Have all homes belong to the user of the test, who may not be root, and nothing else to the uids."""
     monkeypatch.setattr(os, "chown", lambda path, uid, gid: None)
+    monkeypatch.setattr("serverless_gpu.node.isolation.principals.survey", lambda uids: Survey())
 
 
 def of(place: Path, uids: str = "5000-5002") -> Principals:
@@ -28,6 +32,21 @@ def test_each_owner_keeps_its_uid_and_home_also_in_another_agent(tmp_path: Path)
     assert (alice.uid, bob.uid) == (5000, 5001)
     assert of(tmp_path / "p").of("alice of a") == alice
     assert Path(alice.home).stat().st_mode & 0o777 == 0o700
+
+
+def test_27_a_uid_to_which_something_belongs_goes_to_no_new_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Remain(RemainKind.PROCESS, 5000, "7 (sleep)")
+    monkeypatch.setattr("serverless_gpu.node.isolation.principals.survey", lambda uids: Survey([process]))
+    (tmp_path / "5001").mkdir()
+    assert of(tmp_path).of("alice").uid == 5002
+    assert of(tmp_path).of("alice").uid == 5002
+
+
+def test_27_a_run_of_an_unnamed_owner_gets_no_uid(tmp_path: Path) -> None:
+    with pytest.raises(IsolationUnavailable, match="did not name the run's owner"):
+        of(tmp_path).of(UNKNOWN_OWNER)
 
 
 def test_a_full_range_refuses_new_owners_only(tmp_path: Path) -> None:
