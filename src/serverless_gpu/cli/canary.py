@@ -45,8 +45,8 @@ def canary(name: str, level: Level | None, wide: bool, as_json: bool) -> None:
     """Test the isolation of a node.
 
     The canary starts two ordinary runs of scratch principals on the node. One run tries to break out: it tries to reach
-    the other run, the node and the server. For each attempt, the report contains the result "refused", "possible" or "unknown". A refusal
-    counts only if the same attempt succeeds without isolation. Otherwise, the result is unknown.
+    the other run, the node and the server. For each attempt, the report contains the result "refused", "possible" or
+    "unknown". A refusal counts only if the same attempt succeeds without isolation. Otherwise, the result is unknown.
 
     With NODE, the server requests the canary in the isolation level of the node's pool. Without NODE, the canary tests
     this machine. As root, the canary proves more refusals.

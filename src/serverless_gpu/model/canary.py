@@ -45,6 +45,7 @@ PROCESSES = Measure("pid namespace", "check that the run has its own pid namespa
 IPC = Measure("IPC namespace", "check that the run has its own IPC namespace")
 SCOPE = Measure("Landlock scope", "start Linux 6.12 or newer, with Landlock among the security modules")
 FILTER = Measure("seccomp filter", "check that the kernel has seccomp filters, and that the run uses one")
+KEYRING = Measure("own keyring", "check that the run has its own session keyring")
 CAPABILITIES = Measure("no capabilities", "check that the run's processes hold no capability")
 NO_NEW_PRIVILEGES = Measure("no_new_privs", "check the flag NoNewPrivs in /proc/PID/status of the run")
 DEVICES = Measure("private /dev", "check that the run sees only the device nodes of its attempt")
@@ -172,7 +173,7 @@ ATTEMPTS: tuple[CanaryAttempt, ...] = (
         _try("service-socket", "connect to a socket in /run that every account may use", VIEW, _SANDBOX),
         _try("agent-socket", "connect to the socket of the agent", UID),
         _try("supervisor-socket", "connect to the socket of another run's supervisor", UID),
-        _try("session-key", "find a key in the session keyring of the node", FILTER),
+        _try("session-key", "find a key in the session keyring of the node", KEYRING),
     ),
     *_all_of(
         DEVICE,

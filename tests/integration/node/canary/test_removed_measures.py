@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
-from serverless_gpu.model.canary import ATTEMPTS, NETWORK, SANDBOX
+from serverless_gpu.model.canary import ATTEMPTS, NETWORK, SANDBOX, USER
 from serverless_gpu.node.canary.examination import EXHAUST_PROCESSES, trials
 from serverless_gpu.node.canary.inspection import process_limit
 from serverless_gpu.node.canary.runs import json_lines, program_of
 from serverless_gpu.node.canary.targets import MEMORY_BYTES
 from serverless_gpu.node.processes.process_tree import MemoryWatch, end_cgroup, find_cgroup_root, remove_cgroup
-from tests.support.node.canary_sandbox import Ended, Place, attempt_in_sandbox, targets_of_a_victim
+from tests.support.node.canary_sandbox import UID, Ended, Place, attempt_in_sandbox, targets_of_a_victim
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sandboxes")
 
@@ -139,6 +139,13 @@ def test_a_complete_sandbox_refuses_each_attempt(complete: Ended) -> None:
     claimed = {each.name for each in ATTEMPTS if SANDBOX in each.refused_at}
     assert complete.errors == ""
     assert complete.possible & claimed == set()
+
+
+def test_27_an_own_uid_alone_refuses_all_that_the_level_user_claims(targets: dict[str, object]) -> None:
+    names = [each.name for each in ATTEMPTS if each.group != NETWORK and each.name not in _WITHOUT_RUN]
+    found = attempt_in_sandbox(targets, names, place="account", uid=UID + 2)
+    claimed = {each.name for each in ATTEMPTS if USER in each.refused_at}
+    assert found.possible & claimed <= {"leave-process"}, "only a supervisor ends processes that a run leaves"
 
 
 @pytest.mark.parametrize("name", REMOVALS)
