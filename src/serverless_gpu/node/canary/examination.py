@@ -182,7 +182,8 @@ def _await_process(run: CanaryRun, mark: str) -> int:
             break
         select.poll().poll(_LOOK_MS)
     raise AgentUnavailable(
-        f"the canary's run {run.run_id} did not start{run.problem()}", hint="read the agent's log on the node"
+        f"the canary's run {run.run_id} did not start{run.problem()}",
+        hint="free two CPU slots of the node, or read the agent's log",
     )
 
 
