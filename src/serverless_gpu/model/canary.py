@@ -229,7 +229,14 @@ ATTEMPTS: tuple[CanaryAttempt, ...] = (
     *_all_of(
         RESOURCES,
         _try("exhaust-processes", "start as many processes as the machine allows", CGROUP, control="observed"),
-        _try("exhaust-memory", "use more memory than the run may use", CGROUP),
+        _try("exhaust-memory", "use more memory than memory= allows", CGROUP),
+        _try(
+            "exhaust-memory-unasked",
+            "use all memory, in a run without memory=",
+            CGROUP,
+            _NONE,
+            control="observed",
+        ),
         _try("fill-tmp", "fill the machine's /tmp", VIEW, _SANDBOX),
         _try("fill-shared-memory", "fill the machine's /dev/shm", VIEW, _SANDBOX),
         _try("fill-disk", "fill the disk of the node", QUOTA, _NONE),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from serverless_gpu.model.canary import ATTEMPTS, NETWORK, SANDBOX, USER
-from serverless_gpu.node.canary.examination import EXHAUST_PROCESSES, trials
+from serverless_gpu.node.canary.examination import OBSERVED, trials
 from serverless_gpu.node.canary.inspection import process_limit
 from serverless_gpu.node.canary.runs import json_lines, program_of
 from serverless_gpu.node.canary.targets import MEMORY_BYTES
@@ -117,7 +117,7 @@ SECOND_LINES = {
     "own keyring": (Removal(_NO_FILTER, {"session-key"}), "seal.leave_keyring = lambda: None"),
 }
 """Measures that refuse an attempt only if another measure fails first."""
-_WITHOUT_RUN = {EXHAUST_PROCESSES, "exhaust-memory"}
+_WITHOUT_RUN = {*OBSERVED, "exhaust-memory"}
 """Attempts on limits that the supervisor sets for a run."""
 _NAMES = [each.name for each in ATTEMPTS if each.group != NETWORK and each.name not in _WITHOUT_RUN]
 RIGHTS_OF_A_ZYGOTE = {
