@@ -45,6 +45,7 @@ PROCESSES = Measure("pid namespace", "check that the run has its own pid namespa
 IPC = Measure("IPC namespace", "check that the run has its own IPC namespace")
 SCOPE = Measure("Landlock scope", "start Linux 6.12 or newer, with Landlock among the security modules")
 FILTER = Measure("seccomp filter", "check that the kernel has seccomp filters, and that the run uses one")
+KEYRING = Measure("own keyring", "check that the run has its own session keyring")
 CAPABILITIES = Measure("no capabilities", "check that the run's processes hold no capability")
 NO_NEW_PRIVILEGES = Measure("no_new_privs", "check the flag NoNewPrivs in /proc/PID/status of the run")
 DEVICES = Measure("private /dev", "check that the run sees only the device nodes of its attempt")
@@ -172,7 +173,7 @@ ATTEMPTS: tuple[CanaryAttempt, ...] = (
         _try("service-socket", "connect to a socket in /run that every account may use", VIEW, _SANDBOX),
         _try("agent-socket", "connect to the socket of the agent", UID),
         _try("supervisor-socket", "connect to the socket of another run's supervisor", UID),
-        _try("session-key", "find a key in the session keyring of the node", FILTER),
+        _try("session-key", "find a key in the session keyring of the node", KEYRING),
     ),
     *_all_of(
         DEVICE,
@@ -187,7 +188,7 @@ ATTEMPTS: tuple[CanaryAttempt, ...] = (
         _try("mount-files", "mount a file system", CAPABILITIES, control="same"),
         _try("mount-devices", "mount the machine's device nodes", CAPABILITIES, control="same"),
         _try("mount-cgroups", "mount the machine's cgroups", CAPABILITIES, control="same"),
-        _try("mount-by-descriptor", "create a file system with fsopen", CAPABILITIES, control="same"),
+        _try("mount-by-descriptor", "create a mount with fsopen and fsmount", CAPABILITIES, control="same"),
         _try("user-namespace", "create a user namespace", FILTER, _SANDBOX, control="same"),
         _try("user-namespace-clone3", "create a user namespace with clone3", FILTER, _SANDBOX, control="same"),
         _try("mount-namespace", "create a mount namespace", CAPABILITIES, control="same"),
@@ -228,7 +229,14 @@ ATTEMPTS: tuple[CanaryAttempt, ...] = (
     *_all_of(
         RESOURCES,
         _try("exhaust-processes", "start as many processes as the machine allows", CGROUP, control="observed"),
-        _try("exhaust-memory", "use more memory than the run may use", CGROUP),
+        _try("exhaust-memory", "use more memory than memory= allows", CGROUP),
+        _try(
+            "exhaust-memory-unasked",
+            "use all memory, in a run without memory=",
+            CGROUP,
+            _NONE,
+            control="observed",
+        ),
         _try("fill-tmp", "fill the machine's /tmp", VIEW, _SANDBOX),
         _try("fill-shared-memory", "fill the machine's /dev/shm", VIEW, _SANDBOX),
         _try("fill-disk", "fill the disk of the node", QUOTA, _NONE),

@@ -30,7 +30,7 @@ UID = 1_900_060_000
 _ENDED_S = 60.0
 _TMPFS_BYTES = 1 << 20
 _PROGRAM = """\
-import json, os, sys
+import encodings.ascii, encodings.idna, json, os, sys
 from _sgpu_inside import linux, mounts, sandbox, seal
 from _sgpu_inside.canary import runner
 
@@ -57,6 +57,7 @@ def attempt():
 
 if place == "account":
     os.setgroups([])
+    seal.leave_keyring()
     os.setresgid(view.uid, view.uid, view.uid)
     seal.forbid_new_privileges()
     os.setresuid(view.uid, view.uid, view.uid)

@@ -32,7 +32,17 @@ from serverless_gpu.node.agent.connection import running_agent
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.canary import inspection
-from serverless_gpu.node.canary.runs import FENCE, SECRET, TOKEN, CanaryRun, json_lines, outcomes, program_of, started
+from serverless_gpu.node.canary.runs import (
+    FENCE,
+    SECRET,
+    TOKEN,
+    CanaryRun,
+    ScratchRun,
+    json_lines,
+    outcomes,
+    program_of,
+    started,
+)
 from serverless_gpu.node.canary.targets import MEMORY_BYTES, new_mark, prepared
 from serverless_gpu.node.inside.canary import victim
 from serverless_gpu.node.inside.linux import descendants
@@ -47,7 +57,10 @@ _ANSWER_S = 10.0
 _LOOK_MS, _LOOKS_MAX = 20, 3_000
 _FREE_MEMORY_FACTOR = 4
 _SUPERVISOR, _ZYGOTE = "sgpu-supervisor", "sgpu-zygote"
-_EXHAUST_MEMORY, EXHAUST_PROCESSES = "exhaust-memory", "exhaust-processes"
+_REACH_LIMIT = "exhaust-memory"
+EXHAUST_PROCESSES, EXHAUST_MEMORY = "exhaust-processes", "exhaust-memory-unasked"
+OBSERVED = (EXHAUST_PROCESSES, EXHAUST_MEMORY)
+"""Attempts without code. The node reads the limits of the runs instead."""
 
 
 def examine(
@@ -71,24 +84,27 @@ def _try(
     run_id = new_run_id()
     own = home.attempt(run_id, FENCE)
     targets |= {"own_directory": str(own), "own_facts": str(own / "facts.jsonl"), "own_order": str(own / "spec.json")}
-    of_victim = program_of("victim", f"{mark}-victim")
-    with started(home, clock, run_id=new_run_id(), owner=VICTIM, argv=of_victim, level=level) as other:
+    of_victim = ScratchRun(new_run_id(), VICTIM, program_of("victim", f"{mark}-victim"), level, memory_bytes=None)
+    with started(home, clock, of_victim) as other:
         targets |= _victim_targets(home, other, level, mark, environ)
         key = new_key()
         argv = program_of("runner", json.dumps({**targets, "mark": f"{mark}-run", "left_key": key}))
-        with started(home, clock, run_id=run_id, owner=ATTACKER, argv=argv, level=level) as run:
-            limit = inspection.process_limit(_await_process(run, f"{mark}-run"))
+        with started(home, clock, ScratchRun(run_id, ATTACKER, argv, level)) as run:
+            observed = {
+                EXHAUST_PROCESSES: inspection.process_limit(_await_process(run, f"{mark}-run")),
+                EXHAUST_MEMORY: inspection.memory_limit(cast(int, targets["victim_pid"])),
+            }
             run.wait()
             attempts = with_remains(trials(outcomes(run.log)), f"{mark}-run", key)
             # The controls use files of the attacker's run, so the run's directory must still exist.
-            return {**attempts, EXHAUST_PROCESSES: limit}, control(targets, f"{mark}-control")
+            return {**attempts, **observed}, control(targets, f"{mark}-control")
 
 
 def control(targets: Mapping[str, object], mark: str) -> dict[str, Trial]:
     """Return the outcomes of the attempts without isolation, in a process of this account."""
-    key, names = new_key(), [each.name for each in ATTEMPTS if each.name != EXHAUST_PROCESSES]
-    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < _FREE_MEMORY_FACTOR * MEMORY_BYTES:
-        names.remove(_EXHAUST_MEMORY)  # The control must not exhaust the memory of the machine.
+    key, names = new_key(), [each.name for each in ATTEMPTS if each.name not in OBSERVED]
+    if inspection.available_memory_bytes() < _FREE_MEMORY_FACTOR * MEMORY_BYTES:
+        names.remove(_REACH_LIMIT)  # The control must not exhaust the memory of the machine.
     found = {**targets, "mark": mark, "left_key": key, "stem_pid": targets.get("victim_pid"), "only": names}
     leaked = os.open(str(targets["node_file"]), os.O_RDONLY)  # The target of `inherited-descriptor`.
     try:
@@ -109,7 +125,12 @@ def control(targets: Mapping[str, object], mark: str) -> dict[str, Trial]:
     finally:
         os.close(leaked)
     found_trials = with_remains(trials(json_lines(lines)), mark, key)
-    return {**found_trials, EXHAUST_PROCESSES: inspection.process_limit(os.getpid())}
+    own = os.getpid()
+    return {
+        **found_trials,
+        EXHAUST_PROCESSES: inspection.process_limit(own),
+        EXHAUST_MEMORY: inspection.memory_limit(own),
+    }
 
 
 def trials(lines: Iterable[Mapping[str, object]]) -> dict[str, Trial]:
@@ -182,7 +203,8 @@ def _await_process(run: CanaryRun, mark: str) -> int:
             break
         select.poll().poll(_LOOK_MS)
     raise AgentUnavailable(
-        f"the canary's run {run.run_id} did not start{run.problem()}", hint="read the agent's log on the node"
+        f"the canary's run {run.run_id} did not start{run.problem()}",
+        hint="free two CPU slots of the node, or read the agent's log",
     )
 
 

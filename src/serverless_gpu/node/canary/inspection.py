@@ -10,7 +10,8 @@ from pathlib import Path
 from serverless_gpu.model.canary import Trial
 from serverless_gpu.node.canary.targets import unlink_queue
 from serverless_gpu.node.inside.canary.base import libc
-from serverless_gpu.node.processes.process_tree import TASKS_MAX, mount_point
+from serverless_gpu.node.processes.process_tree import TASKS_MAX, memory_limit_bytes, mount_point, own_place
+from serverless_gpu.units import format_bytes
 
 _IPC_RMID = 0
 LEAVE_PROCESS = "leave-process"
@@ -43,13 +44,8 @@ def name_of(pid: int) -> str:
 
 def process_limit(pid: int) -> Trial:
     """Return if a process may start more processes than an attempt may have, by its cgroup."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        return Trial("failed", f"the cgroup of the run cannot be read: {error.strerror}")
     for kind, controller in (("cgroup2", ""), ("cgroup", "pids")):
-        mount = mount_point(kind, controller)
-        place = next((path for _, names, path in map(_fields, lines) if controller in names.split(",")), None)
+        mount, place = mount_point(kind, controller), own_place(controller, pid)
         if mount is None or place is None:
             continue
         with contextlib.suppress(OSError, ValueError):
@@ -59,9 +55,21 @@ def process_limit(pid: int) -> Trial:
     return Trial("possible", "no cgroup limits the number of processes")
 
 
-def _fields(line: str) -> tuple[str, str, str]:
-    number, names, path = line.split(":", 2)
-    return number, names, path
+def memory_limit(pid: int) -> Trial:
+    """Return if a process may use all memory that this process may use, by its cgroup."""
+    limit, own = memory_limit_bytes(pid), memory_limit_bytes()
+    if limit is not None and (own is None or limit < own):
+        return Trial("refused", f"at most {format_bytes(limit)}")
+    return Trial("possible", "no cgroup limits the memory")
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that new programs can use without swapping, or 0 if unknown."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def remains(mark: str, key: int) -> dict[str, Trial]:

@@ -96,10 +96,18 @@ def program_of(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *_FLAGS, "-c", text, *arguments)
 
 
+class ScratchRun(NamedTuple):
+    """A run to start: identifier, owner, program, isolation level and memory limit."""
+
+    run_id: str
+    owner: str
+    argv: tuple[str, ...]
+    level: Level
+    memory_bytes: int | None = MEMORY_BYTES
+
+
 @contextlib.contextmanager
-def started(
-    home: Home, clock: Clock, *, run_id: str, owner: str, argv: tuple[str, ...], level: Level
-) -> Iterator[CanaryRun]:
+def started(home: Home, clock: Clock, wanted: ScratchRun) -> Iterator[CanaryRun]:
     """Start a run of a scratch principal on a CPU slot of this node. Stop the run at the end.
 
     Raises AgentUnavailable, StorageError or HardwareError.
@@ -107,34 +115,34 @@ def started(
     channel, greeting = connect(home)
     try:
         slots = candidates(gpus=1, gpu_type=CPU, devices=greeting.devices, own=greeting.own_types)
-        directory = home.make_attempt(run_id, FENCE)
+        directory = home.make_attempt(wanted.run_id, FENCE)
         write_private(directory / TOKEN, b"a token")
         write_private(directory / "results" / TOKEN, b"a result")
         place = secret_files.write(directory, {SECRET: b"a secret"})
         launch = protocol.Launch(
-            run_id=run_id,
+            run_id=wanted.run_id,
             fence=FENCE,
             directory=str(directory),
-            spec=_spec(argv),
+            spec=_spec(wanted),
             candidates=slots.devices,
             world_size=1,
             of_type=len(slots.devices),
             context=_context(),
             called_ns=clock.boottime_ns(),
             secrets=DeliveredSecrets(directory=str(place), texts=(SECRET,)),
-            owner=owner,
-            isolation=level,
+            owner=wanted.owner,
+            isolation=wanted.level,
         )
         write_submission(launch, greeting.version)
         protocol.send(channel, launch)
-        run = CanaryRun(run_id, directory, channel)
+        run = CanaryRun(wanted.run_id, directory, channel)
         try:
             yield run
         finally:
             run.stop()
     finally:
         channel.close()
-        home.remove_run(run_id)
+        home.remove_run(wanted.run_id)
 
 
 def outcomes(log: Path) -> list[Mapping[str, object]]:
@@ -156,13 +164,13 @@ def json_lines(text: str) -> list[Mapping[str, object]]:
     return found
 
 
-def _spec(argv: tuple[str, ...]) -> RunSpec:
+def _spec(wanted: ScratchRun) -> RunSpec:
     return RunSpec(
         name="canary",
-        resources=Resources(gpus=1, gpu_type=CPU, memory_bytes=MEMORY_BYTES),
+        resources=Resources(gpus=1, gpu_type=CPU, memory_bytes=wanted.memory_bytes),
         timeout_s=_SECONDS_MAX,
         grace_s=_ENDED_S / 10,
-        payload=Command(argv=argv),
+        payload=Command(argv=wanted.argv),
         tracking=False,
         secrets=(SECRET,),
         hang_warning_s=0,

@@ -293,11 +293,14 @@ def remove_cgroup(path: Path) -> bool:
     return True
 
 
-def memory_limit_bytes() -> int | None:
-    """Return the lowest memory limit of this process's cgroups; None if no limit is visible."""
+def memory_limit_bytes(pid: int | None = None) -> int | None:
+    """Return the lowest memory limit of a process's cgroups; None if no limit is visible.
+
+    Without a pid, return the limit of this process.
+    """
     found: list[int] = []
     for kind, controller, name in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
-        mount, place = mount_point(kind, controller), own_place(controller)
+        mount, place = mount_point(kind, controller), own_place(controller, pid)
         if mount is None or place is None:
             continue
         own = mount / place.lstrip("/")
@@ -405,9 +408,12 @@ def mount_point(kind: str, controller: str) -> Path | None:
     return None
 
 
-def own_place(controller: str) -> str | None:
-    """Return this process's cgroup from lines such as ``0::/user.slice`` or ``4:memory:/x``."""
-    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
+def own_place(controller: str, pid: int | None = None) -> str | None:
+    """Return the cgroup of a process from lines such as ``0::/user.slice`` or ``4:memory:/x``.
+
+    Without a pid, return the cgroup of this process.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{pid or 'self'}/cgroup", encoding="utf-8") as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if controller in controllers.split(","):

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
-from serverless_gpu.model.canary import ATTEMPTS, NETWORK, SANDBOX
-from serverless_gpu.node.canary.examination import EXHAUST_PROCESSES, trials
+from serverless_gpu.model.canary import ATTEMPTS, NETWORK, SANDBOX, USER
+from serverless_gpu.node.canary.examination import OBSERVED, trials
 from serverless_gpu.node.canary.inspection import process_limit
 from serverless_gpu.node.canary.runs import json_lines, program_of
 from serverless_gpu.node.canary.targets import MEMORY_BYTES
 from serverless_gpu.node.processes.process_tree import MemoryWatch, end_cgroup, find_cgroup_root, remove_cgroup
-from tests.support.node.canary_sandbox import Ended, Place, attempt_in_sandbox, targets_of_a_victim
+from tests.support.node.canary_sandbox import UID, Ended, Place, attempt_in_sandbox, targets_of_a_victim
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sandboxes")
 
@@ -85,7 +85,7 @@ class Removal(NamedTuple):
 
 REMOVALS = {
     "own uid": Removal("", {"core-pattern", "kernel-setting", "become-root"}, uid=0),
-    "user namespace": Removal(_NO_USER_NAMESPACE, {"swap", "kernel-program", "performance-events"}, place="zygote"),
+    "user namespace": Removal(_NO_USER_NAMESPACE, {"swap", "mount-devices", "mount-cgroups"}, place="zygote"),
     "pid namespace": Removal(_ONE_PROCESS_TREE, {"rank-arguments", "slow-rank", "leave-process"}),
     "IPC namespace": Removal(
         "sandbox._OWN_VIEW &= ~mounts.CLONE_NEWIPC",
@@ -117,8 +117,14 @@ SECOND_LINES = {
     "own keyring": (Removal(_NO_FILTER, {"session-key"}), "seal.leave_keyring = lambda: None"),
 }
 """Measures that refuse an attempt only if another measure fails first."""
-_WITHOUT_RUN = {EXHAUST_PROCESSES, "exhaust-memory"}
+_WITHOUT_RUN = {*OBSERVED, "exhaust-memory"}
 """Attempts on limits that the supervisor sets for a run."""
+_NAMES = [each.name for each in ATTEMPTS if each.group != NETWORK and each.name not in _WITHOUT_RUN]
+RIGHTS_OF_A_ZYGOTE = {
+    *("capabilities", "host-name", "mount-namespace", "network-namespace", "mount-by-descriptor"),
+    *("io-uring", "key-ring"),
+}
+"""Attempts that succeed as code of a zygote, which holds capabilities in the user namespace of its principal."""
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +137,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obje
 @pytest.fixture(scope="module")
 def complete(targets: dict[str, object]) -> Ended:
     """Return the outcomes of all attempts in a complete sandbox."""
-    names = [each.name for each in ATTEMPTS if each.group != NETWORK and each.name not in _WITHOUT_RUN]
-    return attempt_in_sandbox(targets, names)
+    return attempt_in_sandbox(targets, _NAMES)
+
+
+@pytest.fixture(scope="module")
+def of_zygote(targets: dict[str, object]) -> Ended:
+    """Return the outcomes of all attempts as code of a zygote. The sandbox would wait for a process that it leaves."""
+    return attempt_in_sandbox(targets, [name for name in _NAMES if name != "leave-process"], place="zygote")
 
 
 def test_a_complete_sandbox_refuses_each_attempt(complete: Ended) -> None:
@@ -141,14 +152,27 @@ def test_a_complete_sandbox_refuses_each_attempt(complete: Ended) -> None:
     assert complete.possible & claimed == set()
 
 
+def test_27_an_own_uid_alone_refuses_all_that_the_level_user_claims(targets: dict[str, object]) -> None:
+    found = attempt_in_sandbox(targets, _NAMES, place="account", uid=UID + 2)
+    claimed = {each.name for each in ATTEMPTS if USER in each.refused_at}
+    assert found.possible & claimed <= {"leave-process"}, "only a supervisor ends processes that a run leaves"
+
+
+def test_27_the_code_of_a_zygote_reaches_nothing_outside_of_its_user_namespace(of_zygote: Ended) -> None:
+    claimed = {each.name for each in ATTEMPTS if SANDBOX in each.refused_at}
+    assert of_zygote.errors == ""
+    assert of_zygote.possible & claimed == RIGHTS_OF_A_ZYGOTE
+
+
 @pytest.mark.parametrize("name", REMOVALS)
-def test_27_without_a_measure_an_attempt_is_possible(name: str, targets: dict[str, object], complete: Ended) -> None:
+def test_27_without_a_measure_an_attempt_is_possible(
+    name: str, targets: dict[str, object], complete: Ended, of_zygote: Ended
+) -> None:
     source, expected, place, uid = REMOVALS[name]
-    if place == "rank":
-        assert {each for each in expected if complete.outcomes[each].outcome != "refused"} == set()
-    else:
-        before = attempt_in_sandbox(targets, sorted(expected), place=place)
-        assert {each for each in expected if before.outcomes[each].outcome != "refused"} == set(), before
+    before = {"rank": complete, "zygote": of_zygote}.get(place) or attempt_in_sandbox(
+        targets, sorted(expected), place=place
+    )
+    assert {each for each in expected if before.outcomes[each].outcome != "refused"} == set(), before
     keys = {} if uid is None else {"uid": uid}
     found = attempt_in_sandbox(targets, sorted(expected), removal=source, place=place, **keys)
     assert found.possible == expected, found

@@ -237,7 +237,7 @@ def test_the_least_limit_of_all_groups_around_this_process_counts(
         (tmp_path / name).write_text(f"{text}\n")
     mounts = {"cgroup2": tmp_path / "v2", "cgroup": tmp_path / "v1"}
     monkeypatch.setattr(process_tree, "mount_point", lambda kind, _: mounts[kind])
-    monkeypatch.setattr(process_tree, "own_place", lambda controller: "/c" if controller else "/a/b")
+    monkeypatch.setattr(process_tree, "own_place", lambda controller, _pid: "/c" if controller else "/a/b")
     assert process_tree.memory_limit_bytes() == found
 
 

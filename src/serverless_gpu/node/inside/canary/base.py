@@ -59,6 +59,8 @@ _NUMBERS = {
     "clone3": (435, 435),
     "finit_module": (313, 273),
     "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
     "io_uring_setup": (425, 425),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),

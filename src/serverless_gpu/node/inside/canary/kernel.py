@@ -18,6 +18,8 @@ from .base import Attempt, Targets, Unavailable, check, libc, open_for_writing, 
 
 _NAMESPACES = {"user": 0x10000000, "mount": 0x20000, "pid": 0x20000000, "net": 0x40000000}
 _MS_NODEV_NOSUID_NOEXEC = 0x2 | 0x4 | 0x8
+_MNT_DETACH = 2
+_FSCONFIG_CMD_CREATE = 6
 _NOBODY = 65_534
 _SETUID_PROGRAMS = ("su", "passwd", "chsh", "newgrp", "gpasswd", "sudo", "pkexec")
 _SETUID_PLACES = ("/usr/bin", "/bin", "/usr/local/bin")
@@ -50,18 +52,25 @@ def _kernel_log(_: Targets) -> None:
         os.close(log)
 
 
-def _mount(kind: str) -> Attempt:
+def _mount(_: Targets) -> None:
+    """Mount an empty file system on an empty directory for a moment."""
+    place = tempfile.mkdtemp()
+    try:
+        check(libc.mount(b"tmpfs", place.encode(), b"tmpfs", ctypes.c_ulong(_MS_NODEV_NOSUID_NOEXEC), None))
+        check(libc.umount2(place.encode(), _MNT_DETACH))
+    finally:
+        os.rmdir(place)  # Never delete the content: it would belong to a mount that could not be removed.
+
+
+def _mount_detached(kind: bytes) -> Attempt:
+    """Create a mount without a place, which no other process sees."""
+
     def attempt(_: Targets) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            name = kind.encode()
-            check(libc.mount(name, place.encode(), name, ctypes.c_ulong(_MS_NODEV_NOSUID_NOEXEC), None))
-            check(libc.umount2(place.encode(), 0))
+        context = check(system_call("fsopen", kind, 0))
+        check(system_call("fsconfig", context, _FSCONFIG_CMD_CREATE, None, None, 0))
+        os.close(check(system_call("fsmount", context, 0, 0)))
 
     return attempt
-
-
-def _mount_by_descriptor(_: Targets) -> None:
-    os.close(check(system_call("fsopen", b"tmpfs", 0)))
 
 
 def _new_namespace(kind: str) -> Attempt:
@@ -207,10 +216,10 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "raw-disk": _raw_disk,
     "make-device": _make_device,
     "kernel-log": _kernel_log,
-    "mount-files": _mount("tmpfs"),
-    "mount-devices": _mount("devtmpfs"),
-    "mount-cgroups": _mount("cgroup2"),
-    "mount-by-descriptor": _mount_by_descriptor,
+    "mount-files": _mount,
+    "mount-devices": _mount_detached(b"devtmpfs"),
+    "mount-cgroups": _mount_detached(b"cgroup2"),
+    "mount-by-descriptor": _mount_detached(b"tmpfs"),
     "user-namespace": _new_namespace("user"),
     "user-namespace-clone3": _clone,
     "mount-namespace": _new_namespace("mount"),
