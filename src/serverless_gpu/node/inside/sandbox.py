@@ -131,6 +131,15 @@ def interpreter_parts(python: str) -> list[str]:
     return found
 
 
+def mounts_of(process: int | str) -> bytes:
+    """Return the mount namespace of a process and its mounts; b"" if the process has ended."""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink(f"/proc/{process}/ns/mnt")
+        with open(f"/proc/{process}/mountinfo", "rb") as file:
+            return namespace.encode() + b"\n" + file.read()
+    return b""
+
+
 def fork_init() -> int:
     """Fork a child that is pid 1 of a new pid namespace. Raises OSError.
 
