@@ -1,7 +1,7 @@
 """Decides which zygotes end, and why. The reason becomes the cold-start reason of the next run.
 
     end of an attempt        ─▶ `abnormal_end`    killed, out of memory, signal, stem or supervisor lost …
-    mounts of the zygote     ─▶ `Zygote.damage`   differ from the mounts when the zygote became ready
+    mounts of the zygote     ─▶ `Zygote.damage`   differ from the mounts that the launcher made
     processes of its sandbox ─▶ `strangers`       belong to neither the zygote nor a stem (`isolation/inspection.py`)
     number and memory        ─▶ `excess`          too many zygotes, or too much memory for all zygotes
 

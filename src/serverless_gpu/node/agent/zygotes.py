@@ -61,7 +61,6 @@ from serverless_gpu.node.isolation.inspection import (
     ZYGOTE_PID,
     SandboxProcess,
     memory_of,
-    mounts_of,
     sandbox_processes,
     strangers,
 )
@@ -194,7 +193,7 @@ class Zygote:
         self.memory_bytes = 0
         self.weighed_ns = 0
         self.pid = 0  # Pid of the zygote on this node, once it is ready.
-        self._mounts = b""  # Mounts of the zygote's sandbox when the zygote became ready.
+        self._mounts = b""  # Mounts of the zygote's sandbox before any code of its principal.
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # The pid, channel and pidfd of each standby stem.
@@ -331,14 +330,16 @@ class Zygote:
         """
         match message.get("event"):
             case "ready":
-                if not self.ready:  # A later message of a hostile zygote must not change what the agent compares with.
-                    self._meet_process()
                 self.ready = True
+                self.pid = self._host_pid(ZYGOTE_PID) if self.level == SANDBOX else self.process.pid
                 files = message.get("modules")
                 packages = message.get("packages")
                 self._packages = packages if isinstance(packages, dict) else {}
                 loaded = [str(file) for file in files] if isinstance(files, list) else []
                 self._meet(loaded, message)
+            case "mounts" if not self._mounts:
+                # The launcher sends this message before any code of the principal runs. The agent ignores later ones.
+                self._mounts = inside.text(message, "view").encode("utf-8", "surrogateescape")
             case "cold":
                 self.cold = inside.text(message, "reason")
             case "stem":
@@ -349,13 +350,6 @@ class Zygote:
                 self._offer(environment, pid, fd)
                 return True
         return False
-
-    def _meet_process(self) -> None:
-        """Record the zygote's pid and the mounts of its sandbox."""
-        self.pid = self.process.pid
-        if self.level == SANDBOX:
-            self.pid = self._host_pid(ZYGOTE_PID)
-            self._mounts = mounts_of(self.pid)
 
     def _host_pid(self, pid: int) -> int:
         """Return the pid of a stem on this node. Raises ValueError if the stem has already ended."""
@@ -406,10 +400,12 @@ class Zygote:
         for file, known in self._stamps.items():
             if stamp(file) != known:
                 return f"{file} has changed"
-        # Without a sandbox, the zygote cannot mount, and its mounts change with the files of attempts.
-        if self.level == SANDBOX and self.ready and mounts_of(self.pid) != self._mounts:
-            return "the mounts of the previous interpreter's sandbox have changed"
-        return ""
+        if self.level != SANDBOX or not self.ready:
+            return ""  # Without a sandbox, the zygote cannot mount, and its mounts change with the files of attempts.
+        mounts = sandbox.mounts_of(self.pid)
+        if not mounts:
+            return "the previous zygote died"
+        return "" if mounts == self._mounts else "the mounts of the previous interpreter's sandbox have changed"
 
     def weigh(self, now_ns: int) -> None:
         """Measure the memory of the zygote and its standby processes, which takes a few milliseconds."""

@@ -41,6 +41,10 @@ def main(plan_fd: int, channel_fd: int) -> None:
         enter(sandbox.View(**plan["view"]), plan["mounts"])
         linux.become_subreaper()  # execve keeps the subreaper setting.
         join_cgroups(cgroups)
+        # The agent later compares this view with the view of the zygote, which runs code of the principal.
+        with contextlib.closing(Channel.adopt(os.dup(channel_fd))) as channel:
+            view = sandbox.mounts_of("self").decode("utf-8", "surrogateescape")
+            channel.send(protocol.encode({"event": "mounts", "view": view}))
         os.execve(plan["argv"][0], plan["argv"], plan["environ"])
     linux.become_subreaper()
     enter_cgroups(plan["cgroups"])

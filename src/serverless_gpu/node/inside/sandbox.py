@@ -131,6 +131,16 @@ def interpreter_parts(python: str) -> list[str]:
     return found
 
 
+def mounts_of(process: int | str) -> bytes:
+    """Return the mounts of a process; b"" if the process has ended.
+
+    Each mount has a number of its own, which differs between mount namespaces.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{process}/mountinfo", "rb") as file:
+        return file.read()
+    return b""
+
+
 def fork_init() -> int:
     """Fork a child that is pid 1 of a new pid namespace. Raises OSError.
 

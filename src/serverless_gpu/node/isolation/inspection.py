@@ -1,4 +1,4 @@
-"""Inspects the sandbox of a running zygote: its mounts, its processes and its memory.
+"""Inspects the sandbox of a running zygote: its processes and its memory.
 
     keeper ─ member (1) ─ holder (…, 1) ─ zygote (…, 2) ─ stem (…, …, 1) ─ ranks      pids in nested namespaces
                               └─ any other process with two inner pids belongs to no run
@@ -6,14 +6,13 @@
 All processes of a sandbox are descendants of its keeper, because no process can leave its pid namespace. A process that
 code of `.pth` files starts is therefore visible here, even if it is in no cgroup of a run.
 
-Failure cases: If a process ends during the inspection, the result lacks it. If the zygote ends, its mounts are
-empty and its memory is 0.
+Failure cases: If a process ends during the inspection, the result lacks it. If the zygote ends, its
+memory is 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -68,16 +67,6 @@ def sandbox_processes(keeper: int, stems: Collection[int]) -> list[SandboxProces
             found.append(SandboxProcess(tuple(namespace_pids(pid)) or (pid,), seen.name))
         queue += [] if pid in stems else children(pid)
     return found
-
-
-def mounts_of(pid: int) -> bytes:
-    """Return the mounts of a process and its mount namespace; b"" if the process has ended."""
-    namespace = ""
-    with contextlib.suppress(OSError):  # Only root may read the link. The numbers of mounts differ by namespace, too.
-        namespace = os.readlink(f"/proc/{pid}/ns/mnt")
-    with contextlib.suppress(OSError):
-        return namespace.encode() + b"\n" + Path(f"/proc/{pid}/mountinfo").read_bytes()
-    return b""
 
 
 def memory_of(pids: Iterable[int]) -> int:
