@@ -11,6 +11,7 @@ of another user on the same node. Such an entry is a decision of an administrato
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -142,6 +143,11 @@ def merged(policies: Sequence[EgressPolicy]) -> EgressPolicy:
     allow = tuple(text for text in policies[0].allow if all(text in other for other in others))
     closed = tuple(dict.fromkeys(text for policy in policies for text in policy.closed))
     return EgressPolicy(mode=mode, allow=allow, closed=closed)
+
+
+def digest_of(policy: EgressPolicy) -> str:
+    """Return a short digest of a policy, by which a server knows that a node has applied the policy."""
+    return hashlib.sha256(msgspec.json.encode(policy)).hexdigest()[:16]
 
 
 def _split(text: str) -> tuple[str, str | None]:

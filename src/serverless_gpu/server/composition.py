@@ -53,6 +53,7 @@ from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequest
 from serverless_gpu.server.nodes import agent_service, drain, node_service
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.drain import DrainService
+from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
@@ -158,6 +159,7 @@ class Services(ServerResources):
     joins: JoinService
     drain: DrainService
     evacuation: Evacuation
+    egress_policies: EgressPolicies
     agents: AgentService
     pools: PoolService
 

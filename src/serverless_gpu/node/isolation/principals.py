@@ -46,7 +46,7 @@ class Principals:
     """Assigns a uid and a home directory to each owner."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._place = Path(environ.get(PLACE) or _PLACE)
+        self._place = place_of(environ)
         self._uids = uid_range(environ.get(RANGE, ""))
 
     def of(self, owner: str) -> Principal:
@@ -79,6 +79,22 @@ class Principals:
             yield self._place / _MAP
         finally:
             os.close(fd)
+
+
+def place_of(environ: Mapping[str, str]) -> Path:
+    """Return the directory of the map, of the principals' homes, and of the machine's network policies."""
+    return Path(environ.get(PLACE) or _PLACE)
+
+
+def ranges_of(environ: Mapping[str, str]) -> tuple[tuple[int, int], ...]:
+    """Return the first and last uid of each range of principals, the configured range last.
+
+    Principals keep a uid outside of the range after the range was changed. Raises IsolationUnavailable, OSError or
+    MsgspecError.
+    """
+    uids = uid_range(environ.get(RANGE, ""))
+    others = sorted(uid for uid in _read(place_of(environ) / _MAP).values() if uid not in uids)
+    return (*((uid, uid) for uid in others), (uids.start, uids.stop - 1))
 
 
 def uid_range(text: str) -> range:
