@@ -38,7 +38,7 @@ from serverless_gpu.model.egress import METADATA, NONE, OPEN, POOL, Destination,
 
 TABLE = "serverless_gpu"
 FAMILY = "inet"
-GANG_S = 600
+GANG_S = 180
 """Seconds for which a gang's addresses stay open without renewal."""
 _RECORD_S = 120
 _RECORDS_MAX = 131_072

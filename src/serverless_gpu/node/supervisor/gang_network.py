@@ -15,7 +15,7 @@ from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.egress_rules import GANG_S
 
-_RENEWAL_S = GANG_S / 10
+_RENEWAL_S = GANG_S / 6
 
 
 class GangNetwork:

@@ -160,7 +160,7 @@ def test_27_a_gang_reaches_its_nodes_until_its_time_is_over_also_while_rules_cha
         assert kept.require(EgressPolicy(mode="none", closed=(GANG, NODE))) == ""
         assert (nets.here.connect(ALICE, GANG, PORT), nets.here.connect(BOB, GANG, PORT)) == (REACHED, REFUSED)
         listed = nft_of("list", "set", "inet", "serverless_gpu", "gang4")
-    assert f"{ALICE} . {GANG} timeout 10m" in listed
+    assert f"{ALICE} . {GANG} timeout 3m" in listed
 
 
 def test_27_both_versions_of_ip_have_rules(nets: Nets, place: Path) -> None:
