@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.ray.start_arguments import PORTS as RAY_PORTS
-from serverless_gpu.model.egress import Destination, EgressPolicy, digest_of
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.egress import Destination, EgressPolicy, destination, digest_of
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.base.network import is_loopback, own_addresses
 from serverless_gpu.server.core.settings import PORT, Settings
@@ -74,10 +76,11 @@ def control_endpoints(settings: Settings) -> list[Destination]:
     with contextlib.suppress(OSError, ValueError):
         ports.add(int((settings.directory / "port").read_text(encoding="ascii")))
     found = [Destination(host, port, port) for host in _hosts(settings.host) for port in sorted(ports)]
-    database = sa.engine.make_url(settings.database)
-    if database.host:
-        port = database.port or _DATABASE_PORT
-        found.append(Destination(_canonical(database.host), port, port))
+    # The URL may list several database servers, or name the directory of a Unix socket.
+    for place in urlsplit(settings.database).netloc.rpartition("@")[2].split(","):
+        with contextlib.suppress(InvalidValue):
+            each = destination(place)
+            found.append(each if each.first else Destination(each.host, _DATABASE_PORT, _DATABASE_PORT))
     if settings.ray is not None:
         first, last = settings.ray.port, settings.ray.port + RAY_PORTS - 1
         found += [Destination(network, first, last) for network in _EVERYWHERE]
