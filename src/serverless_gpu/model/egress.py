@@ -5,8 +5,8 @@
     none    nodes of the own gang
 
 The metadata services of clouds are closed at each setting. Control endpoints are the server, its database, Ray, and all
-nodes of the server. An entry of the allow-list with an address and a port also opens a control endpoint, and a service
-of another user on the same node. Such an entry is a decision of an administrator, which the audit records.
+nodes of the server. An entry of the allow-list with an address and a port also opens control endpoints and services of
+other users on the same node. Such an entry is a decision of an administrator, which the audit records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EGRESS: tuple[Egress, ...] = (OPEN, POOL, NONE)
 """All settings, the weakest first."""
 ALLOWED_MAX = 100
 METADATA = (
-    "169.254.0.0/16",  # AWS, Azure, Google, Oracle, OpenStack, DigitalOcean, Hetzner, Tencent and Scaleway
+    "169.254.0.0/16",  # Link-local: most clouds
     "100.100.100.200/32",  # Alibaba
     "168.63.129.16/32",  # Azure's agent endpoint
     "192.0.0.192/32",  # Oracle Cloud Classic

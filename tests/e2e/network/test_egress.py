@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -47,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         cluster = stack.enter_context(
             Cluster(network, tmp_path_factory.mktemp("server"), {"heartbeat_s": 0.5}, wires=2)
         )
-        nodes = [cluster.invite(name, **{PLACE: str(principals / name)}) for name in ("n1", "n2")]
+        nodes = [cluster.invite(name, gpus=1, url="", **{PLACE: str(principals / name)}) for name in ("n1", "n2")]
         for node in nodes:
             ip("-n", node.wire.namespace, "addr", "add", f"{METADATA}/32", "dev", "lo")
             cluster.joined(node)
@@ -60,9 +60,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(cluster, {node.name: node.wire.address for node in nodes}, principals)
 
 
-def change(site: Site, **asked: object) -> PoolView:
+def change(site: Site, **asked: Any) -> PoolView:
     """Change the pool's policies."""
-    view: PoolView = site.cluster.ask("PUT", "/pools/default", PoolRequest(**asked), answer=PoolView)  # type: ignore[arg-type]
+    view: PoolView = site.cluster.ask("PUT", "/pools/default", PoolRequest(**asked), answer=PoolView)
     return view
 
 

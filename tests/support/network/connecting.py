@@ -75,8 +75,13 @@ def main() -> None:
     try:
         for line in sys.stdin:
             verb, uid, address, port = line.split()
-            work = {"listen": _listen, "connect": _connect, "send": _send, "fast": _send_at_once}[verb]
-            pid, said = _as_uid(int(uid), lambda work=work, place=(address, int(port)): work(place))  # type: ignore[misc]
+            works: dict[str, Callable[[Place], object]] = {
+                "listen": _listen,
+                "connect": _connect,
+                "send": _send,
+                "fast": _send_at_once,
+            }
+            pid, said = _as_uid(int(uid), works[verb], (address, int(port)))
             if verb == "listen":
                 listeners.append(pid)
             else:
@@ -91,7 +96,7 @@ def main() -> None:
 Place = tuple[str, int]
 
 
-def _as_uid(uid: int, work: Callable[[], object]) -> tuple[int, str]:
+def _as_uid(uid: int, work: Callable[[Place], object], place: Place) -> tuple[int, str]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -100,7 +105,7 @@ def _as_uid(uid: int, work: Callable[[], object]) -> tuple[int, str]:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         try:
-            said = work()
+            said = work(place)
         except OSError as error:
             said = errno.errorcode.get(error.errno or 0, repr(error))
         if isinstance(said, socket.socket):

@@ -51,7 +51,10 @@ def is_loopback(one: Address) -> bool:
 
 
 def is_bridge(one: Address) -> bool:
-    """Return True if an address belongs to a bridge of containers, which can have the same address on every machine."""
+    """Return True if an address belongs to a bridge of containers.
+
+    Such a bridge can have the same address on every machine.
+    """
     return one.interface.startswith(_OF_CONTAINERS)
 
 

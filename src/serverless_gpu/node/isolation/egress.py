@@ -118,9 +118,10 @@ class NodeEgress:
         self._loaded: EgressRules | None = None
 
     def require(self, policy: EgressPolicy) -> str:
-        """Apply a policy before an attempt starts. Raises IsolationUnavailable if a strict policy cannot be applied.
+        """Apply a policy before an attempt starts.
 
-        Return "", or the reason why an attempt in the mode `open` starts without rules.
+        Return "", or the reason why an attempt in the mode `open` starts without rules. Raises IsolationUnavailable if
+        the node cannot apply a strict policy.
         """
         try:
             self._apply(policy)
@@ -281,9 +282,10 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def _policies(environ: Mapping[str, str], boot_id: str) -> Iterator[dict[str, NodeEntry]]:
-    """Yield the policies of this machine's nodes by home, and store the changes. Raises OSError or MsgspecError.
+    """Yield the policies of this machine's nodes by home, and store the changes.
 
     Entries of an earlier boot have no rules and no processes. Entries of a removed home have no node.
+    Raises OSError or MsgspecError.
     """
     place = place_of(environ)
     place.mkdir(mode=0o711, parents=True, exist_ok=True)

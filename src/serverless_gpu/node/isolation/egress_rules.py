@@ -49,7 +49,9 @@ _SYN = "tcp flags & (fin | syn | rst | ack)"
 
 
 class EgressRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that determines the rules. All destinations are networks, because the node has resolved names.
+    """Everything that determines the rules.
+
+    All destinations are networks, because the node has resolved names.
 
     Attributes:
         uids: first and last uid of each range of principals.

@@ -36,7 +36,10 @@ def exists(environ: Mapping[str, str]) -> bool:
 
 
 def admit(uid: int, addresses: Iterable[str], environ: Mapping[str, str]) -> None:
-    """Open the addresses of a gang's nodes for a uid, for `egress_rules.GANG_S`. Raises IsolationUnavailable."""
+    """Open the addresses of a gang's nodes for a uid. Raises IsolationUnavailable.
+
+    The addresses stay open for `egress_rules.GANG_S`.
+    """
     outside = [one for one in addresses if not ipaddress.ip_address(one).is_loopback]
     if outside:
         run(admission(uid, outside), environ)

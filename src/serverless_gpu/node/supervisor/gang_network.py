@@ -1,4 +1,4 @@
-"""Opens the network rules of a node for one gang on several nodes, and keeps them open while the gang runs.
+"""Opens the network rules of a node for one gang on several nodes.
 
 The rules close all nodes of the server for ranks, except the nodes of their own gang. The kernel removes an opened
 address after `GANG_S` without renewal. A killed supervisor therefore leaves no open address behind.

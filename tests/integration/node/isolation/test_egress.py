@@ -9,14 +9,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import EgressPolicy
-from serverless_gpu.node.isolation import egress, nft
+from serverless_gpu.node.isolation import egress, egress_rules, nft
 from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.isolation.principals import PLACE
 from tests.support.network.connecting import Connector
@@ -80,7 +80,7 @@ def nft_of(*words: str) -> str:
     return subprocess.run(["nft", *words], capture_output=True, text=True, check=True).stdout
 
 
-def rules(nets: Nets, place: Path, name: str = "home", **policy: object) -> NodeEgress:
+def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgress:
     """Return the rules of a node with a policy, which is applied."""
     home = place / name
     home.mkdir(exist_ok=True)
@@ -88,7 +88,7 @@ def rules(nets: Nets, place: Path, name: str = "home", **policy: object) -> Node
     url = f"http://{OTHER}:{SERVER_PORT}"
     kept = NodeEgress(home, environ, SystemClock(), server_url=lambda: url, say=lambda line: None, problem="")
     with inside(nets.node):
-        assert kept.require(EgressPolicy(**policy)) == ""  # type: ignore[arg-type]
+        assert kept.require(EgressPolicy(**policy)) == ""
     return kept
 
 
@@ -114,7 +114,7 @@ def reached(nets: Nets, uid: int = ALICE) -> dict[str, str]:
 
 
 OWN = {"own", "own, other address"}
-POLICIES: dict[str, tuple[dict[str, object], set[str]]] = {
+POLICIES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "open": ({"mode": "open"}, {"gang", "allowed", "allowed, other port", "other", "name server"}),
     "pool": ({"mode": "pool"}, {"name server"}),
     "pool, port": ({"mode": "pool", "allow": (f"{ALLOWED}:{PORT}",)}, {"name server", "allowed"}),
@@ -241,5 +241,5 @@ def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) 
 
 
 def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(egress.egress_rules, "_output", lambda: [])
+    monkeypatch.setattr(egress_rules, "_output", lambda: [])
     assert "a principal reaches a service of root" in egress.measure({**os.environ, PLACE: str(place)})
