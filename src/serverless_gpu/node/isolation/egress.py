@@ -166,7 +166,7 @@ class NodeEgress:
             ):
                 known.pop(self._home, None)
                 if not known:
-                    nft.run(egress_rules.removal(), self._environ)
+                    nft.run(egress_rules.removal(nft.table_of(self._environ)), self._environ)
         finally:
             self._lock.release()
 
@@ -321,7 +321,8 @@ def _endpoint(url: str) -> tuple[str, ...]:
 
 def _load(rules: EgressRules, environ: Mapping[str, str]) -> None:
     """Load rules, and replace the sets of another version if they differ. Raises IsolationUnavailable."""
+    table = nft.table_of(environ)
     try:
-        nft.run(egress_rules.ruleset(rules), environ)
+        nft.run(egress_rules.ruleset(rules, table), environ)
     except IsolationUnavailable:
-        nft.run(egress_rules.ruleset(rules, afresh=True), environ)
+        nft.run(egress_rules.ruleset(rules, table, afresh=True), environ)

@@ -37,6 +37,7 @@ import msgspec
 from serverless_gpu.model.egress import METADATA, NONE, OPEN, POOL, Destination, Egress, Network
 
 TABLE = "serverless_gpu"
+"""Name of the table on a machine whose map of principals has its usual place."""
 FAMILY = "inet"
 GANG_S = 180
 """Seconds for which a gang's addresses stay open without renewal."""
@@ -83,14 +84,14 @@ class _Version:
 _VERSIONS = (_Version(4), _Version(6))
 
 
-def ruleset(rules: EgressRules, *, afresh: bool = False) -> str:
+def ruleset(rules: EgressRules, table: str = TABLE, *, afresh: bool = False) -> str:
     """Return the input of `nft -f -` that replaces the rules in one transaction.
 
     With `afresh`, the rules also replace the dynamic sets, for example the sets of another version.
     """
-    lines = [f"add table {FAMILY} {TABLE}"]
-    lines += [f"delete table {FAMILY} {TABLE}"] if afresh else [f"flush table {FAMILY} {TABLE}"]
-    lines += [f"table {FAMILY} {TABLE} {{", *_sets(rules)]
+    lines = [f"add table {FAMILY} {table}"]
+    lines += [f"delete table {FAMILY} {table}"] if afresh else [f"flush table {FAMILY} {table}"]
+    lines += [f"table {FAMILY} {table} {{", *_sets(rules)]
     for version in _VERSIONS:
         lines += _records(version)
     lines += _chain("local", _local(rules))
@@ -99,12 +100,12 @@ def ruleset(rules: EgressRules, *, afresh: bool = False) -> str:
     return "\n".join((*lines, "}", ""))
 
 
-def removal() -> str:
+def removal(table: str = TABLE) -> str:
     """Return the input of `nft -f -` that removes the rules."""
-    return f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
+    return f"add table {FAMILY} {table}\ndelete table {FAMILY} {table}\n"
 
 
-def admission(uid: int, addresses: Iterable[str]) -> str:
+def admission(uid: int, addresses: Iterable[str], table: str = TABLE) -> str:
     """Return the input of `nft -f -` that opens addresses for a uid, or renews their time.
 
     An existing element keeps its expiry on Linux before 6.12. The transaction therefore replaces the element.
@@ -112,8 +113,8 @@ def admission(uid: int, addresses: Iterable[str]) -> str:
     lines = []
     for address in addresses:
         ip = ipaddress.ip_address(address)
-        named = f"{FAMILY} {TABLE} gang{ip.version} {{ {uid} . {ip} }}"
-        timed = f"{FAMILY} {TABLE} gang{ip.version} {{ {uid} . {ip} timeout {GANG_S}s }}"
+        named = f"{FAMILY} {table} gang{ip.version} {{ {uid} . {ip} }}"
+        timed = f"{FAMILY} {table} gang{ip.version} {{ {uid} . {ip} timeout {GANG_S}s }}"
         lines += [f"add element {named}", f"delete element {named}", f"add element {timed}"]
     return "\n".join((*lines, ""))
 

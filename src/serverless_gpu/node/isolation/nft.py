@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.node.isolation.egress_rules import FAMILY, TABLE, admission
+from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.node.processes.spawn import clean_variables
 
 HINT = "install nftables on the node, and start the node again"
@@ -22,6 +24,15 @@ def find(environ: Mapping[str, str]) -> str | None:
     return shutil.which("nft", path=os.pathsep.join((environ.get("PATH", os.defpath), *_PLACES)))
 
 
+def table_of(environ: Mapping[str, str]) -> str:
+    """Return the name of the table for the principals of a map.
+
+    Agents with another map of principals have another table. Each connection must pass all tables.
+    """
+    place = environ.get(PLACE)
+    return f"{TABLE}_{hashlib.sha256(place.encode()).hexdigest()[:8]}" if place else TABLE
+
+
 def run(text: str, environ: Mapping[str, str]) -> None:
     """Give commands to nft, which executes all or none of them. Raises IsolationUnavailable."""
     done = _started(("-f", "-"), environ, text)
@@ -32,7 +43,7 @@ def run(text: str, environ: Mapping[str, str]) -> None:
 
 def exists(environ: Mapping[str, str]) -> bool:
     """Return True if the table of the rules exists. Raises IsolationUnavailable."""
-    return _started(("-t", "list", "table", FAMILY, TABLE), environ).returncode == 0
+    return _started(("-t", "list", "table", FAMILY, table_of(environ)), environ).returncode == 0
 
 
 def admit(uid: int, addresses: Iterable[str], environ: Mapping[str, str]) -> None:
@@ -42,7 +53,7 @@ def admit(uid: int, addresses: Iterable[str], environ: Mapping[str, str]) -> Non
     """
     outside = [one for one in addresses if not ipaddress.ip_address(one).is_loopback]
     if outside:
-        run(admission(uid, outside), environ)
+        run(admission(uid, outside, table_of(environ)), environ)
 
 
 def _started(options: Sequence[str], environ: Mapping[str, str], text: str = "") -> subprocess.CompletedProcess[str]:
