@@ -1,4 +1,4 @@
-"""Runs `nft`, and opens the addresses of a gang's nodes."""
+"""Runs `nft`, opens the addresses of a gang's nodes, and adds principals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.node.isolation.egress_rules import FAMILY, TABLE, admission
-from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.node.isolation.principals import PLACE, RANGE, uid_range
 from serverless_gpu.node.processes.spawn import clean_variables
 
 HINT = "install nftables on the node, and start the node again"
@@ -54,6 +54,18 @@ def admit(uid: int, addresses: Iterable[str], environ: Mapping[str, str]) -> Non
     outside = [one for one in addresses if not ipaddress.ip_address(one).is_loopback]
     if outside:
         run(admission(uid, outside, table_of(environ)), environ)
+
+
+def cover(uid: int, environ: Mapping[str, str]) -> None:
+    """Ensure that the rules apply to a principal's uid. Raises IsolationUnavailable.
+
+    The rules know the configured range. An account of the operating system can have a uid outside the range.
+    """
+    if uid in uid_range(environ.get(RANGE, "")):
+        return
+    element = ("element", FAMILY, table_of(environ), "principals", f"{{ {uid} }}")
+    if _started(("get", *element), environ).returncode:
+        run(f"add {' '.join(element)}\n", environ)
 
 
 def _started(options: Sequence[str], environ: Mapping[str, str], text: str = "") -> subprocess.CompletedProcess[str]:

@@ -163,6 +163,19 @@ def test_27_a_gang_reaches_its_nodes_until_its_time_is_over_also_while_rules_cha
     assert f"{ALICE} . {GANG} timeout 3m" in listed
 
 
+def test_27_an_account_outside_the_range_of_uids_gets_the_rules_before_its_first_run(nets: Nets, place: Path) -> None:
+    kept = rules(nets, place, mode="none")
+    environ = {**os.environ, PLACE: str(place)}
+    assert nets.here.connect(NOBODY, OTHER, PORT) == REACHED
+    with inside(nets.node):
+        for uid in (NOBODY, NOBODY, ALICE):
+            nft.cover(uid, environ)
+        assert nets.here.connect(NOBODY, OTHER, PORT) == REFUSED
+        (place / "uids.json").write_text(f'{{"nobody of a server": {NOBODY}}}')
+        kept.require(EgressPolicy(mode="pool"))
+    assert nets.here.connect(NOBODY, OTHER, PORT) == REFUSED, "rules that are replaced know the map of principals"
+
+
 def test_27_both_versions_of_ip_have_rules(nets: Nets, place: Path) -> None:
     rules(nets, place, mode="open")
     own, other = (nets.here.listen(uid, "::1") for uid in (ALICE, ROOT))
