@@ -37,10 +37,13 @@ METADATA = (
     "fd20:ce::254/128",  # Google
     "fd00:c1::a9fe:a9fe/128",  # Oracle
     "fd00:42::42/128",  # Scaleway
-    "fe80::a9fe:a9fe/128",  # OpenStack
+    "fe80::/10",  # Link-local: OpenStack, and other nodes beside their closed addresses
     "64:ff9b::a9fe:0/112",  # 169.254.0.0/16 through NAT64
 )
-"""Addresses of clouds' metadata services, which give the rights of the machine to each process that asks."""
+"""Addresses of clouds' metadata services, which give the rights of the machine to each process that asks.
+
+The list includes all link-local addresses.
+"""
 _NAME = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?\.)*[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?")
 _HINT = "for example pypi.org:443, 10.1.0.0/16, 10.1.2.3:5000-5010 or [2001:db8::1]:443"
 PORT_MAX = 65_535
@@ -125,7 +128,7 @@ def check_allowed(texts: Sequence[str]) -> tuple[str, ...]:
         network = each.network
         if network is not None and any(_is_within(network, ipaddress.ip_network(text)) for text in METADATA):
             raise InvalidValue(
-                f"{each.text} is an address of a cloud's metadata service, which stays closed",
+                f"{each.text} is link-local or an address of a cloud's metadata service, which stays closed",
                 hint="give runs credentials as secrets: sgpu secret set",
             )
     return tuple(dict.fromkeys(each.text for each in found))

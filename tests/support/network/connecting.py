@@ -50,6 +50,10 @@ class Connector:
         """Connect as a uid."""
         return self._ask("connect", uid, address, port)
 
+    def connect_from(self, source: int, uid: int, address: str, port: int) -> str:
+        """Connect as a uid from a port, which another connection may have had."""
+        return self._ask("connect", uid, address, port, source)
+
     def send(self, uid: int, address: str, port: int) -> str:
         """Send a datagram as a uid."""
         return self._ask("send", uid, address, port)
@@ -74,14 +78,14 @@ def main() -> None:
     listeners: list[int] = []
     try:
         for line in sys.stdin:
-            verb, uid, address, port = line.split()
-            works: dict[str, Callable[[Place], object]] = {
+            verb, uid, address, port, *source = line.split()
+            works: dict[str, Callable[[Place, int], object]] = {
                 "listen": _listen,
                 "connect": _connect,
                 "send": _send,
                 "fast": _send_at_once,
             }
-            pid, said = _as_uid(int(uid), works[verb], (address, int(port)))
+            pid, said = _as_uid(int(uid), works[verb], (address, int(port)), int(source[0]) if source else 0)
             if verb == "listen":
                 listeners.append(pid)
             else:
@@ -96,7 +100,7 @@ def main() -> None:
 Place = tuple[str, int]
 
 
-def _as_uid(uid: int, work: Callable[[Place], object], place: Place) -> tuple[int, str]:
+def _as_uid(uid: int, work: Callable[[Place, int], object], place: Place, source: int) -> tuple[int, str]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -105,7 +109,7 @@ def _as_uid(uid: int, work: Callable[[Place], object], place: Place) -> tuple[in
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         try:
-            said = work(place)
+            said = work(place, source)
         except OSError as error:
             said = errno.errorcode.get(error.errno or 0, repr(error))
         if isinstance(said, socket.socket):
@@ -125,25 +129,28 @@ def _family(place: Place) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in place[0] else socket.AF_INET
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(place: Place, source: int) -> socket.socket:
     return socket.create_server(place, family=_family(place), backlog=64)
 
 
-def _connect(place: Place) -> str:
+def _connect(place: Place, source: int) -> str:
     with socket.socket(_family(place)) as sock:
         sock.settimeout(_CONNECT_S)
+        if source:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((place[0], source))
         sock.connect(place)
         return "reached" if sock.recv(2) == b"hi" else "closed"
 
 
-def _send(place: Place) -> str:
+def _send(place: Place, source: int) -> str:
     with socket.socket(_family(place), socket.SOCK_DGRAM) as sock:
         sock.connect(place)
         sock.send(b"hi")
         return "sent"
 
 
-def _send_at_once(place: Place) -> str:
+def _send_at_once(place: Place, source: int) -> str:
     with socket.socket(_family(place)) as sock:
         # With a timeout in Python, the socket would not block.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(_CONNECT_S), 0))

@@ -76,6 +76,9 @@ def control_endpoints(settings: Settings) -> list[Destination]:
     with contextlib.suppress(OSError, ValueError):
         ports.add(int((settings.directory / "port").read_text(encoding="ascii")))
     found = [Destination(host, port, port) for host in _hosts(settings.host) for port in sorted(ports)]
+    for name in settings.hosts:
+        with contextlib.suppress(InvalidValue):
+            found += [Destination(destination(name).host, port, port) for port in sorted(ports)]
     # The URL may list several database servers, or name the directory of a Unix socket.
     for place in urlsplit(settings.database).netloc.rpartition("@")[2].split(","):
         with contextlib.suppress(InvalidValue):

@@ -176,6 +176,14 @@ def test_27_an_account_outside_the_range_of_uids_gets_the_rules_before_its_first
     assert nets.here.connect(NOBODY, OTHER, PORT) == REFUSED, "rules that are replaced know the map of principals"
 
 
+def test_27_the_record_of_one_principals_connection_opens_no_listener_for_another(nets: Nets, place: Path) -> None:
+    rules(nets, place, mode="open")
+    port, source = nets.ports[ALICE], 40_123
+    assert nets.here.connect_from(source, ALICE, "127.0.0.1", port) == REACHED
+    assert nets.here.connect_from(source, BOB, "127.0.0.1", port) == REFUSED, "the rules know the connection as Alice's"
+    assert nets.here.connect_from(source, ALICE, "127.0.0.1", port) == REACHED
+
+
 def test_27_both_versions_of_ip_have_rules(nets: Nets, place: Path) -> None:
     rules(nets, place, mode="open")
     own, other = (nets.here.listen(uid, "::1") for uid in (ALICE, ROOT))

@@ -125,6 +125,8 @@ def test_27_the_servers_own_endpoints_are_closed(services: Services) -> None:
     assert {"10.0.0.5:7878", "db.internal:5432", "0.0.0.0/0:7900-7999", "[::/0]:7900-7999", "10.0.0.6:6379"} == set(
         found
     )
+    named = msgspec.structs.replace(settings, hosts=("GPU.example", "203.0.113.7"), database="sqlite:///x")
+    assert [each.text for each in control_endpoints(named)][1:] == ["gpu.example:7878", "203.0.113.7:7878"]
     several = msgspec.structs.replace(settings, database="postgresql://sgpu:p@a.internal,b.internal:6432/sgpu")
     assert [each.text for each in control_endpoints(several)][1:] == ["a.internal:5432", "b.internal:6432"]
     local = msgspec.structs.replace(settings, host="127.0.0.1", database="postgresql://%2Frun/sgpu")
