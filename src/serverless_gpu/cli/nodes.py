@@ -24,6 +24,7 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, NotAllowed, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.spawner import SOCKET
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.agents import clock_text
@@ -95,6 +96,7 @@ def show_node(name: str, as_json: bool) -> None:
         ["last seen", _seen_text(view)],
         ["users", owner_text(view)],
         ["isolation", f"{view.isolation}: {view.isolation_problem}" if view.isolation_problem else view.isolation],
+        *(["network rules", rules_text(view)] if view.isolation != NONE else []),
         *(["remark", remark] for remark in _remarks(view)),
         *(["run", run] for run in view.runs),
     ]
@@ -233,6 +235,11 @@ def _seen_text(view: NodeView) -> str:
 def _remarks(view: NodeView) -> list[str]:
     excluded = [f"{one.uuid} is quarantined{f' ({one.note})' if one.note else ''}" for one in view.rules.quarantined]
     return list(filter(None, (view.sentence, *excluded, *view.findings, clock_text(view.clock))))
+
+
+def rules_text(view: NodeView) -> str:
+    """Return text about the network rules of a node with isolation."""
+    return f"missing: {view.egress_problem}" if view.egress_problem else "enforced"
 
 
 def find_node(found: Sequence[NodeView], name: str) -> NodeView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 from urllib.parse import quote
 
 import click
@@ -12,9 +13,10 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.command_group import LazyGroup
 from serverless_gpu.cli.completion import complete_node, complete_pool
-from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
+from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.egress import EGRESS
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.isolation import LEVELS, SANDBOX, USER
 from serverless_gpu.model.scheduling import wait_messages
@@ -86,8 +88,35 @@ def list_pools(wide: bool, as_json: bool) -> None:
     for each in found:
         free = ", ".join(f"{each.free.get(name, 0)} of {total} {name}" for name, total in each.total.items()) or "-"
         nodes = " ".join(each.nodes) or "-"
-        rows.append([each.name, _kind(each), each.isolation, free, f"{each.queued} waiting", nodes])
-    print_table(["POOL", "KIND", "ISOLATION", "FREE", "QUEUE", "NODES"], rows, wide=wide)
+        rows.append([each.name, _kind(each), each.isolation, each.egress, free, f"{each.queued} waiting", nodes])
+    print_table(["POOL", "KIND", "ISOLATION", "EGRESS", "FREE", "QUEUE", "NODES"], rows, wide=wide)
+
+
+@pool.command("show")
+@click.argument("name", default="default", shell_complete=complete_pool)
+@json_option(PoolView)
+def show_pool(name: str, as_json: bool) -> None:
+    """Show one pool with its policies."""
+    with server() as connection:
+        found = connection.ask("GET", "/pools", answer=PoolList).pools
+    view = next((each for each in found if each.name == name), None)
+    if view is None:
+        raise InvalidValue(f"there is no pool {name!r}", hint="list the pools: sgpu pool list")
+    if as_json:
+        print_json(view)
+        return
+    rows = [
+        ["pool", view.name],
+        ["kind", _kind(view)],
+        ["isolation", view.isolation],
+        ["egress", view.egress],
+        *(["allow", text] for text in view.allow),
+        *(["devices", f"{view.free.get(kind, 0)} of {total} {kind} free"] for kind, total in view.total.items()),
+        ["queue", f"{view.queued} waiting"],
+        *(["node", node] for node in view.nodes),
+    ]
+    for line in columns(rows):
+        say(line)
 
 
 @pool.command("set")
@@ -124,6 +153,20 @@ def list_pools(wide: bool, as_json: bool) -> None:
     help="Run every principal in a sandbox, accept that all share one operating-system user (none), or serve only the "
     "first administrator (unset).",
 )
+@click.option(
+    "--egress",
+    type=click.Choice(EGRESS),
+    help="Network access of isolated runs: each address except control endpoints (open), the own gang and allowed "
+    "destinations (pool), or the own gang only (none).",
+)
+@click.option(
+    "--allow",
+    "allowed",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Allow isolated runs to reach a name, an address or a network. Repeatable. Replaces the pool's earlier list.",
+)
+@click.option("--allow-nothing", is_flag=True, help="Remove all destinations from the pool's list.")
 def set_pool(
     name: str,
     reserved: bool | None,
@@ -131,6 +174,7 @@ def set_pool(
     returned: str | None,
     members: tuple[str, ...],
     isolation: str | None,
+    **network: Any,
 ) -> None:
     """Create or change a pool.
 
@@ -139,14 +183,19 @@ def set_pool(
     administrator. Runs of other principals wait with the reason `isolation`. With --isolation sandbox, each principal
     has a separate operating-system user. Each attempt in a sandbox has private files, processes and devices. The nodes
     of a sandbox pool must run as root. With --isolation none, you accept that runs of several principals share one
-    operating-system user.
+    operating-system user. --egress restricts the network of runs in a pool with isolation. Its nodes need nftables.
     """
+    allowed: tuple[str, ...] = network["allowed"]
+    if allowed and network["allow_nothing"]:
+        raise click.UsageError("use either --allow or --allow-nothing")
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
         lends=lends,
         return_s=None if returned is None else duration_s("--return", returned),
         nodes=members,
         isolation=isolation,
+        egress=network["egress"],
+        allow=allowed if allowed or network["allow_nothing"] else None,
     )
     with server() as connection:
         view = connection.ask("PUT", f"/pools/{_part(name)}", asked, answer=PoolView)
@@ -163,6 +212,8 @@ def set_pool(
         say("new runs of every principal now start in a sandbox. Running runs continue without a sandbox")
     elif isolation == "unset":
         say("new runs of principals other than the first administrator now wait. Running runs continue")
+    if asked.egress is not None or asked.allow is not None:
+        say(f"egress {view.egress}, allowed: {', '.join(view.allow) or 'nothing more'}. Running runs follow in seconds")
 
 
 @pool.command("delete")

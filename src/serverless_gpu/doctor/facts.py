@@ -102,6 +102,7 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None = None
     clock: str = ""  # Text about the clock difference between node and server, or "" if the clocks agree.
     drained: bool = False  # True if an operator has drained the node. A drained node starts no new runs.
+    unfiltered: str = ""  # Reason why a node with isolation has no network rules, or "".
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,6 +138,10 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         sentence = f"only the first administrator's runs start in {', '.join(server.closed_pools)}"
         mend = SANDBOX_REMEDY.format(pool=server.closed_pools[0])
         found += warning(f"{sentence}: runs of other principals wait", f"{mend}   (agents must run as root)")
+    for node in server.nodes or ():
+        if node.unfiltered:
+            sentence = f"{node.name} has no network rules: runs reach the server and each service of the node"
+            found += warning(f"{sentence} ({node.unfiltered})", "install nftables on the node, and restart its uplink")
     return found or ok("no pool lets principals share an operating-system user")
 
 

@@ -54,6 +54,7 @@ from serverless_gpu.server.nodes import agent_service, canaries, drain, node_ser
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.canaries import CanaryService
 from serverless_gpu.server.nodes.drain import DrainService
+from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
@@ -160,6 +161,7 @@ class Services(ServerResources):
     canaries: CanaryService
     drain: DrainService
     evacuation: Evacuation
+    egress_policies: EgressPolicies
     agents: AgentService
     pools: PoolService
 

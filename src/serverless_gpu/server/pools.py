@@ -6,19 +6,23 @@ queue shares.
 
 from __future__ import annotations
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.isolation import LEVELS
+from serverless_gpu.model.egress import EGRESS, OPEN, check_allowed
+from serverless_gpu.model.isolation import LEVELS, NONE
 from serverless_gpu.server.core.caller import Caller, check_name
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes import node_service
+from serverless_gpu.server.nodes.egress_policies import policy_changes
 from serverless_gpu.server.nodes.node_service import NodeService
-from serverless_gpu.server.records import audit, pools, principals, references
+from serverless_gpu.server.records import audit, crews, pools, principals, references
 from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.pools import (
     ON_DEMAND,
     RESERVED,
@@ -67,6 +71,9 @@ class PoolService:
             raise InvalidValue(
                 f"a pool cannot wait {asked.return_s} s for the return of lent GPUs", hint="1 s to 7 days"
             )
+        if asked.egress is not None and asked.egress not in EGRESS:
+            hint = f"network policies: {', '.join(EGRESS)}"
+            raise InvalidValue(f"a pool cannot have the egress {asked.egress[:64]!r}", hint=hint)
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> bool:
@@ -74,9 +81,11 @@ class PoolService:
             pool = _changed(before, asked)
             pools.put(connection, pool)
             for node_name in asked.nodes:
-                pools.move(connection, name, node_id=node_service.find_node(connection, node_name).id)
+                _move(connection, node_service.find_node(connection, node_name), pool)
             lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
-            decided = {} if asked.isolation is None else {"isolation": asked.isolation}
+            decided: dict[str, object] = {} if asked.isolation is None else {"isolation": asked.isolation}
+            if asked.egress is not None or asked.allow is not None:
+                decided |= {"egress": pool.mode, "allow": list(pool.allow)}
             detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
             audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
             return pools.have_sandboxes(connection)
@@ -161,14 +170,40 @@ def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
             f"pool {before.name!r} is on-demand and cannot lend, because all users can already use the pool",
             hint=f"reserve it: sgpu pool set {before.name} --reserved --lend",
         )
-    return StoredPool(
+    pool = StoredPool(
         name=before.name,
         kind=kind,
         created_ns=before.created_ns,
         lends=lends,
         return_s=before.return_s if asked.return_s is None else asked.return_s,
         isolation=before.isolation if asked.isolation is None else asked.isolation,
+        egress=before.egress if asked.egress is None else asked.egress,
+        allow_json=before.allow_json if asked.allow is None else _allow_json(asked.allow),
     )
+    if pool.level == NONE and pool.mode != OPEN:
+        raise InvalidValue(
+            f"pool {pool.name!r} cannot have the egress {pool.mode!r} without isolation, because a node recognizes "
+            "the connections of runs by their own uids",
+            hint=f"sgpu pool set {pool.name} --isolation sandbox, or --egress open",
+        )
+    return pool
+
+
+def _allow_json(texts: tuple[str, ...]) -> str:
+    return msgspec.json.encode(check_allowed(texts)).decode()
+
+
+def _move(connection: sa.Connection, node: StoredNode, pool: StoredPool) -> None:
+    """Move a node into a pool, unless the node's network rules would change for running attempts."""
+    before = pools.find(connection, node.pool)
+    if before is not None and before.name != pool.name and policy_changes(before, pool):
+        going_on = crews.open_on(connection, node.id)
+        if going_on:
+            raise InvalidValue(
+                f"node {node.name} runs {len(going_on)} attempts under the network policy of pool {before.name!r}",
+                hint=f"wait until its runs have ended (sgpu node drain {node.name}), then move the node",
+            )
+    pools.move(connection, pool.name, node_id=node.id)
 
 
 def _kind(kind: str) -> ShareKind:

@@ -34,6 +34,7 @@ import msgspec
 
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.canary import CanaryReport
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement, Silence
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
@@ -75,11 +76,13 @@ class AgentHello(Request, frozen=True, kw_only=True):
         findings: further remarks about the devices for operators, one sentence each.
         problem: reason why the node cannot run attempts now, or "".
         takes: optional features that the node supports: "renewal" of attempts' tokens, "secrets", "without" (excluded
-            devices), "max_run" in a spec, "crews" (gangs on several nodes), and "canary".
+            devices), "max_run" in a spec, "crews" (gangs on several nodes), "canary", and "egress" (network policies).
         protocol: protocol version from `wire.base`. The server refuses an unsupported version with an error that names
             the version.
         isolation: strongest isolation level that the node offers (`model.isolation`), as the node measured it.
         isolation_problem: reason why the node offers no stronger level, or "".
+        addresses: addresses of the node's network interfaces, which the server closes for ranks of other gangs.
+        egress_problem: reason why the node cannot enforce a network policy, or "".
         process: random identifier of the uplink process. If a home has two uplink processes, the server admits only
             one.
     """
@@ -106,6 +109,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
     process: str = ""
     isolation: str = NONE
     isolation_problem: str = ""
+    addresses: tuple[str, ...] = ()
+    egress_problem: str = ""
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
@@ -158,6 +163,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
         renew: gangs that need new tokens, because the server refused their tokens.
         clock: difference between the clocks of the node and the server, or None if unknown.
         process: random identifier of the uplink process, as in `AgentHello`.
+        egress: digest of the network policy that the node has applied, or None if the node supports no policies.
     """
 
     devices: tuple[Device, ...]
@@ -172,6 +178,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     degraded: str = ""
     findings: tuple[str, ...] = ()
     process: str = ""
+    egress: str | None = None
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
@@ -181,11 +188,14 @@ class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
         stale: gangs that the server considers ended. The node must stop these gangs and delete their records.
         tokens: new tokens by gang, for the gangs in `renew` that belong to this node.
         at_ns: the server's time of the answer, as in `AgentWelcome`.
+        egress: network policy of the node's pool if the node has applied another policy. None for no change, and for a
+            pool without isolation.
     """
 
     stale: tuple[str, ...] = ()
     tokens: dict[str, str] = msgspec.field(default_factory=dict)
     at_ns: int = 0
+    egress: EgressPolicy | None = None
 
 
 class Start(Answer, frozen=True, kw_only=True, tag="start"):
@@ -206,6 +216,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         crews: parts of a gang on several nodes, in node order. Empty for a gang on one node.
         crew: number of the part that this node must start.
         isolation: isolation level of the attempt's ranks, which the pool requires.
+        egress: network policy of the pool, which the node applies before the attempt starts. None without isolation.
         nonce: random text by which the nodes of a gang recognize each other. "" for a gang on one node.
     """
 
@@ -229,6 +240,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     crew: int = 0
     nonce: str = ""
     isolation: Level = NONE
+    egress: EgressPolicy | None = None
 
     @property
     def gpus(self) -> int:

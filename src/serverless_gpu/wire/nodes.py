@@ -25,6 +25,7 @@ token, which is absent from the join file.
 
 from __future__ import annotations
 
+from serverless_gpu.model.egress import OPEN
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.wire.agents import ClockReading
@@ -92,6 +93,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
         findings: further remarks about the devices for operators, one sentence each.
         isolation: strongest isolation level that the node offers, as the node measured it.
         isolation_problem: reason why the node offers no stronger level, or "".
+        egress_problem: reason why the node cannot enforce a network policy, or "".
     """
 
     id: str
@@ -112,6 +114,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
     findings: tuple[str, ...] = ()
     isolation: str = NONE
     isolation_problem: str = ""
+    egress_problem: str = ""
 
 
 class NodeList(Answer, frozen=True, kw_only=True):
@@ -175,6 +178,8 @@ class PoolView(Answer, frozen=True, kw_only=True):
         return_s: maximum seconds until borrowing runs release lent devices.
         isolation: isolation level of the pool's runs, and the minimum for its nodes. "none": an administrator accepts
             that runs of several principals share a uid. "unset": the pool serves only the first administrator.
+        egress: network policy of the pool's runs: "open", "pool" or "none", as in `model.egress`.
+        allow: destinations that the policy opens, such as "pypi.org:443" or "10.1.0.0/16".
     """
 
     name: str
@@ -186,6 +191,8 @@ class PoolView(Answer, frozen=True, kw_only=True):
     lends: bool = False
     return_s: float = 300.0
     isolation: str = "unset"
+    egress: str = OPEN
+    allow: tuple[str, ...] = ()
 
 
 class PoolList(Answer, frozen=True, kw_only=True):
@@ -205,12 +212,16 @@ class PoolRequest(Request, frozen=True, kw_only=True):
         lends: True if a reserved pool lends idle devices, as in `PoolView`.
         return_s: maximum seconds until borrowing runs release lent devices, as in `PoolView`.
         isolation: a level of `model.isolation` or "unset", as in `PoolView`.
+        egress: network policy, as in `PoolView`.
+        allow: the complete list of destinations, as in `PoolView`.
     """
 
     kind: str | None = None
     lends: bool | None = None
     return_s: float | None = None
     isolation: str | None = None
+    egress: str | None = None
+    allow: tuple[str, ...] | None = None
     nodes: tuple[str, ...] = ()
 
 

@@ -23,6 +23,8 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import OutOfMemory, ServerlessGpuError
 from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, count
 from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.isolation import nft
+from serverless_gpu.node.isolation.egress_rules import removal
 from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.testing import agent_status
 from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
@@ -56,6 +58,8 @@ def principals(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.chmod(place, 0o711)
         monkeypatch.setenv(PLACE, place)
         yield Path(place)
+        if nft.find(os.environ) and nft.exists(os.environ):  # The uplink may have ended before its attempts.
+            nft.run(removal(nft.table_of(os.environ)), os.environ)
 
 
 @pytest.fixture

@@ -83,6 +83,14 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
                 "other runs",
             ),
         ),
+        (
+            "server-isolation",
+            replace(WELL, principals=None, closed_pools=(), nodes=(replace(UP, unfiltered="nft is missing"),)),
+            (
+                WARNING,
+                "n1 has no network rules: runs reach the server and each service of the node (nft is missing)",
+            ),
+        ),
         ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not list nodes")),
         ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined the server, so no run can start")),
         ("server-nodes", replace(WELL, nodes=(), embedded=False), (WARNING, "no node has joined the server")),

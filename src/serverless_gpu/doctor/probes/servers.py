@@ -40,6 +40,7 @@ from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuErr
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.access_control import reach
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.base.home import find_home, ray_keepers
 from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.inside import linux
@@ -182,6 +183,7 @@ def _node(view: object, ahead_s: int | None) -> ServerNode:
         silent_s=max(0.0, silent_s) if seen_ns else None,
         clock=load("serverless_gpu.wire.agents").clock_text(getattr(view, "clock", None)),
         drained=getattr(getattr(view, "rules", None), "drain", None) is not None,
+        unfiltered=str(getattr(view, "egress_problem", "")) if getattr(view, "isolation", NONE) != NONE else "",
     )
 
 

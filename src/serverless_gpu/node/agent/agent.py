@@ -49,6 +49,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.principals import Principal, PrincipalMap
 from serverless_gpu.node.isolation.sweeper import SweepSchedule, note_finding
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
@@ -104,6 +105,7 @@ class Agent:
     def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
         self._home = home
         self._sockets = sockets
+        self._environ = environ
         self._clock = SystemClock()
         self._log = open_log(home.agent_log)
         self._selector = selectors.DefaultSelector()
@@ -308,6 +310,8 @@ class Agent:
         asked_ns = self._clock.boottime_ns()
         try:
             principal = self._spawner.principal(launch.owner, self._home.root) if launch.isolation != NONE else None
+            if principal is not None and launch.egress_problem == "":
+                nft.cover(principal.uid, self._environ)
         except IsolationUnavailable as error:
             self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
             return

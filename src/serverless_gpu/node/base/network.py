@@ -39,7 +39,7 @@ def own_addresses() -> tuple[Address, ...]:
     """Return the addresses of this node, at most `ADDRESSES_MAX`."""
     there = (*ipv4_addresses(), *ipv6_addresses(Path("/proc/net/if_inet6")))
     found = list({one.address: one for one in there if is_interface(one.interface)}.values())
-    found.sort(key=lambda one: (one.interface.startswith(_OF_CONTAINERS), ":" in one.address))
+    found.sort(key=lambda one: (is_bridge(one), ":" in one.address))
     outside = [one for one in found if kind_of(one.address) in ("IPv4", "IPv6")]
     inside = [one for one in found if is_loopback(one)][:1]
     return (*outside[: ADDRESSES_MAX - len(inside)], *inside)
@@ -48,6 +48,14 @@ def own_addresses() -> tuple[Address, ...]:
 def is_loopback(one: Address) -> bool:
     """Return True if an address is reachable only from this machine."""
     return kind_of(one.address).startswith("loopback")
+
+
+def is_bridge(one: Address) -> bool:
+    """Return True if an address belongs to a bridge of containers.
+
+    Such a bridge can have the same address on every machine.
+    """
+    return one.interface.startswith(_OF_CONTAINERS)
 
 
 def ipv4_addresses() -> Iterator[Address]:

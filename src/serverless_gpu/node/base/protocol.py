@@ -131,6 +131,8 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     nonce: str = ""  # Secret by which the nodes of the gang authenticate each other.
     owner: str = ""  # Owner of the run, as principal and server; "" for the user of this node.
     isolation: Level = NONE
+    # Reason why the ranks have no network rules, "" if the rules are in force, and None without isolation.
+    egress_problem: str | None = None
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:

@@ -7,9 +7,10 @@ Landlock domain, ranks may signal each other, use `pidfd_getfd` and read each ot
 access to the memory of other ranks. The Landlock domain refuses abstract sockets and signals outside of the attempt.
 
 The seccomp filter refuses system calls that only administer a machine, and calls with a history of kernel bugs. The
-filter does not refuse `ptrace`, because debuggers and profilers of the attempt's own processes need it. `clone3` takes
-its flags from memory, which a filter cannot read. The filter therefore reports `clone3` as missing, so that libc uses
-`clone`.
+filter does not refuse `ptrace`, because debuggers and profilers of the attempt's own processes need it. Sockets of
+families other than Unix, IP and netlink, and the protocols SMC and MPTCP are refused. The kernel sends some of their
+packets without the uid of the process, and the network rules select packets by uid. `clone3` takes its flags from
+memory, which a filter cannot read. The filter therefore reports `clone3` as missing, so that libc uses `clone`.
 
 Failure cases: `seal` raises OSError if the kernel refuses a step. After an error of `seal`, the stem ends without
 starting a rank. `problem` checks in advance whether the kernel and the processor support each step.
@@ -117,11 +118,12 @@ def _check(result: int, what: str) -> None:
 class _Machine:
     """Numbers of the refused system calls on one processor architecture."""
 
-    def __init__(self, audit: int, calls: tuple[int, ...], clone: int, keyctl: int) -> None:
+    def __init__(self, audit: int, calls: tuple[int, ...], clone: int, keyctl: int, socket: int) -> None:
         self.audit = audit  # Architecture in the data of a filter (linux/audit.h).
         self.calls = calls
         self.clone = clone
         self.keyctl = keyctl
+        self.socket = socket
 
 
 # System calls added since 2019 have the same number on every architecture.
@@ -142,19 +144,23 @@ _MACHINES = {
         ),
         56,
         250,
+        41,
     ),
     "aarch64": _Machine(
         0xC00000B7,
         (89, 217, 280, 106, 273, 105, 294, 104, 219, 40, 265, 241, 41, 60, 142, 218, 268, 225, 224, 39, 97, 282),
         220,
         219,
+        198,
     ),
 }
+_SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
+_PROTOCOLS_END = 256  # The numbers of SMC (256) and MPTCP (262) do not fit into a packet's header.
 _CLONE3 = 435
 _CLONE_NEWUSER = 0x10000000
 _X32_BIT = 0x40000000
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_AT_NUMBER, _AT_AUDIT, _AT_FIRST_ARGUMENT = 0, 4, 16
+_AT_NUMBER, _AT_AUDIT, _AT_FIRST_ARGUMENT, _AT_THIRD_ARGUMENT = 0, 4, 16, 32
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -183,6 +189,20 @@ def call_filter(machine: str) -> bytes:
         (_LOAD_WORD, 0, 0, _AT_FIRST_ARGUMENT),
         (_JUMP_ANY_BIT, 0, 1, _CLONE_NEWUSER),
         (_RETURN, 0, 0, refused),
+    ]
+    families = [step for each in _SOCKET_FAMILIES for step in ((_JUMP_EQUAL, 0, 1, each), (_RETURN, 0, 0, _ALLOW))]
+    socket = [
+        (_LOAD_WORD, 0, 0, _AT_THIRD_ARGUMENT),
+        (_JUMP_GREATER_EQUAL, 0, 1, _PROTOCOLS_END),
+        (_RETURN, 0, 0, _ERRNO | errno.EPROTONOSUPPORT),
+        (_LOAD_WORD, 0, 0, _AT_FIRST_ARGUMENT),
+        *families,
+        (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+    ]
+    steps += [
+        (_LOAD_WORD, 0, 0, _AT_NUMBER),
+        (_JUMP_EQUAL, 0, len(socket), there.socket),
+        *socket,
         (_RETURN, 0, 0, _ALLOW),
     ]
     return b"".join(struct.pack("HBBI", *step) for step in steps)

@@ -147,6 +147,17 @@ def _used(known: PrincipalMap) -> frozenset[int]:
     return frozenset({*homes, *(each.uid for each in survey(known.uids).found)})
 
 
+def ranges_of(environ: Mapping[str, str]) -> tuple[tuple[int, int], ...]:
+    """Return the first and last uid of each range of principals, the configured range last.
+
+    Principals keep a uid outside of the range after the range was changed. Raises IsolationUnavailable, OSError or
+    MsgspecError.
+    """
+    uids = uid_range(environ.get(RANGE, ""))
+    others = sorted(uid for uid in PrincipalMap(environ).read().values() if uid not in uids)
+    return (*((uid, uid) for uid in others), (uids.start, uids.stop - 1))
+
+
 def uid_range(text: str) -> range:
     """Return the range of uids that a setting names, or the default range. Raises IsolationUnavailable."""
     if not text:

@@ -142,6 +142,13 @@ class Peers:
         crew = self._launch.crew
         return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the gang's other nodes after the rendezvous."""
+        if self._chosen is None:
+            return ()
+        return tuple(one for number, one in enumerate(self._chosen.addresses) if number != self._launch.crew)
+
     def hear(self, heard: protocol.GangNews) -> list[Event]:
         """Process the gang state that the server has sent. Return the events for this node."""
         if self._meeting is None:

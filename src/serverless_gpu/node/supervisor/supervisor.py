@@ -49,7 +49,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
-from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded, StorageError
+from serverless_gpu.errors import AgentUnavailable, IsolationUnavailable, ServerlessGpuError, SessionEnded, StorageError
 from serverless_gpu.model.hangs.hang_report import ranks_text
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import (
@@ -90,6 +90,7 @@ from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
 from serverless_gpu.node.supervisor.attempt_files import attempt_files
 from serverless_gpu.node.supervisor.gang import HostStem, LocalGang
+from serverless_gpu.node.supervisor.gang_network import GangNetwork
 from serverless_gpu.node.supervisor.hang_watchdog import Watchdogs
 from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.outcome_redaction import result_notes
@@ -130,6 +131,7 @@ class Supervisor:
         self._reservation: DeviceReservation | BorrowedDevices | None = None
         self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
+        self._gang_network = GangNetwork(launch, assign.uid, self._clock)
         self._watchdogs.judged_by(self._peers)
         self._waiting = ""
         self._preparing = ""
@@ -158,6 +160,8 @@ class Supervisor:
                     protocol.send(channel, refused)
             return
         self._account.prepare()
+        if self._launch.egress_problem:
+            self._account.notes.append(f"the run had no network rules: {self._launch.egress_problem}")
         problem = self._audience.listen()
         if problem:  # If the socket cannot be opened, the run continues without attached clients.
             self._account.notes.append(problem)
@@ -260,11 +264,15 @@ class Supervisor:
             if not self._peers.met() or not self._confirmed or self._monitor.hold_ns is not None:
                 return
             self._begin_pending = False
+            self._gang_network.open(self._peers.addresses)
             self._account.starting(self._devices)
             self._gang.environment.tracked = self._monitor.environ
             self._gang.start(self._reservation.devices, self._peers.network(), self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
+            return
+        except IsolationUnavailable as error:
+            self._apply(RanksNotStarted(Reason.START_FAILED, error.message))
             return
         except OSError as error:
             told = "" if isinstance(error, NoDirectory) else "cannot start the ranks through their parent process: "
@@ -360,6 +368,8 @@ class Supervisor:
         self._audience.tend()
         self._monitor.tend()
         self._peers.tend()
+        if problem := self._gang_network.renew():
+            self._account.notes.append(problem)
         if self._gang is not None:
             self._gang.tend()
         self._begin()

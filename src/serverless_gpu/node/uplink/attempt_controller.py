@@ -50,6 +50,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, holder_run_id
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.delivery import stopped_without_ranks
@@ -113,10 +114,10 @@ class AttemptController:
 
     # --- public interface ----------------------------------------------------------------------------------------
 
-    def start(self, order: Start) -> None:
-        """Start the attempt in its own threads."""
+    def start(self, order: Start, egress: NodeEgress) -> None:
+        """Start the attempt in its own threads, after `egress` has applied the order's network policy."""
         first_s = FIRST_OF_GANG_S if len(order.crews) > 1 else AT_ONCE_S
-        self._run_threads(lambda: self._begin(order), fresh=True, first_s=first_s)
+        self._run_threads(lambda: self._begin(order, egress), fresh=True, first_s=first_s)
 
     def adopt(self) -> None:
         """Continue an attempt that an earlier uplink started."""
@@ -212,7 +213,7 @@ class AttemptController:
         for thread in self._threads:
             thread.start()
 
-    def _begin(self, order: Start) -> None:
+    def _begin(self, order: Start, egress: NodeEgress) -> None:
         """Launch the attempt of an order. Convert a launch failure to the attempt's final state."""
         try:
             line = self._server.line(order.token)
@@ -220,6 +221,8 @@ class AttemptController:
                 attempt_launch.write_call(order, self.directory, line.get())
             finally:
                 line.close()
+            # The agent may start user code of the principal, for example of its environment, before the ranks.
+            egress_problem = None if order.egress is None else egress.require(order.egress)
             channel, greeting = connect(self._home)
             profile = self._server.profile
             store = StoreLocation(f"sgpu+{profile.url}", profile.token, profile.ca)
@@ -230,6 +233,7 @@ class AttemptController:
                 launch = attempt_launch.make_launch(
                     order, self.directory, greeting, clock=self._clock, waited_ns=waited_ns, store=store
                 )
+                launch = msgspec.structs.replace(launch, egress_problem=egress_problem)
                 launch = attempt_launch.with_secrets(order, launch)
                 if order.secrets:
                     faults.reach("after_secrets_before_launch")

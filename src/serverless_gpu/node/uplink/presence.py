@@ -29,6 +29,7 @@ from serverless_gpu.model.placement import restrict
 from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.base.network import is_bridge, is_loopback, own_addresses
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.inventory import Inventory, NvmlProvider, offered
@@ -46,7 +47,7 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
-TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary")
+TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary", "egress")
 """Capabilities that this version has in addition to the first version of the protocol."""
 LEFT = "left"
 """Marker file in a home's `ray/` for a machine that has left its pool while its runs continue."""
@@ -80,10 +81,12 @@ class NodePresence:
         self._faults = NodeFaults(home, self._clock)
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
-        self._level = _offered_level(find_spawner(os.environ))
+        self.level = _offered_level(find_spawner(os.environ))
         self._principals = PrincipalMap(os.environ).place
 
-    def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
+    def hello(
+        self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...], *, egress_problem: str = ""
+    ) -> AgentHello:
         """Return the node's hello message with the name and pool from the profile."""
         offer = self.offer(attempts)
         return AgentHello(
@@ -107,8 +110,10 @@ class NodePresence:
             problem=offer.problem,
             takes=TAKES,
             process=self.process,
-            isolation=self._level.level,
-            isolation_problem=self._level.problem,
+            isolation=self.level.level,
+            isolation_problem=self.level.problem,
+            addresses=tuple(one.address for one in own_addresses() if not is_loopback(one) and not is_bridge(one)),
+            egress_problem=egress_problem,
         )
 
     def heartbeat(
@@ -117,10 +122,12 @@ class NodePresence:
         *,
         renew: tuple[str, ...] = (),
         clock: ClockReading | None = None,
+        egress: str | None = None,
     ) -> Heartbeat:
         """Return a heartbeat.
 
-        `renew` lists gangs that need another token. `clock` is the error of this node's clock, if known.
+        `renew` lists gangs that need another token. `clock` is the error of this node's clock, if known. `egress` is as
+        in `Heartbeat`.
         """
         offer = self.offer(attempts)
         return Heartbeat(
@@ -136,6 +143,7 @@ class NodePresence:
             renew=renew,
             clock=clock,
             process=self.process,
+            egress=egress,
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:

@@ -3,6 +3,7 @@
     main thread      hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    sends acknowledgements in batches
+    network rules    resolves the names of the pool's network policy again, once a minute
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
 The uplink joins the server with an agent token. The uplink makes no decisions about a run. The server sends the orders
@@ -46,6 +47,7 @@ from urllib.parse import quote
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
@@ -54,6 +56,8 @@ from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.canary.examination import examine
 from serverless_gpu.node.canary.targets import server_address
 from serverless_gpu.node.inside import linux
+from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
+from serverless_gpu.node.isolation.egress import measure as measure_egress
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
 from serverless_gpu.node.uplink.presence import NodePresence
@@ -103,7 +107,9 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     code = 0
     try:
-        Uplink(place, Path(profile)).serve()
+        uplink = Uplink(place, Path(profile))
+        signal.signal(signal.SIGTERM, lambda *_: uplink.end())
+        uplink.serve()
     except ServerlessGpuError as error:
         say(f"it ends: {error}")
         code = 1
@@ -119,6 +125,15 @@ class Uplink:
         self._clock = SystemClock()
         self._server = UplinkServer(profile, self._clock)
         self._presence = NodePresence(home)
+        isolates = self._presence.level.level != NONE
+        self._egress = NodeEgress(
+            home.root,
+            os.environ,
+            self._clock,
+            server_url=lambda: self._server.profile.url,
+            say=say,
+            problem=measure_egress(os.environ) if isolates else "the node isolates no principals",
+        )
         self._controllers: dict[str, AttemptController] = {}
         self._lock = threading.Lock()
         self._wake = self._server.credentials.wanted
@@ -140,7 +155,7 @@ class Uplink:
             self._controllers[remote.gang] = controller
             say(f"continues attempt {remote.gang}")
             controller.adopt()
-        for work in (self._follow_orders, self._acknowledge):
+        for work in (self._follow_orders, self._acknowledge, self._refresh_egress):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         backoff = Backoff()
         line = self._server.line()
@@ -157,6 +172,13 @@ class Uplink:
                 pause_s = self._heartbeat_s
             self._wake.wait(pause_s)
             self._wake.clear()
+        self._egress.leave()
+
+    def end(self) -> NoReturn:
+        """End the process, and remove the node's network rules unless attempts continue without the uplink."""
+        if not self._controllers:
+            self._egress.leave()
+        os._exit(0)
 
     # --- presence ------------------------------------------------------------------------------------------------
 
@@ -167,7 +189,7 @@ class Uplink:
                 self._server.credentials.remove(gang)
             seen = tuple(controller.seen() for controller in self._controllers.values())
         if not self._joined.is_set():
-            hello = self._presence.hello(self._server.profile, seen)
+            hello = self._presence.hello(self._server.profile, seen, egress_problem=self._egress.problem)
             asked_ns = self._clock.boottime_ns()
             welcome = connection.ask("POST", "/agents", hello, answer=AgentWelcome)
             self._server.time.heard(welcome.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
@@ -179,13 +201,24 @@ class Uplink:
             return
         path = f"/agents/{self._node}/heartbeat"
         beat = self._presence.heartbeat(
-            seen, renew=self._server.credentials.to_renew(), clock=self._server.time.reading(self._clock)
+            seen,
+            renew=self._server.credentials.to_renew(),
+            clock=self._server.time.reading(self._clock),
+            egress=None if self._egress.problem else self._egress.digest,
         )
         asked_ns = self._clock.boottime_ns()
         answer = connection.ask("POST", path, beat, answer=HeartbeatAnswer)
         self._server.time.heard(answer.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
         self._server.credentials.take(answer.tokens)
         self._abandon(answer.stale)
+        if answer.egress is not None:
+            self._egress.offer(answer.egress, asked_ns=asked_ns)
+
+    def _refresh_egress(self) -> None:
+        """Refresh the network rules in an endless loop."""
+        while True:
+            threading.Event().wait(REFRESH_S)
+            self._egress.refresh()
 
     def _abandon(self, gangs: tuple[str, ...]) -> None:
         for gang in gangs:
@@ -281,7 +314,7 @@ class Uplink:
         controller = AttemptController(self._home, *taken, server=self._server, clock=self._clock, say=say)
         with self._lock:
             self._controllers[gang] = controller
-        controller.start(order)
+        controller.start(order, self._egress)
         faults.reach("after_launch_before_ack")
         self._taken.put(order.seq)
 

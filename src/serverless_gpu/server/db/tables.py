@@ -75,6 +75,9 @@ pools = sa.Table(
     # Isolation of the pool. The value "none" allows principals to share a uid. NULL means that the isolation is
     # undecided.
     sa.Column("isolation", sa.String(16)),
+    # Network policy of the pool's runs. NULL means `open`.
+    sa.Column("egress", sa.String(8)),
+    sa.Column("allow_json", sa.Text),  # JSON list of destinations in the notation of model.egress
 )
 
 shares = sa.Table(  # Fair-share weights with a default of 1.

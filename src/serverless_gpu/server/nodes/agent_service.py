@@ -33,6 +33,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull, TooLarge
 from serverless_gpu.model.access_control import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, kind_of
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
@@ -48,6 +49,7 @@ from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.canaries import CanaryService
+from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.records import attempts, audit, crews, nodes, pools, runs, stored_secrets
 from serverless_gpu.server.records import orders as order_rows
@@ -86,6 +88,7 @@ SEND_AGAIN_S = 15.0
 LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0
 """Seconds between keep-alive messages of an idle stream."""
+_OUTSIDE = ("IPv4", "IPv6")
 _log = logging.getLogger(__name__)
 
 
@@ -109,6 +112,7 @@ class AgentService:
         reports: ReportService,
         requeue: Requeue,
         canaries: CanaryService,
+        egress_policies: EgressPolicies,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -124,6 +128,7 @@ class AgentService:
         self._reports = reports
         self._requeue = requeue
         self._canaries = canaries
+        self._egress_policies = egress_policies
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
         """Admit a joining or reconnecting node."""
@@ -175,11 +180,12 @@ class AgentService:
         """Store a node's heartbeat, and return its stale attempts and new attempt tokens."""
         _check_devices(said)
         at_ns = self._clock.wall_ns()
-        node, stale, tokens = self._database.read(
+        node, stale, tokens, egress = self._database.read(
             lambda connection: (
                 _own(connection, who, node_id, said.instance, said.process),
                 _stale(connection, node_id, said.attempts),
                 self._attempt_tokens.wanted(connection, node_id, said.renew),
+                self._egress_policies.news(connection, node_id, said.egress),
             )
         )
         news = _beaten(node.hello, said) != node.hello
@@ -191,7 +197,7 @@ class AgentService:
             self._hub.touch(SCHEDULER)
         if self._presence.read_clock(node_id, said.clock):
             _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a correct clock again")
-        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns())
+        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns(), egress=egress)
 
     def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
         """Raise `NotFound` unless the caller may receive the orders of a node."""
@@ -346,6 +352,7 @@ class AgentService:
             crew=crew.number,
             nonce=run.attempt.nonce,
             isolation=pools.level(connection, node.pool),
+            egress=self._egress_policies.of(connection, node.pool),
         )
 
     async def stream(
@@ -512,6 +519,8 @@ def _check(said: AgentHello) -> None:
         )
     if max(len(said.machine), len(said.boot_id), len(said.instance), len(said.process)) > NAME_CHARACTERS_MAX:
         raise InvalidValue("machine, boot_id, instance and process may have at most 64 characters each")
+    if len(said.addresses) > ADDRESSES_MAX or not all(kind_of(address) in _OUTSIDE for address in said.addresses):
+        raise InvalidValue(f"a node may report at most {ADDRESSES_MAX} addresses of its interfaces")
     _check_devices(said)
 
 

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
+from serverless_gpu.model.egress import OPEN, Egress
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.isolation import NONE, Level, reaches
 from serverless_gpu.model.scheduling.values import Node
@@ -25,6 +26,8 @@ from serverless_gpu.server.records.pools import RESERVED, UNSET, StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeView, PoolView
 
+EGRESS = "egress"
+"""Capability of nodes that support network policies."""
 STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"
 
 
@@ -41,9 +44,9 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
         """Return the run's rows in `crews` that still use devices."""
         return tuple(crew for crew in run.crews if crew.id not in self.freed)
 
-    def minimums(self) -> dict[str, Level]:
-        """Return the isolation levels that pools require, by the pool's name."""
-        return {pool.name: pool.level for pool in self.pools}
+    def minimums(self) -> dict[str, Minimum]:
+        """Return the requirements of pools for their nodes, by the pool's name."""
+        return {pool.name: minimum_of(pool) for pool in self.pools}
 
     def by_node(self) -> dict[str, list[Holder]]:
         """Return the runs that use devices, by node identifier."""
@@ -52,6 +55,18 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
             for crew in self.having(run):
                 found[crew.node_id].append(Holder(run.id, run.gpu_type, crew.gpus))
         return found
+
+
+class Minimum(NamedTuple):
+    """Isolation level and network policy that a pool requires of its nodes."""
+
+    level: Level = NONE
+    egress: Egress = OPEN
+
+
+def minimum_of(pool: StoredPool) -> Minimum:
+    """Return the requirements of a pool for its nodes."""
+    return Minimum(pool.level, pool.mode)
 
 
 class Holder(NamedTuple):
@@ -144,10 +159,10 @@ def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 
 
-def away(node: StoredNode, presence: Presence, times: Times, minimums: Mapping[str, Level]) -> str:
+def away(node: StoredNode, presence: Presence, times: Times, minimums: Mapping[str, Minimum]) -> str:
     """Return why a node is unavailable now, as text that follows the node's name, or "".
 
-    `minimums` are the isolation levels that pools require, by the pool's name.
+    `minimums` are the requirements of pools, by the pool's name.
     """
     lost = presence.why_lost(node.id)
     if lost:
@@ -161,11 +176,18 @@ def away(node: StoredNode, presence: Presence, times: Times, minimums: Mapping[s
     why = node.hello.draining or node_rules.drained(node.rules)
     if why:
         return f"starts no new runs: {why}"
-    minimum = minimums.get(node.pool, NONE)
-    if not reaches(node.hello.isolation, minimum):
+    minimum = minimums.get(node.pool, Minimum())
+    if not reaches(node.hello.isolation, minimum.level):
         cause = node.hello.isolation_problem or "the node has an older version"
-        return f"offers no isolation {minimum}, which its pool {node.pool} requires: {cause}"
+        return f"offers no isolation {minimum.level}, which its pool {node.pool} requires: {cause}"
+    if minimum.level != NONE and minimum.egress != OPEN and (cause := egress_problem(node)):
+        return f"cannot enforce the egress {minimum.egress}, which its pool {node.pool} requires: {cause}"
     return ""
+
+
+def egress_problem(node: StoredNode) -> str:
+    """Return the reason why a node cannot enforce a network policy, or ""."""
+    return node.hello.egress_problem if EGRESS in node.hello.takes else "the node has an older version"
 
 
 def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
@@ -202,7 +224,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
 
 
 def _view(
-    node: StoredNode, holders: Sequence[Holder], presence: Presence, times: Times, minimums: Mapping[str, Level]
+    node: StoredNode, holders: Sequence[Holder], presence: Presence, times: Times, minimums: Mapping[str, Minimum]
 ) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     found = node_rules.sharing(node.rules, times.wall_ns)
@@ -226,6 +248,7 @@ def _view(
         findings=node.hello.findings,
         isolation=node.hello.isolation,
         isolation_problem=node.hello.isolation_problem,
+        egress_problem=egress_problem(node),
     )
 
 
@@ -253,4 +276,6 @@ def _view_pool(
         lends=pool.planned.lends,
         return_s=pool.return_s,
         isolation=pool.isolation or UNSET,
+        egress=pool.mode,
+        allow=pool.allow,
     )

@@ -22,7 +22,6 @@ from starlette.responses import Response
 from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
-from serverless_gpu.model.isolation import Level
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.server.core.health import RETRY_AFTER_S, Probe, ServerHealth
@@ -39,6 +38,7 @@ from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.nodes import capacity, drain
+from serverless_gpu.server.nodes.capacity import Minimum, minimum_of
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.records import audit, charges, nodes, pools
 from serverless_gpu.server.records.crews import CrewId
@@ -77,7 +77,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, int]
     queued_ns: int | None
     nodes: list[StoredNode]
-    minimums: dict[str, Level]  # Isolation levels that pools require.
+    minimums: dict[str, Minimum]  # Requirements of pools for their nodes.
     held: list[tuple[str, CrewId, str, int]]  # Values per entry: node, supervisor, type, devices.
     orders: tuple[int, int | None]
     drained: bool
@@ -192,7 +192,7 @@ def _load(connection: sa.Connection) -> _Rows:
         runs={state: number for state, number in connection.execute(by_state)},
         queued_ns=connection.scalar(oldest),
         nodes=nodes.every(connection),
-        minimums={pool.name: pool.level for pool in pools.every(connection)},
+        minimums={pool.name: minimum_of(pool) for pool in pools.every(connection)},
         held=[(row[0], (row[1], row[2], row[3]), row[4], row[5]) for row in connection.execute(held)],
         orders=(count, oldest_order),
         drained=drain.find(connection) is not None,

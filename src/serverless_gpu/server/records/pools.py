@@ -12,6 +12,8 @@ from typing import get_args
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.model.egress import EGRESS, OPEN, Egress
+from serverless_gpu.model.egress import NONE as NO_EGRESS
 from serverless_gpu.model.isolation import LEVELS, NONE, Level
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server.db.tables import RETURN_S, nodes, pools, shares
@@ -23,6 +25,7 @@ SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 UNSET = "unset"
 """Isolation of a pool that only one principal may use. All other isolation values of a pool are levels of
 `model.isolation`."""
+_allow_decoder = msgspec.json.Decoder(tuple[str, ...])
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,8 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
         lends: True if the pool is reserved and lends idle devices.
         return_s: seconds within which borrowing runs release the devices.
         isolation: minimum level of the pool's runs, `UNSET`, or None if undecided, which counts as `UNSET`.
+        egress: network policy of the pool's runs, or None for `OPEN`.
+        allow_json: JSON list of the destinations that the policy opens, or None for an empty list.
     """
 
     name: str
@@ -40,6 +45,18 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     lends: bool = False
     return_s: float = RETURN_S
     isolation: str | None = None
+    egress: str | None = None
+    allow_json: str | None = None
+
+    @property
+    def mode(self) -> Egress:
+        """Return the network policy of the pool's runs."""
+        return next((mode for mode in EGRESS if mode == self.egress), OPEN if self.egress is None else NO_EGRESS)
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """Return the destinations that the network policy opens."""
+        return _allow_decoder.decode(self.allow_json) if self.allow_json else ()
 
     @property
     def is_shared(self) -> bool:
@@ -101,8 +118,10 @@ def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
 def put(connection: sa.Connection, pool: StoredPool) -> None:
     """Insert a pool, or update all columns of the pool except the creation time."""
     said: dict[str, object] = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
-    if pool.isolation is not None:
-        said["isolation"] = pool.isolation
+    for name in ("isolation", "egress", "allow_json"):
+        value = getattr(pool, name)
+        if value is not None:
+            said[name] = value
     changed = connection.execute(pools.update().where(pools.c.name == pool.name).values(**said))
     if changed.rowcount == 0:
         connection.execute(pools.insert(), {"name": pool.name, "created_ns": pool.created_ns, **said})

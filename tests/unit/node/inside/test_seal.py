@@ -16,12 +16,13 @@ MOUNT = {"x86_64": 165, "aarch64": 40}
 UNSHARE = {"x86_64": 272, "aarch64": 97}
 PTRACE = {"x86_64": 101, "aarch64": 117}
 OPENAT = {"x86_64": 257, "aarch64": 56}
+SOCKET = {"x86_64": 41, "aarch64": 198}
 NEWUSER, IO_URING_SETUP, CLONE3, MOVE_MOUNT = 0x10000000, 425, 435, 429
 
 
-def judged(machine: str, number: int, argument: int = 0, audit: int | None = None) -> int:
+def judged(machine: str, number: int, argument: int = 0, audit: int | None = None, third: int = 0) -> int:
     """Return the value with which the filter answers a call."""
-    data = struct.pack("IIQQ", number, MACHINES[machine] if audit is None else audit, 0, argument)
+    data = struct.pack("IIQQQQ", number, MACHINES[machine] if audit is None else audit, 0, argument, 0, third)
     steps = list(struct.iter_unpack("HBBI", seal.call_filter(machine)))
     at, word = 0, 0
     while True:
@@ -55,6 +56,17 @@ def test_calls_that_administer_a_machine_are_refused_and_others_pass(machine: st
 def test_a_clone_makes_processes_but_no_user_namespace(machine: str) -> None:
     assert judged(machine, CLONE[machine], 17) == ALLOW
     assert judged(machine, CLONE[machine], 17 | NEWUSER) == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_sockets_whose_packets_have_no_uid_are_refused(machine: str) -> None:
+    unknown_family, unknown_protocol = 0x00050000 | errno.EAFNOSUPPORT, 0x00050000 | errno.EPROTONOSUPPORT
+    passed = {family for family in range(64) if judged(machine, SOCKET[machine], family) == ALLOW}
+    assert passed == {1, 2, 10, 16}, "Unix, IPv4, IPv6, netlink"
+    assert judged(machine, SOCKET[machine], 43) == unknown_family, "AF_SMC"
+    for protocol in (256, 262):
+        assert judged(machine, SOCKET[machine], 2, third=protocol) == unknown_protocol, "SMC and MPTCP"
+    assert judged(machine, SOCKET[machine], 2, third=6) == ALLOW
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -1,0 +1,88 @@
+"""Runs `nft`, opens the addresses of a gang's nodes, and adds principals."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.node.isolation.egress_rules import FAMILY, TABLE, admission
+from serverless_gpu.node.isolation.principals import PLACE, RANGE, uid_range
+from serverless_gpu.node.processes.spawn import clean_variables
+
+HINT = "install nftables on the node, and start the node again"
+_LIMIT_S = 10.0
+_PLACES = ("/usr/sbin", "/sbin", "/usr/local/sbin")
+
+
+def find(environ: Mapping[str, str]) -> str | None:
+    """Return the path of nft. The PATH of a service may lack its directory."""
+    return shutil.which("nft", path=os.pathsep.join((environ.get("PATH", os.defpath), *_PLACES)))
+
+
+def table_of(environ: Mapping[str, str]) -> str:
+    """Return the name of the table for the principals of a map.
+
+    Agents with another map of principals have another table. Each connection must pass all tables.
+    """
+    place = environ.get(PLACE)
+    return f"{TABLE}_{hashlib.sha256(place.encode()).hexdigest()[:8]}" if place else TABLE
+
+
+def run(text: str, environ: Mapping[str, str]) -> None:
+    """Give commands to nft, which executes all or none of them. Raises IsolationUnavailable."""
+    done = _started(("-f", "-"), environ, text)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"nft ended with exit code {done.returncode}"]
+        raise IsolationUnavailable(f"the node cannot load its network rules: {lines[0]}", hint=HINT)
+
+
+def exists(environ: Mapping[str, str]) -> bool:
+    """Return True if the table of the rules exists. Raises IsolationUnavailable."""
+    return _started(("-t", "list", "table", FAMILY, table_of(environ)), environ).returncode == 0
+
+
+def admit(uid: int, addresses: Iterable[str], environ: Mapping[str, str]) -> None:
+    """Open the addresses of a gang's nodes for a uid. Raises IsolationUnavailable.
+
+    The addresses stay open for `egress_rules.GANG_S`.
+    """
+    outside = [one for one in addresses if not ipaddress.ip_address(one).is_loopback]
+    if outside:
+        run(admission(uid, outside, table_of(environ)), environ)
+
+
+def cover(uid: int, environ: Mapping[str, str]) -> None:
+    """Ensure that the rules apply to a principal's uid. Raises IsolationUnavailable.
+
+    The rules know the configured range. An account of the operating system can have a uid outside the range.
+    """
+    if uid in uid_range(environ.get(RANGE, "")):
+        return
+    element = ("element", FAMILY, table_of(environ), "principals", f"{{ {uid} }}")
+    if _started(("get", *element), environ).returncode:
+        run(f"add {' '.join(element)}\n", environ)
+
+
+def _started(options: Sequence[str], environ: Mapping[str, str], text: str = "") -> subprocess.CompletedProcess[str]:
+    program = find(environ)
+    if program is None:
+        raise IsolationUnavailable("the node has no `nft` for its network rules", hint=HINT)
+    try:
+        return subprocess.run(
+            (program, *options),
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd="/",
+            env=clean_variables(environ),
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise IsolationUnavailable(f"the node cannot run `nft`: {error}", hint=HINT) from None

@@ -1,0 +1,266 @@
+"""Network policies with real uids and nftables, in namespaces of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.egress import EgressPolicy
+from serverless_gpu.node.isolation import egress, egress_rules, nft
+from serverless_gpu.node.isolation.egress import NodeEgress
+from serverless_gpu.node.isolation.principals import PLACE
+from tests.support.network.connecting import Connector
+from tests.support.network.namespaces import inside, ip, need_root
+
+ALICE, BOB, ROOT, NOBODY = 1_900_000_001, 1_900_000_002, 0, 65_534
+HERE, GANG, ALLOWED, OTHER, METADATA = "10.78.0.1", "10.78.0.2", "10.78.0.3", "10.78.0.4", "169.254.170.2"
+RESOLVER = "10.78.0.53"
+REACHED, REFUSED = "reached", "ECONNREFUSED"
+PORT, OTHER_PORT, SERVER_PORT, NODE = 443, 444, 7878, "10.78.0.9"
+
+
+class Nets(NamedTuple):
+    """The namespace of a node, with processes there, and the listening ports of the node."""
+
+    node: str
+    here: Connector
+    ports: dict[int, int]  # Port of each uid's listener on each address.
+
+
+@pytest.fixture(scope="module")
+def nets() -> Iterator[Nets]:
+    """Yield a node's namespace, and listeners on the node and beyond its wire."""
+    need_root()
+    node, far = f"sgpu-egress-{os.getpid()}", f"sgpu-egress-{os.getpid()}-far"
+    with contextlib.ExitStack() as stack:
+        for namespace in (node, far):
+            ip("netns", "add", namespace)
+            stack.callback(ip, "netns", "del", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        ip("link", "add", "sge0", "netns", node, "type", "veth", "peer", "sge1", "netns", far)
+        ip("-n", node, "addr", "add", f"{HERE}/24", "dev", "sge0")
+        for address in (GANG, ALLOWED, OTHER, RESOLVER, NODE):
+            ip("-n", far, "addr", "add", f"{address}/24", "dev", "sge1")
+        ip("-n", far, "addr", "add", f"{METADATA}/32", "dev", "lo")
+        ip("-n", node, "addr", "add", "169.254.169.254/32", "dev", "lo")
+        for namespace, device in ((node, "sge0"), (far, "sge1")):
+            ip("-n", namespace, "link", "set", device, "up")
+        ip("-n", node, "route", "add", METADATA, "via", GANG)
+        here, there = stack.enter_context(Connector(node)), stack.enter_context(Connector(far))
+        for port in (PORT, OTHER_PORT, SERVER_PORT, 53):
+            there.listen(ROOT, "0.0.0.0", port)
+        ports = {uid: here.listen(uid, "0.0.0.0") for uid in (ROOT, ALICE, BOB)}
+        yield Nets(node, here, ports)
+
+
+@pytest.fixture
+def place(nets: Nets, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a directory for the principals; the namespace has no rules before and after."""
+    with tempfile.TemporaryDirectory(prefix="sg-egress-", dir="/var/tmp") as directory:
+        resolver = Path(directory, "resolv.conf")
+        resolver.write_text(f"nameserver {RESOLVER}\n")
+        monkeypatch.setattr(egress, "_RESOLVERS", resolver)
+        yield Path(directory)
+    with inside(nets.node):
+        nft_of("flush", "ruleset")
+
+
+def nft_of(*words: str) -> str:
+    """Return what `nft` says."""
+    return subprocess.run(["nft", *words], capture_output=True, text=True, check=True).stdout
+
+
+def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgress:
+    """Return the rules of a node with a policy, which is applied."""
+    home = place / name
+    home.mkdir(exist_ok=True)
+    environ = {**os.environ, PLACE: str(place)}
+    url = f"http://{OTHER}:{SERVER_PORT}"
+    kept = NodeEgress(home, environ, SystemClock(), server_url=lambda: url, say=lambda line: None, problem="")
+    with inside(nets.node):
+        assert kept.require(EgressPolicy(**policy)) == ""
+    return kept
+
+
+def reached(nets: Nets, uid: int = ALICE) -> dict[str, str]:
+    """Return what a uid reaches, by name."""
+    targets = {
+        "own": ("127.0.0.1", nets.ports[ALICE]),
+        "own, other address": (HERE, nets.ports[ALICE]),
+        "of root": ("127.0.0.1", nets.ports[ROOT]),
+        "of root, other address": (HERE, nets.ports[ROOT]),
+        "of another principal": ("127.0.0.1", nets.ports[BOB]),
+        "metadata here": ("169.254.169.254", nets.ports[ROOT]),
+        "metadata": (METADATA, PORT),
+        "gang": (GANG, PORT),
+        "allowed": (ALLOWED, PORT),
+        "allowed, other port": (ALLOWED, OTHER_PORT),
+        "other": (OTHER, PORT),
+        "server": (OTHER, SERVER_PORT),
+        "node": (NODE, PORT),
+        "name server": (RESOLVER, 53),
+    }
+    return {name: nets.here.connect(uid, *target) for name, target in targets.items()}
+
+
+OWN = {"own", "own, other address"}
+POLICIES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "open": ({"mode": "open"}, {"gang", "allowed", "allowed, other port", "other", "name server"}),
+    "pool": ({"mode": "pool"}, {"name server"}),
+    "pool, port": ({"mode": "pool", "allow": (f"{ALLOWED}:{PORT}",)}, {"name server", "allowed"}),
+    "pool, network": (
+        {"mode": "pool", "allow": ("10.78.0.0/29",)},
+        {"name server", "gang", "allowed", "allowed, other port", "other"},
+    ),
+    "pool, name": ({"mode": "pool", "allow": (f"packages.example:{PORT}",)}, {"name server", "allowed"}),
+    "none": ({"mode": "none", "allow": ("10.78.0.0/29",)}, set()),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_27_a_principal_reaches_what_the_policy_opens_and_nothing_else(
+    nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
+    policy, opened = POLICIES[name]
+    rules(nets, place, closed=(NODE,), **policy)
+    found = reached(nets)
+    assert {target for target, said in found.items() if said == REACHED} == OWN | opened, found
+    assert {said for said in found.values() if said != REACHED} == {REFUSED}, "at once, without a timeout"
+
+
+def test_27_the_rules_are_for_principals_only(nets: Nets, place: Path) -> None:
+    rules(nets, place, mode="none")
+    for uid in (ROOT, NOBODY):
+        assert [each for each, said in reached(nets, uid).items() if said != REACHED] == []
+
+
+def test_27_an_address_with_a_port_opens_a_service_of_the_node_and_a_control_endpoint(nets: Nets, place: Path) -> None:
+    root = f"127.0.0.1:{nets.ports[ROOT]}"
+    rules(nets, place, mode="none", allow=(root, f"{OTHER}:{SERVER_PORT}"))
+    found = reached(nets)
+    assert {target for target, said in found.items() if said == REACHED} == OWN | {"of root", "server"}, found
+
+
+def test_27_a_gang_reaches_its_nodes_until_its_time_is_over_also_while_rules_change(nets: Nets, place: Path) -> None:
+    kept = rules(nets, place, mode="none", closed=(GANG,))
+    with inside(nets.node):
+        for _ in range(2):
+            nft.admit(ALICE, (GANG, "127.0.0.1"), {**os.environ, PLACE: str(place)})
+        assert kept.require(EgressPolicy(mode="none", closed=(GANG, NODE))) == ""
+        assert (nets.here.connect(ALICE, GANG, PORT), nets.here.connect(BOB, GANG, PORT)) == (REACHED, REFUSED)
+        listed = nft_of("list", "set", "inet", nft.table_of({PLACE: str(place)}), "gang4")
+    assert f"{ALICE} . {GANG} timeout 3m" in listed
+
+
+def test_27_an_account_outside_the_range_of_uids_gets_the_rules_before_its_first_run(nets: Nets, place: Path) -> None:
+    kept = rules(nets, place, mode="none")
+    environ = {**os.environ, PLACE: str(place)}
+    assert nets.here.connect(NOBODY, OTHER, PORT) == REACHED
+    with inside(nets.node):
+        for uid in (NOBODY, NOBODY, ALICE):
+            nft.cover(uid, environ)
+        assert nets.here.connect(NOBODY, OTHER, PORT) == REFUSED
+        (place / "uids.json").write_text(f'{{"nobody of a server": {NOBODY}}}')
+        kept.require(EgressPolicy(mode="pool"))
+    assert nets.here.connect(NOBODY, OTHER, PORT) == REFUSED, "rules that are replaced know the map of principals"
+
+
+def test_27_the_record_of_one_principals_connection_opens_no_listener_for_another(nets: Nets, place: Path) -> None:
+    rules(nets, place, mode="open")
+    port, source = nets.ports[ALICE], 40_123
+    assert nets.here.connect_from(source, ALICE, "127.0.0.1", port) == REACHED
+    assert nets.here.connect_from(source, BOB, "127.0.0.1", port) == REFUSED, "the rules know the connection as Alice's"
+    assert nets.here.connect_from(source, ALICE, "127.0.0.1", port) == REACHED
+
+
+def test_27_both_versions_of_ip_have_rules(nets: Nets, place: Path) -> None:
+    rules(nets, place, mode="open")
+    own, other = (nets.here.listen(uid, "::1") for uid in (ALICE, ROOT))
+    assert (nets.here.connect(ALICE, "::1", own), nets.here.connect(ALICE, "::1", other)) == (REACHED, REFUSED)
+    assert nets.here.connect(ROOT, "::1", other) == REACHED
+
+
+def test_27_data_in_the_first_packet_reaches_no_listener(nets: Nets, place: Path) -> None:
+    assert nets.here.send_at_once(ALICE, "127.0.0.1", nets.ports[ROOT]) == REACHED, "without rules"
+    rules(nets, place, mode="open")
+    assert nets.here.send_at_once(ALICE, "127.0.0.1", nets.ports[ROOT]) == REFUSED
+    assert nets.here.connect(ALICE, "127.0.0.1", nets.ports[ALICE]) == REACHED
+
+
+def test_27_datagrams_follow_the_policy_beyond_the_node(nets: Nets, place: Path) -> None:
+    rules(nets, place, mode="pool")
+    assert nets.here.send(ALICE, OTHER, 9) != "sent"
+    assert nets.here.send(ALICE, RESOLVER, 53) == "sent"
+    rules(nets, place, mode="none")
+    assert nets.here.send(ALICE, RESOLVER, 53) != "sent"
+
+
+def test_27_removed_rules_come_back_with_the_next_refresh_and_the_next_attempt(nets: Nets, place: Path) -> None:
+    kept = rules(nets, place, mode="none")
+    for restore in (kept.refresh, lambda: kept.require(EgressPolicy(mode="none"))):
+        with inside(nets.node):
+            nft_of("flush", "ruleset")
+            assert nets.here.connect(ALICE, OTHER, PORT) == REACHED
+            restore()
+        assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED
+
+
+def test_27_nodes_of_one_machine_share_the_strictest_policy_until_they_leave(nets: Nets, place: Path) -> None:
+    one, other = rules(nets, place, "one", mode="none"), rules(nets, place, "other", mode="open")
+    assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED
+    with inside(nets.node):
+        one.leave()
+        other.refresh()
+        assert nets.here.connect(ALICE, OTHER, PORT) == REACHED
+        assert nets.here.connect(ALICE, OTHER, SERVER_PORT) == REFUSED
+        other.leave()
+        assert nft_of("list", "tables") == ""
+
+
+def test_27_other_tables_of_the_machine_stay(nets: Nets, place: Path) -> None:
+    with inside(nets.node):
+        nft_of("add", "table", "inet", "other")
+        kept = rules(nets, place, mode="none")
+        kept.leave()
+        listed = nft_of("list", "tables")
+    assert listed.split() == ["table", "inet", "other"]
+
+
+def test_27_sets_of_another_version_are_replaced(nets: Nets, place: Path) -> None:
+    with inside(nets.node):
+        older = f"table inet {nft.table_of({PLACE: str(place)})} {{\n set gang4 {{ type ipv4_addr; }}\n}}\n"
+        nft.run(older, os.environ)
+    rules(nets, place, mode="none")
+    assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED
+
+
+def test_27_without_nft_only_an_open_pool_starts_runs_and_says_so(
+    nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = rules(nets, place, mode="open")
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    assert "nft" in egress.measure({})
+    assert "nft" in kept.require(EgressPolicy(mode="open"))
+    for mode in ("pool", "none", "none"):  # also again, after a failure
+        with pytest.raises(IsolationUnavailable, match="nft"):
+            kept.require(EgressPolicy(mode=mode))
+
+
+def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) -> None:
+    assert egress.measure({**os.environ, PLACE: str(place)}) == ""
+
+
+def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress_rules, "_output", lambda: [])
+    assert "a principal reaches a service of root" in egress.measure({**os.environ, PLACE: str(place)})
