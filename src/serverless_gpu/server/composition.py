@@ -56,6 +56,7 @@ from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
+from serverless_gpu.server.nodes.node_sessions import NodeSessions
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
@@ -153,6 +154,7 @@ class Services(ServerResources):
 
     # Nodes and pools
     node_admission: NodeAdmission
+    node_sessions: NodeSessions
     nodes: NodeService
     node_rules: NodeRuleService
     joins: JoinService

@@ -15,7 +15,7 @@ from serverless_gpu.server.core.caller import Caller, check_name
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
-from serverless_gpu.server.nodes import node_service
+from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import audit, pools, principals, references
 from serverless_gpu.server.records.audit import Action
@@ -74,7 +74,7 @@ class PoolService:
             pool = _changed(before, asked)
             pools.put(connection, pool)
             for node_name in asked.nodes:
-                pools.move(connection, name, node_id=node_service.find_node(connection, node_name).id)
+                pools.move(connection, name, node_id=node_admission.find_node(connection, node_name).id)
             lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
             decided = {} if asked.isolation is None else {"isolation": asked.isolation}
             detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}

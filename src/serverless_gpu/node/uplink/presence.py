@@ -19,11 +19,12 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from serverless_gpu.ambient import SystemClock, machine, new_run_id
+from serverless_gpu.ambient import SystemClock, host, machine, new_run_id
 from serverless_gpu.environment.restore.interpreters import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.node_keys import NodeKeys
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
@@ -77,8 +78,8 @@ class NodePresence:
         self._found: tuple[str, ...] = ()
         self._level = measure(os.environ)
 
-    def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
-        """Return the node's hello message with the name and pool from the profile."""
+    def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...], *, keys: NodeKeys) -> AgentHello:
+        """Return the node's hello message with the name and pool from the profile, and the keys of the session."""
         offer = self.offer(attempts)
         return AgentHello(
             name=profile.name or socket.gethostname(),
@@ -103,6 +104,8 @@ class NodePresence:
             process=self.process,
             isolation=self._level.level,
             isolation_problem=self._level.problem,
+            keys=keys,
+            host=host(),
         )
 
     def heartbeat(

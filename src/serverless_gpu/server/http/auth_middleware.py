@@ -186,6 +186,11 @@ class AuthMiddleware:
             if own is None and route.needs.attempts:
                 raise NotAllowed("the server has abandoned this attempt and accepts only its final reports")
             raise NotAllowed("an attempt token gives access only to its attempt")
+        if who.needs_key and not route.needs.proves:
+            raise NotAuthenticated(
+                f"the token {who.token_id} belongs to a node with a key, and is not valid without the key",
+                hint="the agent of the node opens a session with its key",
+            )
         if route.needs == ANY_CALLER:
             return "own"
         reach = "none" if route.needs == ATTEMPT else self._reach(who, route.needs)

@@ -41,6 +41,7 @@ other exception and answers with status 500. Raise `NotFound` for objects that t
     reading(noun), writing(noun)   access to a resource of `model.access_control`
     ANY_CALLER                     any valid token
     ATTEMPT                        the attempt's own token; the path has {run} and {fence}
+    PROOF                          a node's own token, with which the node proves its key
     PUBLIC                         no token; the route must also be in the list `PUBLIC_ROUTES`
 
 The handler itself must check that the requested object is within the caller's reach.
@@ -136,16 +137,19 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
         noun: a resource of `model.access_control`, or the fixed noun of a constant below.
         write: True if the route changes something.
         attempts: True if the token of any attempt is also enough.
+        proves: True if the route accepts a node's own token without a proof of the node's key.
     """
 
     noun: str
     write: bool = False
     attempts: bool = False
+    proves: bool = False
 
 
 ANY_CALLER = Need(noun="anybody")
 ATTEMPT = Need(noun="attempt", write=True)
 PUBLIC = Need(noun="public")
+PROOF = Need(noun="agents", write=True, proves=True)
 
 
 def reading(noun: str, *, attempts: bool = False) -> Need:
