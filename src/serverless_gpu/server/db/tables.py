@@ -166,8 +166,8 @@ nodes = sa.Table(
     sa.Column("hello_json", sa.Text, nullable=False),  # Last wire.agents.AgentHello of the node, without attempts.
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # Coalesced.
     sa.Column("forgotten_ns", sa.BigInteger),
-    sa.Column("revoked_ns", sa.BigInteger),
     sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # JSON of wire.nodes.NodeRules
+    sa.Column("revoked_ns", sa.BigInteger),
 )
 
 node_bindings = sa.Table(  # Bindings between agent tokens and nodes.

@@ -137,19 +137,17 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
         noun: a resource of `model.access_control`, or the fixed noun of a constant below.
         write: True if the route changes something.
         attempts: True if the token of any attempt is also enough.
-        proves: True if the route accepts a node's own token without a proof of the node's key.
     """
 
     noun: str
     write: bool = False
     attempts: bool = False
-    proves: bool = False
 
 
 ANY_CALLER = Need(noun="anybody")
 ATTEMPT = Need(noun="attempt", write=True)
 PUBLIC = Need(noun="public")
-PROOF = Need(noun="agents", write=True, proves=True)
+PROOF = Need(noun="proof", write=True)
 
 
 def reading(noun: str, *, attempts: bool = False) -> Need:
