@@ -251,7 +251,7 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
 
 
 def key_text(view: NodeView) -> str:
-    """Return text about the key of a node: its fingerprint, and the time since which the server knows the key."""
+    """Return the fingerprint of a node's key, with the time since which the server knows the key."""
     if not view.key:
         return "none: the node has an older version, or has not connected since the upgrade"
     since = f", enrolled {format_moment(view.enrolled_ns)}" if view.enrolled_ns is not None else ""

@@ -21,6 +21,7 @@ from serverless_gpu import runtime as rt
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
 from serverless_gpu.wire.connection import Connection
@@ -158,6 +159,11 @@ def attacks(*prepared: Any) -> dict[str, str]:
     tried: dict[str, Callable[[], None]] = {
         "administrator's token": lambda: read(f"{home}/server.json"),
         "key of the server": lambda: read(f"{home}/server/key"),
+        "key of the node": lambda: read(f"{home}/node.key"),
+        "token of the node": lambda: read(f"{home}/server/node.token"),
+        "token to join": lambda: read(f"{home}/server/join.token"),
+        "token of Ray": lambda: read(f"{home}/server/ray/token"),
+        "token of Ray on a machine that joined": lambda: read(f"{home}/ray/token"),
         "logs of another run": lambda: read(f"{home}/runs/{run}/1/logs/*"),
         "attempt token": lambda: read(f"{home}/runs/{run}/1/remote.json"),
         "secret in memory": lambda: read("/dev/shm/sgpu-secrets-*/*"),
@@ -219,6 +225,8 @@ def test_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_a_s
 ) -> None:
     isolate(admin, level)
     admin.ask("PUT", "/secrets/TOKEN", SecretRequest(value=b"hunter2-hunter2"), answer=SecretView)
+    for path in ("server/join.token", "server/ray/token", "ray/token"):  # as with `--engine ray` and `sgpu join`
+        write_private(home / path, b"a token")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as place, targets() as found:
         victim = hold_remote.submit(f"{place}/go")
         wait_for(lambda: Home(home).attempt(victim.id, 1).joinpath("logs").exists(), "the victim has logs")

@@ -51,7 +51,7 @@ class KeyedNode:
         """Say hello in a session."""
         if not self.session:
             assert self.open()[0] == 200
-        said = hello(name, **{"instance": "i1", **fields})  # type: ignore[arg-type]
+        said = hello(name, **{"instance": "i1", **fields})  # type: ignore[arg-type]  # text for each field
         body = msgspec.to_builtins(msgspec.structs.replace(said, keys=self.keys.public))
         return self.api.ask(self.session, "POST", "/agents", body)
 

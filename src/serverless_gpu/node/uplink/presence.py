@@ -79,7 +79,7 @@ class NodePresence:
         self._level = measure(os.environ)
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...], *, keys: NodeKeys) -> AgentHello:
-        """Return the node's hello message with the name and pool from the profile, and the keys of the session."""
+        """Return the node's hello message. The profile has its name and pool, and the session its keys."""
         offer = self.offer(attempts)
         return AgentHello(
             name=profile.name or socket.gethostname(),

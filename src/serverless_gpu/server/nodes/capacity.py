@@ -120,7 +120,10 @@ def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list
 def view_nodes(
     snapshot: CapacitySnapshot, presence: Presence, times: Times, *, keys: Mapping[str, StoredBinding]
 ) -> list[NodeView]:
-    """Return the views of nodes for users. `keys` are the bindings of nodes with a key, by token identifier."""
+    """Return the views of nodes for users.
+
+    `keys` are the bindings of nodes with a key, by token identifier.
+    """
     held, minimums = snapshot.by_node(), snapshot.minimums()
     return [
         _view(node, held.get(node.id, ()), presence, times, minimums, keys.get(node.token_id))
