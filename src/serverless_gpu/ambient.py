@@ -86,6 +86,16 @@ def machine() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def host() -> str:
+    """Return a hash of the operating system's machine identifier, or "" for a system without one."""
+    try:
+        with open("/etc/machine-id", encoding="ascii") as file:
+            identity = file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return hashlib.sha256(f"serverless-gpu host {identity}".encode()).hexdigest()[:32] if identity else ""
+
+
 def created_wall_ns(run_id: str) -> int | None:
     """Return the creation time of a run identifier in nanoseconds since 1970, or None for other text.
 

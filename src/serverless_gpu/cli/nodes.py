@@ -44,6 +44,9 @@ from serverless_gpu.wire.nodes import (
 )
 
 _LOOK_S = 0.5
+_KEY_CHARACTERS = 8  # Characters of a key's fingerprint in the list of nodes.
+_ROTATED_S = 20.0
+_ABSENT = ("SILENT", "GONE", "REVOKED")
 _UUID_CHARACTERS_MIN = 4  # Minimum length of a UUID prefix.
 _ZONES = "/zoneinfo/"
 
@@ -69,12 +72,13 @@ def list_nodes(wide: bool, as_json: bool) -> None:
     if not found:
         say("no node has joined yet. Create a join file with `sgpu node invite`")
         return
-    rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "LAST SEEN", "USERS", "REMARKS"]]
+    rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "LAST SEEN", "KEY", "USERS", "REMARKS"]]
     for each in found:
         types = [device.type for device in each.devices]
         devices = ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
         use, users, remarks = f"{each.busy} busy", owner_text(each), "; ".join(_remarks(each))
-        rows.append([each.name, each.pool, each.state, devices, use, _seen_text(each), users, remarks])
+        key = each.key[:_KEY_CHARACTERS] or "none"
+        rows.append([each.name, each.pool, each.state, devices, use, _seen_text(each), key, users, remarks])
     print_table(rows[0], rows[1:], wide=wide)
 
 
@@ -95,6 +99,7 @@ def show_node(name: str, as_json: bool) -> None:
         ["version", view.version],
         ["last seen", _seen_text(view)],
         ["users", owner_text(view)],
+        ["key", key_text(view)],
         ["isolation", f"{view.isolation}: {view.isolation_problem}" if view.isolation_problem else view.isolation],
         *(["network rules", rules_text(view)] if view.isolation != NONE else []),
         *(["remark", remark] for remark in _remarks(view)),
@@ -174,6 +179,46 @@ def approve(name: str) -> None:
     """
     with server() as connection:
         view = connection.ask("POST", "/nodes/approve", ApproveRequest(name=name), answer=NodeView)
+    say(f"{view.name} {view.sentence}")
+
+
+@node.command()
+@click.argument("name", shell_complete=complete_node)
+def rotate(name: str) -> None:
+    """Replace the key of a node.
+
+    The node makes another key and signs the new key with the old key. Runs on the node continue. If another person may
+    have a copy of the old key, use `sgpu node revoke` instead.
+    """
+    with server() as connection:
+        before = _fetch_node(connection, name)
+        view = connection.ask("POST", f"/nodes/{quote(before.id, safe='')}/rotate", answer=NodeView)
+        until = time.monotonic() + _ROTATED_S
+        while view.rotating and view.state not in _ABSENT and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            view = _fetch_node(connection, before.id)
+    if view.rotating:
+        say(f"{view.name} has not replaced its key yet. The node replaces its key after its next message to the server")
+        return
+    say(f"{view.name} has the new key {view.key}")
+
+
+@node.command()
+@click.argument("name", shell_complete=complete_node)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+def revoke(name: str, yes: bool) -> None:
+    """End a node's access to the server.
+
+    The server revokes the node's tokens and key, sends the node no more orders, and accepts no more reports of its
+    runs. The node's runs end when their partition grace has passed. To let the machine join again, create a join file:
+    `sgpu node invite NAME`.
+    """
+    with server() as connection:
+        before = _fetch_node(connection, name)
+        if not yes:
+            count = "1 run" if len(before.runs) == 1 else f"{len(before.runs)} runs"
+            click.confirm(f"Revoke the node {before.name}, and lose its {count}?", abort=True, err=True)
+        view = connection.ask("POST", f"/nodes/{quote(before.id, safe='')}/revoke", answer=NodeView)
     say(f"{view.name} {view.sentence}")
 
 
@@ -267,6 +312,14 @@ def spawner(account: str, place: str) -> None:
     listener = process.listen(Path(place), owner)
     say(f"the spawner serves {owner.name} (uid {owner.uid}) at {place}")
     process.serve(listener, owner, os.environ)
+
+
+def key_text(view: NodeView) -> str:
+    """Return the fingerprint of a node's key, with the time since which the server knows the key."""
+    if not view.key:
+        return "none: the node has an older version, or has not connected since the upgrade"
+    since = f", enrolled {format_moment(view.enrolled_ns)}" if view.enrolled_ns is not None else ""
+    return f"{view.key}{since}{', another key is requested' if view.rotating else ''}"
 
 
 def owner_text(view: NodeView) -> str:

@@ -103,6 +103,8 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     clock: str = ""  # Text about the clock difference between node and server, or "" if the clocks agree.
     drained: bool = False  # True if an operator has drained the node. A drained node starts no new runs.
     unfiltered: str = ""  # Reason why a node with isolation has no network rules, or "".
+    has_key: bool = True  # True if the server has bound a key of the node, so that its token alone is not valid.
+    key_days: int | None = None  # Age of the key in days, or None if unknown.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):

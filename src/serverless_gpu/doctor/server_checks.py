@@ -36,6 +36,7 @@ _CLOCK_S = 5
 _CLOCK_FAILS_S = 60
 _SILENT_S = 60.0
 _CERTIFICATE_S = 21 * 86_400
+_KEY_DAYS_MAX = 365
 
 
 @about(lambda facts: facts.server)
@@ -117,6 +118,22 @@ def _nodes(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
             )
             found += warning(f"{node.name} {node.clock}: runs on this node record wrong times", mend)
     return found or ok(", ".join(f"{node.name} is up" for node in server.nodes))
+
+
+@about(lambda facts: facts.server)
+def _node_keys(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
+    if not server.principal or not server.nodes:
+        return []
+    found = []
+    for node in server.nodes:
+        if not node.has_key and node.state not in ("PENDING", "REVOKED"):
+            found += warning(
+                f"{node.name} has no key: a copy of its token is enough to act as {node.name}",
+                "upgrade serverless-gpu on the node   (the node makes a key at its next start)",
+            )
+        if node.key_days is not None and node.key_days > _KEY_DAYS_MAX:
+            found += warning(f"the key of {node.name} is {node.key_days} days old", f"sgpu node rotate {node.name}")
+    return found or ok("the server knows the key of each node")
 
 
 @about(lambda facts: facts.server)
@@ -245,6 +262,22 @@ CHECKS = (
         "a hung disk.",
         mend="restart `sgpu up` on the node, or remove a dead machine: sgpu node forget NAME --i-know-it-is-dead",
         probe=_nodes,
+    ),
+    Check(
+        code="server-node-keys",
+        group=CheckGroup.SERVER,
+        title="Keys of the nodes",
+        symptoms=(
+            "NotAuthenticated: the token … belongs to a node with a key, and is not valid without the key",
+            "uplink.log: NotAllowed: the token of … belongs to a node with another key, not …",
+            "uplink.log: NotAllowed: the node … waits for an administrator to approve it",
+            "InvalidValue: the node's key … is not private: the file's mode is …, so others can read it",
+        ),
+        cause="A node proves its identity with the private key in the file node.key of its home directory. The "
+        "server binds the key, the name and the machine of a node. A node of an earlier version has no key. Another "
+        "key or another machine under the same name needs the approval of an administrator.",
+        mend="sgpu node approve NAME   (after a loss of node.key, join the machine again: sgpu node invite NAME)",
+        probe=_node_keys,
     ),
     Check(
         code="server-isolation",

@@ -16,10 +16,16 @@ A node's token belongs to exactly one node, with one name and one home directory
     any other token at its first hello                 ─▶ pending until an administrator approves the node's name
     a second name or home with the same token          ─▶ refused in every case
     a second process of a home                         ─▶ refused while the first process is connected
+    a home with a key, on another machine              ─▶ pending until an administrator approves the machine
+
+A node makes a key pair (`node_keys.py`). After the server has bound the node's key, the token alone is useless. A node
+of an earlier version has no key. The server binds the key in the first hello message that has one.
 
 The server recognises a node's home directory by its instance, a random value that the agent stores in the directory. A
-restarted container counts as another machine with the same home directory. Each agent process generates a random number
-at startup. The random number lets the server distinguish two agent processes that use the same home directory.
+restarted container counts as another machine with the same home directory. The boot identifier and the machine
+identifier of the operating system show that a container has restarted on the same machine. Each agent process generates
+a random number at startup. The random number lets the server distinguish two agent processes that use the same home
+directory.
 """
 
 from __future__ import annotations
@@ -217,6 +223,15 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     # Random identifier of the node's home directory. The identifier is empty if an old agent version reports no
     # instance.
     instance: str = ""
+    # Fingerprint of the node's keys, whose private keys the node has proven. Empty for a node of an earlier version.
+    key: str = ""
+
+
+class MachineTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """Traits of the machine in a node's hello message, beside the machine's identifier."""
+
+    boot_id: str
+    host: str = ""  # Hash of the operating system's machine identifier, or "" if the system has none.
 
 
 class TokenBinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +249,7 @@ class HelloDecision(StrEnum):
     BOUND = "bound"  # The hello message binds the token to the node.
     MOVED = "moved"  # Another machine now uses the node's home directory.
     PENDING = "pending"  # An administrator must approve the node's name.
+    ELSEWHERE = "elsewhere"  # An administrator must approve the machine to which the node's home directory moved.
 
 
 class HelloRefused(msgspec.Struct, frozen=True):
@@ -244,13 +260,32 @@ class HelloRefused(msgspec.Struct, frozen=True):
 
 
 _OWN_TOKEN = "create a separate token for each node: `sgpu node invite`"
+OWN_KEY = (
+    "if the node has lost its file node.key, join it again: `sgpu node invite NAME`, then `sgpu join` with the new file"
+)
 
 
-def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecision | HelloRefused:
-    """Accept or refuse a node's hello message. `binding` is None before the server binds the token."""
+def is_same_machine(before: MachineTraits, said: MachineTraits) -> bool:
+    """Return True if two descriptions share the kernel's boot or the identifier of the operating system.
+
+    A restarted container shares the boot of its machine. A restarted machine keeps the identifier of its system.
+    """
+    same_boot = bool(before.boot_id) and before.boot_id == said.boot_id
+    return same_boot or (bool(before.host) and before.host == said.host)
+
+
+def judge_hello(
+    binding: TokenBinding | None, said: NodeIdentity, *, is_here: bool = True
+) -> HelloDecision | HelloRefused:
+    """Accept or refuse a node's hello message. `binding` is None before the server binds the token.
+
+    `is_here` is False if nothing shows that the node is still on the machine of its last hello message.
+    """
     if binding is None:
         return HelloDecision.PENDING
     bound = binding.node
+    if bound.key and bound.key != said.key:
+        return HelloRefused(f"the token of {said.name!r} belongs to a node with another key", OWN_KEY)
     if not bound.name:
         return HelloDecision.BOUND
     if bound.name != said.name:
@@ -262,9 +297,19 @@ def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecisi
         return HelloRefused(f"the token of {said.name!r} belongs to a node of this name on another machine", _OWN_TOKEN)
     if not binding.approved:
         return HelloDecision.PENDING
-    if bound.instance != said.instance:
-        return HelloDecision.BOUND  # The node's earlier hello message reported no instance.
+    if bound.machine != said.machine and said.key and not is_here:
+        return HelloDecision.ELSEWHERE
+    if bound.instance != said.instance or bound.key != said.key:
+        return HelloDecision.BOUND  # The node's earlier version reported no instance, or had no key.
     return HelloDecision.ADMITTED if bound.machine == said.machine else HelloDecision.MOVED
+
+
+def may_take_name(held: NodeIdentity, said: NodeIdentity) -> bool:
+    """Return True if a joining node is the node that already has the name, so that it needs no approval.
+
+    `held` is the approved node of this name. A node without a key is recognised by its home directory.
+    """
+    return held.key == said.key if held.key else held.instance == said.instance
 
 
 def second_process(before: str, said: str, *, connected: bool) -> bool:

@@ -58,6 +58,7 @@ from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
+from serverless_gpu.server.nodes.node_sessions import NodeSessions
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
@@ -155,6 +156,7 @@ class Services(ServerResources):
 
     # Nodes and pools
     node_admission: NodeAdmission
+    node_sessions: NodeSessions
     nodes: NodeService
     node_rules: NodeRuleService
     joins: JoinService

@@ -17,7 +17,7 @@ from serverless_gpu.server.core.caller import Caller, check_name
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
-from serverless_gpu.server.nodes import node_service
+from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.egress_policies import policy_changes
 from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import audit, crews, pools, principals, references
@@ -81,7 +81,7 @@ class PoolService:
             pool = _changed(before, asked)
             pools.put(connection, pool)
             for node_name in asked.nodes:
-                _move(connection, node_service.find_node(connection, node_name), pool)
+                _move(connection, node_admission.find_node(connection, node_name), pool)
             lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
             decided: dict[str, object] = {} if asked.isolation is None else {"isolation": asked.isolation}
             if asked.egress is not None or asked.allow is not None:

@@ -3,6 +3,9 @@
 The agent opens all connections between a node and the server. A node accepts connections only during the rendezvous of
 a gang on several nodes (`node/supervisor/rendezvous.py`).
 
+    POST /agents/challenge                  → SessionChallenge           (the node's own token)
+    POST /agents/session                    SessionRequest → SessionAnswer
+    POST /agents/key                        KeyRequest → SessionAnswer   (the token of a session, as for all others)
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
     GET  /agents/{node}/orders?instance&process  → stream of `StreamedOrder`, unacknowledged orders first
@@ -15,6 +18,17 @@ a gang on several nodes (`node/supervisor/rendezvous.py`).
 An agent's token is valid for one node, with one name and one home directory. A join creates a token for its node
 (`wire/nodes.py`). If a token belongs to another node, the server refuses the hello message (NotAllowed) until an
 administrator approves the node.
+
+A node has an own key pair (`model/node_keys.py`). To open a session, the node signs a challenge of the server. The
+session's token expires after `lifetime_s` seconds. The first hello message of a session binds the key to the node's own
+token. From then on, the node's own token opens sessions of this key only, and no other request is valid with it. The
+server refuses each second use of a challenge. A node of an earlier version has no key and uses its own token for all
+requests.
+
+If a heartbeat's answer contains `rotate`, the node makes another key pair and signs the new keys with both keys. After
+the request, sessions of the old key are invalid.
+
+The server seals secrets and the caller's context to the key of an order's node (`Start.sealed`).
 
 The server may repeat an order until the node acknowledges the order. The node executes a repeated order only once. The
 node acknowledges `Start` after it has durably recorded the start in the attempt directory.
@@ -42,6 +56,7 @@ from serverless_gpu.model.isolation import NONE, Level
 from serverless_gpu.model.lifecycle.attempt import Fact, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
+from serverless_gpu.model.node_keys import NodeKeys, Signature
 from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.model.spec import BlobReference, RunSpec
 from serverless_gpu.units import format_duration_ms
@@ -50,6 +65,47 @@ from serverless_gpu.wire.base import Answer, Json, Request
 
 CLOCK_OFF_S = 0.5
 """Minimum clock difference in seconds that the server reports."""
+
+
+class SessionChallenge(Answer, frozen=True, kw_only=True):
+    """A random text that a node must sign within a minute to open a session."""
+
+    challenge: str
+
+
+class SessionRequest(Request, frozen=True, kw_only=True):
+    """A node's proof that it has the private keys.
+
+    Attributes:
+        challenge: the text of the last `SessionChallenge`.
+        keys: the node's public keys.
+        signature: signature of `node_keys.session_text` by `keys.signing`.
+    """
+
+    challenge: Annotated[str, msgspec.Meta(max_length=64)]
+    keys: NodeKeys
+    signature: Signature
+
+
+class SessionAnswer(Answer, frozen=True, kw_only=True):
+    """The token of a session, with its lifetime in seconds."""
+
+    token: str
+    lifetime_s: float
+
+
+class KeyRequest(Request, frozen=True, kw_only=True):
+    """A node's replacement of its keys.
+
+    Attributes:
+        keys: the node's new public keys.
+        old: signature of `node_keys.rotation_text` by the node's old key.
+        new: signature of the same text by the new key.
+    """
+
+    keys: NodeKeys
+    old: Signature
+    new: Signature
 
 
 class AttemptSeen(Request, frozen=True, kw_only=True):
@@ -85,6 +141,9 @@ class AgentHello(Request, frozen=True, kw_only=True):
         egress_problem: reason why the node cannot enforce a network policy, or "".
         process: random identifier of the uplink process. If a home has two uplink processes, the server admits only
             one.
+        keys: public keys of the session in which the node sends the message. None from a node of an earlier version.
+        host: hash of the operating system's machine identifier, or "". Unlike `machine`, the value does not depend on
+            the file system or the user.
     """
 
     name: str
@@ -111,6 +170,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
     isolation_problem: str = ""
     addresses: tuple[str, ...] = ()
     egress_problem: str = ""
+    keys: NodeKeys | None = None
+    host: str = ""
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
@@ -190,12 +251,26 @@ class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
         at_ns: the server's time of the answer, as in `AgentWelcome`.
         egress: network policy of the node's pool if the node has applied another policy. None for no change, and for a
             pool without isolation.
+        rotate: True if the node must replace its keys, because an administrator has requested this.
     """
 
     stale: tuple[str, ...] = ()
     tokens: dict[str, str] = msgspec.field(default_factory=dict)
     at_ns: int = 0
     egress: EgressPolicy | None = None
+    rotate: bool = False
+
+
+class PrivatePart(Answer, frozen=True, kw_only=True):
+    """The part of a start order that only its node may read, as JSON in `Start.sealed`.
+
+    Attributes:
+        context: the caller's context with the caller's variables, as in `Start`.
+        secrets: secrets of the attempt, as in `Start`.
+    """
+
+    context: msgspec.Raw
+    secrets: tuple[SecretValue, ...] = ()
 
 
 class Start(Answer, frozen=True, kw_only=True, tag="start"):
@@ -218,6 +293,8 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         isolation: isolation level of the attempt's ranks, which the pool requires.
         egress: network policy of the pool, which the node applies before the attempt starts. None without isolation.
         nonce: random text by which the nodes of a gang recognize each other. "" for a gang on one node.
+        sealed: `PrivatePart`, sealed to the node's key. `context` and `secrets` are then empty. b"" for a node without
+            a key.
     """
 
     seq: int
@@ -241,6 +318,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     nonce: str = ""
     isolation: Level = NONE
     egress: EgressPolicy | None = None
+    sealed: bytes = b""
 
     @property
     def gpus(self) -> int:

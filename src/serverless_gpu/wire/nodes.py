@@ -12,6 +12,8 @@
     GET    /agents/ray                                 → RayPool          (the token of a node that has joined)
     POST   /nodes/invite             InviteRequest     → InviteAnswer     (administrators)
     POST   /nodes/approve            ApproveRequest    → NodeView         (administrators)
+    POST   /nodes/{node}/rotate                        → NodeView         (administrators) requests another key
+    POST   /nodes/{node}/revoke                        → NodeView         (administrators) ends the node's access
 
 The server stores each node's rules in its database, so that restarts do not change the rules. `sgpu node list` shows
 the rules of each node. Operators and the node's owner may change a node's rules.
@@ -28,6 +30,7 @@ from __future__ import annotations
 from serverless_gpu.model.egress import OPEN
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.isolation import NONE
+from serverless_gpu.model.node_keys import NodeKeys
 from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.base import Answer, Request
 
@@ -82,9 +85,9 @@ class NodeView(Answer, frozen=True, kw_only=True):
     """The API view of a node.
 
     Attributes:
-        state: UP, DRAINING, DEGRADED, SILENT, GONE or PENDING. `sentence` gives the reason for DRAINING and DEGRADED,
-            and the start of the silence for SILENT. PENDING means that an administrator must approve the node, and `id`
-            is then the identifier of its token.
+        state: UP, DRAINING, DEGRADED, SILENT, GONE, REVOKED or PENDING. `sentence` gives the reason for DRAINING and
+            DEGRADED, and the start of the silence for SILENT. PENDING means that an administrator must approve the
+            node, and `id` is then the identifier of its token.
         busy: number of devices that runs of the server currently use.
         clock: last reported difference between the clocks of the node and the server, or None.
         rules: rules that operators and the owner have set.
@@ -94,6 +97,9 @@ class NodeView(Answer, frozen=True, kw_only=True):
         isolation: strongest isolation level that the node offers, as the node measured it.
         isolation_problem: reason why the node offers no stronger level, or "".
         egress_problem: reason why the node cannot enforce a network policy, or "".
+        key: fingerprint of the node's public keys, or "" for a node without a key.
+        enrolled_ns: time when the server bound the key, in nanoseconds since 1970, or None.
+        rotating: True if an administrator has requested another key, and the node has not replaced its key yet.
     """
 
     id: str
@@ -115,6 +121,9 @@ class NodeView(Answer, frozen=True, kw_only=True):
     isolation: str = NONE
     isolation_problem: str = ""
     egress_problem: str = ""
+    key: str = ""
+    enrolled_ns: int | None = None
+    rotating: bool = False
 
 
 class NodeList(Answer, frozen=True, kw_only=True):
@@ -233,12 +242,15 @@ class JoinRequest(Request, frozen=True, kw_only=True):
         machine: `ambient.machine()`.
         instance: identifier of the machine's home directory.
         ray: True if the machine also joins the server's Ray cluster.
+        keys: public keys of the node, or None from an earlier version. The server binds the keys to the new token. The
+            first session proves that the node has the private keys.
     """
 
     name: str
     machine: str
     instance: str
     ray: bool = True
+    keys: NodeKeys | None = None
 
 
 class RayPool(Answer, frozen=True, kw_only=True):
@@ -267,10 +279,13 @@ class JoinAnswer(Answer, frozen=True, kw_only=True):
     Attributes:
         token: agent's token for this machine.
         ray: data for joining the Ray cluster, or None if the machine did not request the data.
+        waits: message that an administrator must approve the machine, because another node has its name. "" for an
+            admitted machine. A waiting machine does not get `ray`.
     """
 
     token: str
     ray: RayPool | None
+    waits: str = ""
 
 
 class InviteRequest(Request, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import pytest
 from serverless_gpu.doctor.probes.servers import look_at_pool
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import unreachable
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside import linux
 from tests.e2e.ray.plain_ray import PYTHON
 from tests.e2e.ray.pools import START_S, Machine
@@ -161,8 +162,41 @@ def _check_what_is_seen(second: Machine) -> None:
         assert token.encode() not in shown
     logs = Path(ray_machine.directory_of(second.home / "ray")).rglob("*.log")
     assert not [path for path in logs if token.encode() in path.read_bytes()]
-    for name in ("token", "profile.json", "node.json", "ca.pem"):
-        assert (second.home / "ray" / name).stat().st_mode & 0o777 == 0o600
+    for name in ("ray/token", "ray/profile.json", "ray/node.json", "ray/ca.pem", "node.key"):
+        assert (second.home / name).stat().st_mode & 0o777 == 0o600
+    place = Path(ray_machine.directory_of(second.home / "ray")).parent
+    assert place.stat().st_mode & 0o077 == 0
+    copies = [path for path in place.rglob("*") if path.is_file() and secrets[0].encode() in path.read_bytes()]
+    assert copies == [], "Ray has written its token to a file of its own"
+
+
+def test_27_7_a_second_machine_of_a_name_waits_for_approval_and_then_joins(
+    first: Machine, second: Machine, up: subprocess.Popen[bytes]
+) -> None:
+    """The token of the first one is stolen with the file, and is good for nothing."""
+    assert first.run("node", "invite", "--uses", "2", "--out", str(first.home / "server" / "join.json")).returncode == 0
+    join = second.start(*joining(second, first))
+    second.wait_said("two offers 2 H100", join)
+    wait_for(lambda: "two" in first.run("node", "list").stdout, "its agent is there", limit_s=START_S)
+    stolen = (second.home / "ray" / "profile.json").read_bytes()
+    third = Machine("three", "H100:2")
+    try:
+        command = joining(third, first)
+        (third.home / "ray").mkdir(mode=0o700)
+        write_private(third.home / "ray" / "profile.json", stolen)
+        said = refused(third, command)
+        assert "is already connected from another home of this machine" in said
+        join.send_signal(signal.SIGINT)
+        assert join.wait(60) == 0
+        wait_for(lambda: "SILENT" in first.run("node", "list").stdout, "the first one is away", limit_s=60)
+        for _ in range(2):
+            assert "the node 'two' waits for an administrator to approve it" in refused(third, command)
+        assert first.run("node", "approve", "two").returncode == 0
+        again = third.start(*command)
+        third.wait_said("two offers 2 H100", again)
+        assert "two offers" not in refused(second, joining(second, first))  # its token was revoked
+    finally:
+        third.end()
 
 
 def test_what_is_wrong_is_said_before_ray_is_started(

@@ -41,6 +41,8 @@ from serverless_gpu.wire.agents import (
     OrdersTaken,
     Report,
     ReportAnswer,
+    SessionAnswer,
+    SessionChallenge,
     Start,
     Stop,
 )
@@ -49,6 +51,7 @@ from serverless_gpu.wire.blobs import DigestList
 from tests.support.local.observe import wait_for
 
 TOKEN = "sgpu_of_the_agent"
+SESSION = "sgpn_of_the_agent"
 
 
 class SeenAttempt:
@@ -139,6 +142,7 @@ class AgentServer:
         self.home = home
         self.profile = home / "server" / "uplink.json"
         self.profile.parent.mkdir(mode=0o700, exist_ok=True)
+        self.sessions = 0
         self.hellos: list[AgentHello] = []
         self.heartbeats: list[Heartbeat] = []
         self.attempts: dict[str, SeenAttempt] = {}
@@ -266,7 +270,13 @@ class AgentServer:
 
     def answer(self, method: str, path: str, body: bytes, token: str) -> tuple[int, bytes]:
         """Return status and body for a request."""
+        if path == "/agents/challenge":
+            return _fine(SessionChallenge(challenge="challenge"))
+        if path == "/agents/session":
+            self.sessions += 1
+            return _fine(SessionAnswer(token=SESSION, lifetime_s=3600.0))
         if path == "/agents":
+            assert token == f"Bearer {SESSION}"
             hello = msgspec.json.decode(body, type=AgentHello)
             self.hellos.append(hello)
             node = self.nodes.setdefault(hello.instance, f"node{len(self.nodes) + 1}")

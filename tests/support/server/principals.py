@@ -24,7 +24,7 @@ class Api:
         self.clock = clock
         self.database = database
         self.alice = ""
-        admission = Authenticator(database, clock=clock)
+        admission = Authenticator(database, clock=clock, keys=services.keys)
         app = guarded(
             services.by_type,
             hub=services.hub,

@@ -28,6 +28,8 @@ WITHOUT_JSON = {
         "node quarantine",
         "node release",
         "node resume",
+        "node revoke",
+        "node rotate",
         "policy attach",
         "policy delete",
         "policy detach",

@@ -91,6 +91,17 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
                 "n1 has no network rules: runs reach the server and each service of the node (nft is missing)",
             ),
         ),
+        ("server-node-keys", WELL, (OK, "the server knows the key of each node")),
+        (
+            "server-node-keys",
+            replace(WELL, nodes=(replace(UP, has_key=False),)),
+            (WARNING, "n1 has no key: a copy of its token is enough to act as n1"),
+        ),
+        (
+            "server-node-keys",
+            replace(WELL, nodes=(replace(UP, key_days=366),)),
+            (WARNING, "the key of n1 is 366 days old"),
+        ),
         ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not list nodes")),
         ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined the server, so no run can start")),
         ("server-nodes", replace(WELL, nodes=(), embedded=False), (WARNING, "no node has joined the server")),

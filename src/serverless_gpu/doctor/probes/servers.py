@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 _FILE = "server.json"
 _LOOK_S = 5.0
+_DAY_NS = 86_400_000_000_000
 
 
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
@@ -184,7 +185,13 @@ def _node(view: object, ahead_s: int | None) -> ServerNode:
         clock=load("serverless_gpu.wire.agents").clock_text(getattr(view, "clock", None)),
         drained=getattr(getattr(view, "rules", None), "drain", None) is not None,
         unfiltered=str(getattr(view, "egress_problem", "")) if getattr(view, "isolation", NONE) != NONE else "",
+        has_key=bool(getattr(view, "key", "")),
+        key_days=_days_since(getattr(view, "enrolled_ns", None)),
     )
+
+
+def _days_since(at_ns: int | None) -> int | None:
+    return None if at_ns is None else max(0, SystemClock().wall_ns() - at_ns) // _DAY_NS
 
 
 def _ahead_s(date: str) -> int | None:

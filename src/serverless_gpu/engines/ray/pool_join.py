@@ -35,6 +35,8 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, No
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import readers, write_private
+from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
+from serverless_gpu.node.uplink.node_session import open_session
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
 from serverless_gpu.node.uplink.server import UplinkProfile, read_profile, write_profile
 from serverless_gpu.wire.connection import Connection
@@ -98,9 +100,8 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
     files = ray_machine.RayMachineFiles(home=home, directory=directory, profile=profile)
     devices = ray_machine.devices_of(home)
     node = ray_machine.node_of(wish.name, address, base, files, devices)
+    _keep(directory, wish, token, str(directory / ray_machine.CA) if wish.file.ca else "")
     try:
-        ca = str(directory / ray_machine.CA) if wish.file.ca else ""
-        write_profile(profile, UplinkProfile(url=wish.file.server, token=token, ca=ca, name=wish.name))
         plan = ray_machine.prepare_machine(node, files, pool.token, environ, head=head)
         (directory / LEFT).unlink(missing_ok=True)
     except OSError as error:
@@ -161,14 +162,21 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
             write_private(Path(ca), wish.file.ca.encode())
     except OSError as error:
         raise ServerProblem(f"the directory {directory} cannot be written to: {error.strerror}") from error
-    request = JoinRequest(name=wish.name, machine=machine(), instance=instance_of(home))
+    keys = NodeKeyFile(home)
+    request = JoinRequest(name=wish.name, machine=machine(), instance=instance_of(home), keys=keys.current.public)
     url = wish.file.server
-    again = _ask_again(wish, directory, ca)
+    again = _ask_again(wish, directory, ca, keys)
     if again is not None:
         return again
     with contextlib.closing(Connection(url, wish.file.token, ca=ca)) as connection:
         try:
             answer = connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
+            if answer.waits:
+                _keep(directory, wish, answer.token, ca)
+                hint = f"run `sgpu node approve {wish.name}` on the first machine, then this command again"
+                raise NotAllowed(
+                    f"{answer.waits}; the key of this node is {keys.current.public.fingerprint}", hint=hint
+                )
             if answer.ray is None:
                 raise ServerProblem(f"the server at {url} did not send the settings of its Ray cluster", hint="")
             return answer.token, answer.ray
@@ -190,19 +198,36 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
             raise ServerUnavailable(error.message, hint=hint) from None
 
 
-def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPool] | None:
-    """Return the pool's settings if the server accepts the saved token, otherwise None."""
+def _keep(directory: Path, wish: JoinOptions, token: str, ca: str) -> None:
+    """Save the token of this machine, which is valid only with the machine's key."""
+    try:
+        profile = UplinkProfile(url=wish.file.server, token=token, ca=ca, name=wish.name)
+        write_profile(directory / ray_machine.PROFILE, profile)
+    except OSError as error:
+        raise ServerProblem(f"the directory {directory} cannot be written to: {error.strerror}") from error
+
+
+def _ask_again(wish: JoinOptions, directory: Path, ca: str, keys: NodeKeyFile) -> tuple[str, RayPool] | None:
+    """Return the pool's settings if the server accepts the saved token and the key, otherwise None.
+
+    Raises NotAllowed if the machine still waits for an administrator.
+    """
     try:
         profile = read_profile(directory / ray_machine.PROFILE)
     except InvalidValue:
         return None
     if (profile.url, profile.name) != (wish.file.server, wish.name):
         return None
-    with contextlib.closing(Connection(profile.url, profile.token, ca=ca)) as connection:
+    try:
+        with contextlib.closing(Connection(profile.url, profile.token, ca=ca)) as connection:
+            session = open_session(connection, profile.token, keys)
+    except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
+        return None  # The request with the join token reports an unreachable server.
+    with contextlib.closing(Connection(profile.url, session.token, ca=ca)) as connection:
         try:
             return profile.token, connection.ask("GET", "/agents/ray", answer=RayPool)
-        except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
-            return None  # The request with the join token reports an unreachable server.
+        except (NotAuthenticated, NotFound, ServerUnavailable):
+            return None
 
 
 def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:

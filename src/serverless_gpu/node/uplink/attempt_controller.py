@@ -225,7 +225,7 @@ class AttemptController:
             egress_problem = None if order.egress is None else egress.require(order.egress)
             channel, greeting = connect(self._home)
             profile = self._server.profile
-            store = StoreLocation(f"sgpu+{profile.url}", profile.token, profile.ca)
+            store = StoreLocation(f"sgpu+{profile.url}", self._server.session.token(), profile.ca)
             try:
                 now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
                 # The submission time and the present time come from the server's clock.

@@ -1,6 +1,7 @@
 """Turns an order into a launch: directory, call, interpreter and devices of this node.
 
-    Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
+    Start ─▶ opened with the node's key ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl
+          ─▶ spec.json … ─▶ Launch
 
 User code waits until the server has answered a report about the attempt. An order may be an hour old. The server may
 have started another attempt after it sent the order.
@@ -28,6 +29,7 @@ from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, Ser
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.isolation import NONE
+from serverless_gpu.model.node_keys import order_text
 from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
@@ -37,13 +39,28 @@ from serverless_gpu.node.attempt.submission import write_submission
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.node.devices.inventory import offered
+from serverless_gpu.node.uplink.node_session import NodeSession
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.agents import Start
+from serverless_gpu.wire.agents import PrivatePart, Start
 from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 """Variables that ranks in a captured environment take from the node, unless the caller sent values."""
+
+
+def opened(order: Start, session: NodeSession) -> Start:
+    """Return an order with its secrets and context, which the server has sealed to this node's key.
+
+    Raises InvalidValue if this node cannot open the sealed part. The opened part is in memory only.
+    """
+    if not order.sealed:
+        return order
+    data = session.open(order.sealed, about=order_text(order.run_id, order.fence, order.crew))
+    if data is None:
+        raise InvalidValue("the secrets and variables of the run are sealed to another key than the key of this node")
+    private = from_json(data, PrivatePart)
+    return msgspec.structs.replace(order, context=private.context, secrets=private.secrets, sealed=b"")
 
 
 def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:

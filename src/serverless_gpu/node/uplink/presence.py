@@ -19,12 +19,13 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from serverless_gpu.ambient import SystemClock, machine, new_run_id
+from serverless_gpu.ambient import SystemClock, host, machine, new_run_id
 from serverless_gpu.environment.restore.interpreters import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.node_keys import NodeKeys
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
@@ -85,9 +86,14 @@ class NodePresence:
         self._principals = PrincipalMap(os.environ).place
 
     def hello(
-        self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...], *, egress_problem: str = ""
+        self,
+        profile: UplinkProfile,
+        attempts: tuple[AttemptSeen, ...],
+        *,
+        keys: NodeKeys,
+        egress_problem: str = "",
     ) -> AgentHello:
-        """Return the node's hello message with the name and pool from the profile."""
+        """Return the node's hello message. The profile has its name and pool, and the session its keys."""
         offer = self.offer(attempts)
         return AgentHello(
             name=profile.name or socket.gethostname(),
@@ -114,6 +120,8 @@ class NodePresence:
             isolation_problem=self.level.problem,
             addresses=tuple(one.address for one in own_addresses() if not is_loopback(one) and not is_bridge(one)),
             egress_problem=egress_problem,
+            keys=keys,
+            host=host(),
         )
 
     def heartbeat(

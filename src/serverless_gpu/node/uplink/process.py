@@ -1,14 +1,14 @@
 """The uplink process: one process per home and server, with outgoing connections only.
 
-    main thread      hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
+    main thread      session ─▶ hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    sends acknowledgements in batches
     network rules    resolves the names of the pool's network policy again, once a minute
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-The uplink joins the server with an agent token. The uplink makes no decisions about a run. The server sends the orders
-that the supervisor executes. The uplink outlives the process that started it (`start_stop.py`). A run needs the uplink
-only for its reports and its lease.
+The uplink joins the server with an agent token and the key of the node (`node_session.py`). The uplink makes no
+decisions about a run. The server sends the orders that the supervisor executes. The uplink outlives the process that
+started it (`start_stop.py`). A run needs the uplink only for its reports and its lease.
 
 Failure cases:
 
@@ -21,6 +21,9 @@ disk.
 If the server restarts with another port or token, the uplink reads the profile again.
 
 If an attempt's token expires while the server is unreachable, the next heartbeat returns another token (`server.py`).
+
+If the server refuses the session's token, the uplink opens another session. If the server knows another key of the
+node, the log names the remedy.
 
 If two uplinks start at once, the uplink that does not acquire the lock exits.
 
@@ -46,7 +49,7 @@ from urllib.parse import quote
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError
+from serverless_gpu.errors import NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.attempt.server_attempt_record import open_attempts
@@ -60,6 +63,7 @@ from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
 from serverless_gpu.node.isolation.egress import measure as measure_egress
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
+from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
 from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.node.uplink.start_stop import lock_path
@@ -123,7 +127,7 @@ class Uplink:
     def __init__(self, home: Home, profile: Path) -> None:
         self._home = home
         self._clock = SystemClock()
-        self._server = UplinkServer(profile, self._clock)
+        self._server = UplinkServer(profile, self._clock, NodeKeyFile(home))
         self._presence = NodePresence(home)
         isolates = self._presence.level.level != NONE
         self._egress = NodeEgress(
@@ -161,6 +165,7 @@ class Uplink:
         line = self._server.line()
         while not self._is_idle():
             try:
+                self._server.session.renew()
                 self._be_present(line.get())
             except ServerlessGpuError as error:
                 self._away(error)
@@ -189,7 +194,9 @@ class Uplink:
                 self._server.credentials.remove(gang)
             seen = tuple(controller.seen() for controller in self._controllers.values())
         if not self._joined.is_set():
-            hello = self._presence.hello(self._server.profile, seen, egress_problem=self._egress.problem)
+            hello = self._presence.hello(
+                self._server.profile, seen, keys=self._server.session.keys, egress_problem=self._egress.problem
+            )
             asked_ns = self._clock.boottime_ns()
             welcome = connection.ask("POST", "/agents", hello, answer=AgentWelcome)
             self._server.time.heard(welcome.at_ns, asked_ns=asked_ns, answered_ns=self._clock.boottime_ns())
@@ -197,7 +204,8 @@ class Uplink:
             self._node = welcome.node
             self._joined.set()
             self._abandon(welcome.stale)
-            say(f"joined {self._server.profile.url} as node {welcome.node}")
+            key = self._server.session.keys.fingerprint
+            say(f"joined {self._server.profile.url} as node {welcome.node} with the key {key}")
             return
         path = f"/agents/{self._node}/heartbeat"
         beat = self._presence.heartbeat(
@@ -213,6 +221,9 @@ class Uplink:
         self._abandon(answer.stale)
         if answer.egress is not None:
             self._egress.offer(answer.egress, asked_ns=asked_ns)
+        if answer.rotate:
+            self._server.session.rotate(connection)
+            say(f"replaced the key of this node with {self._server.session.keys.fingerprint}")
 
     def _refresh_egress(self) -> None:
         """Refresh the network rules in an endless loop."""
@@ -229,8 +240,10 @@ class Uplink:
 
     def _away(self, error: ServerlessGpuError) -> None:
         """Record that the server does not answer, and read its profile again."""
-        if isinstance(error, NotFound):
+        if isinstance(error, NotFound | NotAuthenticated):
             self._joined.clear()
+        if isinstance(error, NotAuthenticated):
+            self._server.session.drop()
         text = f"{type(error).__name__}: {error.message}"
         if isinstance(error, NotAllowed):  # An operator must approve the node or replace its token.
             text += f" ({error.hint})" if error.hint else ""
@@ -297,6 +310,7 @@ class Uplink:
 
     def _start(self, order: Start, gang: str) -> None:
         try:
+            order = attempt_launch.opened(order, self._server.session)
             taken = attempt_launch.take_order(self._home, order, self._server.path)
         # If the disk cannot show whether the attempt already runs on this node, the server must repeat the order.
         except OSError as error:

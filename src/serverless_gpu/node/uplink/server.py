@@ -1,7 +1,7 @@
 """Manages the server's profile, connections, attempt tokens and clock for the uplink.
 
     UplinkProfile       address and token of the server: one small file, 0600, written by the uplink's starter
-    UplinkServer        connections with the node's own token and with those of attempts; all follow the profile
+    UplinkServer        connections with the node's session and with tokens of attempts; all follow the profile
     Credentials         tokens of attempts: short-lived, replaced while the server answers
     ServerTime          the server's clock; the node's own wall clock is not used
 
@@ -27,6 +27,8 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
+from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
+from serverless_gpu.node.uplink.node_session import NodeSession
 from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.connection import Connection
 
@@ -66,13 +68,17 @@ PAUSE_S_MAX = 5.0
 class UplinkServer:
     """Connections to one server. Raises InvalidValue if the server's profile cannot be read."""
 
-    def __init__(self, path: Path, clock: Clock) -> None:
+    def __init__(self, path: Path, clock: Clock, keys: NodeKeyFile) -> None:
         self.path = path  # Path of the profile.
         self._clock = clock
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
         self.credentials = Credentials()  # Tokens of the server's attempts.
         self.time = ServerTime()
+        self.session = NodeSession(keys, clock, connect=self._connect, own_token=lambda: self._profile.token)
+
+    def _connect(self) -> Connection:
+        return Connection(self._profile.url, self._profile.token, ca=self._profile.ca)
 
     @property
     def profile(self) -> UplinkProfile:
@@ -80,7 +86,7 @@ class UplinkServer:
         return self._profile
 
     def line(self, token: str | Callable[[], str] = "") -> ServerConnection:
-        """Return a connection that uses `token`, or the node's own token if `token` is ""."""
+        """Return a connection that uses `token`, or the token of the node's session if `token` is ""."""
         return ServerConnection(self, token)
 
     def look_again(self) -> None:
@@ -101,7 +107,7 @@ class UplinkServer:
 class ServerConnection:
     """A connection that always uses the server's current profile.
 
-    `token` is an attempt's token, or a function that returns the token. The value "" selects the node's own token.
+    `token` is an attempt's token, or a function that returns the token. The value "" selects the node's session.
     """
 
     def __init__(self, server: UplinkServer, token: str | Callable[[], str]) -> None:
@@ -124,7 +130,7 @@ class ServerConnection:
         self._connection.close()
 
     def _made(self) -> Connection:
-        return Connection(self._profile.url, self._token or self._profile.token, ca=self._profile.ca)
+        return Connection(self._profile.url, self._token or self._server.session.token, ca=self._profile.ca)
 
 
 class Backoff:

@@ -23,6 +23,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         token_id: identifier of the token, for the audit.
         attempt: run, fence and supervisor number, if the token belongs to an attempt.
         until_ns: end of the token's validity, nanoseconds since 1970; None for a token without an end.
+        key: fingerprint of the keys of the node's session; "" for any other token.
+        needs_key: True if the token belongs to a node with a key, and the caller has not proven the key.
         late: True if the server has abandoned this attempt and accepts only final reports from the supervisor.
     """
 
@@ -35,6 +37,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     attempt: tuple[str, int, int] | None = None
     until_ns: int | None = None
     late: bool = False
+    key: str = ""
+    needs_key: bool = False
 
 
 ANONYMOUS = Caller()

@@ -2,6 +2,7 @@
 
     key ─┬─ "sealing"  ─▶ `Sealer`: encrypts callers' variables and secrets in the database
          ├─ "attempts" ─▶ tokens of attempts, one for each supervisor
+         ├─ "sessions" ─▶ tokens of nodes' sessions
          └─ "requests" ─▶ fingerprints that identify repeated requests
 
     sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
@@ -15,6 +16,11 @@ restart and renew leases without database writes. Each attempt token contains it
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
     sgpa_<run>_<fence>_<43 characters>             for nodes without renewal; the database has its hash. No expiry
     sgpa_<run>_<fence>-<crew>_…                    for later supervisors of a gang on several nodes
+
+The server computes session tokens in the same way. A session token is valid while the node's own token is valid and
+bound to no other key.
+
+    sgpn_<node's own token>_<fingerprint of the node's keys>_<until>_<43 characters>
 
 A database copy alone reveals neither callers' variables nor attempt tokens. Without the key file, sealed data is lost.
 `sgpu server backup` therefore saves the key file with the database. Keep a backup as confidential as the server.
@@ -30,6 +36,7 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -43,6 +50,10 @@ _ATTEMPT = re.compile(
     PREFIX + r"(?P<run>[^_]{26})_(?P<fence>[0-9]{1,9})(?:-(?P<crew>[1-9][0-9]{0,3}))?"
     r"(?:_(?P<until>[1-9][0-9]{0,11}))?_(?P<secret>[A-Za-z0-9_-]{43})"
 )
+SESSION_PREFIX = "sgpn_"
+_SESSION = re.compile(
+    SESSION_PREFIX + r"(?P<token>[^_]{26})_(?P<key>[0-9a-f]{32})_(?P<until>[1-9][0-9]{0,11})_[A-Za-z0-9_-]{43}"
+)
 _UNNAMED = re.compile(r"\.(key|key\.next|rotation\.json|token|node\.token|join\.token|[^/]+\.mark)\.[0-9a-f]{16}")
 
 
@@ -50,6 +61,14 @@ _FORM = b"\x01"
 _KEY_BYTES = 8
 _NONCE_BYTES = 12
 _HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
+
+
+class NodeSession(NamedTuple):
+    """A session of a node: its own token, the fingerprint of its keys, and the end in seconds since 1970."""
+
+    token_id: str
+    key: str
+    until_s: int
 
 
 class Keys:
@@ -61,6 +80,7 @@ class Keys:
         self.sealing = _derived(key, "sealing")
         self._attempts = _derived(key, "attempts")
         self._requests = _derived(key, "requests")
+        self._sessions = _derived(key, "sessions")
 
     def attempt_token(self, run_id: str, fence: int, crew: int = 0, *, until_s: int | None = None) -> str:
         """Return the attempt token of one supervisor. Equal arguments produce the same token.
@@ -81,6 +101,20 @@ class Keys:
         if whose is None or until_s is None:
             return False
         return hmac.compare_digest(token, self.attempt_token(*whose, until_s=until_s))
+
+    def session_token(self, session: NodeSession) -> str:
+        """Return the token of a node's session. Equal sessions have the same token."""
+        parts = [session.token_id, session.key, f"{session.until_s}"]
+        said = hmac.digest(self._sessions, ":".join(["session", *parts]).encode(), "sha256")
+        return SESSION_PREFIX + "_".join([*parts, encode(said)])
+
+    def node_session(self, token: str) -> NodeSession | None:
+        """Return the session of a token that this server signed, or None for any other token."""
+        match = _SESSION.fullmatch(token)
+        if match is None:
+            return None
+        session = NodeSession(match["token"], match["key"], int(match["until"]))
+        return session if hmac.compare_digest(token, self.session_token(session)) else None
 
     def fingerprint(self, request: bytes) -> str:
         """Return a keyed 64-character hash of a request.

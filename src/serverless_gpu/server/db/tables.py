@@ -170,6 +170,7 @@ nodes = sa.Table(
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # Coalesced.
     sa.Column("forgotten_ns", sa.BigInteger),
     sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # JSON of wire.nodes.NodeRules
+    sa.Column("revoked_ns", sa.BigInteger),
 )
 
 node_bindings = sa.Table(  # Bindings between agent tokens and nodes.
@@ -185,6 +186,10 @@ node_bindings = sa.Table(  # Bindings between agent tokens and nodes.
     sa.Column(
         "approved_by", sa.String(64), nullable=False, default=""
     ),  # Approver: a principal, a join token, "server" or "upgrade".
+    # Fingerprint of the node's keys; "" until a hello message in a session of a key.
+    sa.Column("key", sa.String(64), nullable=False, default="", server_default=""),
+    sa.Column("enrolled_ns", sa.BigInteger),  # Time when the server bound the key.
+    sa.Column("rotate_ns", sa.BigInteger),  # Time of an unanswered request for another key.
     sa.Index("ix_node_bindings_node", "node"),
 )
 

@@ -50,12 +50,14 @@ from serverless_gpu.server.http.routing import (
     ANY_CALLER,
     ATTEMPT,
     CALL,
+    PROOF,
     PUBLIC,
     ROUTE,
     Call,
     Need,
     Route,
     problem_response,
+    writing,
 )
 from serverless_gpu.server.records import principals
 from serverless_gpu.wire.base import API
@@ -71,6 +73,7 @@ AUTHENTICATING_MAX = 8
 """Maximum number of concurrent token checks, so that invalid tokens cannot occupy all threads."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
+_AGENT = writing("agents")
 
 Authenticate = Callable[[str], Caller]
 """Returns the caller of a token, or raises `NotAuthenticated`."""
@@ -186,13 +189,19 @@ class AuthMiddleware:
             if own is None and route.needs.attempts:
                 raise NotAllowed("the server has abandoned this attempt and accepts only its final reports")
             raise NotAllowed("an attempt token gives access only to its attempt")
+        if who.needs_key and route.needs != PROOF:
+            raise NotAuthenticated(
+                f"the token {who.token_id} belongs to a node with a key, and is not valid without the key",
+                hint="the agent of the node opens a session with its key",
+            )
         if route.needs == ANY_CALLER:
             return "own"
-        reach = "none" if route.needs == ATTEMPT else self._reach(who, route.needs)
+        needs = _AGENT if route.needs == PROOF else route.needs
+        reach = "none" if needs == ATTEMPT else self._reach(who, needs)
         if reach == "none":
-            verb = "change" if route.needs.write else "see"
+            verb = "change" if needs.write else "see"
             raise NotAllowed(
-                f"{who.name or 'this token'} may not {verb} {route.needs.noun}",
+                f"{who.name or 'this token'} may not {verb} {needs.noun}",
                 hint="ask an administrator for another role or a token with other scopes",
             )
         return reach

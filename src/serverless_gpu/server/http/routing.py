@@ -41,6 +41,7 @@ other exception and answers with status 500. Raise `NotFound` for objects that t
     reading(noun), writing(noun)   access to a resource of `model.access_control`
     ANY_CALLER                     any valid token
     ATTEMPT                        the attempt's own token; the path has {run} and {fence}
+    PROOF                          a node's own token, with which the node proves its key
     PUBLIC                         no token; the route must also be in the list `PUBLIC_ROUTES`
 
 The handler itself must check that the requested object is within the caller's reach.
@@ -146,6 +147,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 ANY_CALLER = Need(noun="anybody")
 ATTEMPT = Need(noun="attempt", write=True)
 PUBLIC = Need(noun="public")
+PROOF = Need(noun="proof", write=True)
 
 
 def reading(noun: str, *, attempts: bool = False) -> Need:

@@ -180,8 +180,13 @@ def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_
 
 
 def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *, now_ns: int) -> None:
-    """Bind the node's token to the given node, or to the first node that registers."""
+    """Bind the node's token to the given node, or to the first node that registers.
+
+    The home keeps its key. Another home, for example of a restored server, binds its own key.
+    """
     found = nodes.find(connection, token_id)
+    if node is not None and found is not None and found.node.instance == node.instance:
+        node = msgspec.structs.replace(node, key=found.node.key)
     if node is None and found is None:
         nodes.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
     elif node is not None and (found is None or found.node != node):

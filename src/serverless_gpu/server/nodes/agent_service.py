@@ -30,17 +30,26 @@ from anyio import to_thread
 
 from serverless_gpu import ambient, faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull, TooLarge
+from serverless_gpu.errors import (
+    InvalidValue,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    ServerProblem,
+    ServerStorageFull,
+    TooLarge,
+)
 from serverless_gpu.model.access_control import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.rendezvous import ADDRESSES_MAX, kind_of
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
+from serverless_gpu.model.node_keys import NodeKeys, order_text
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import Call, Query, Routes, Stream, writing
+from serverless_gpu.server.http.routing import PROOF, Call, Query, Routes, Stream, writing
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.liveness import Presence
@@ -51,21 +60,28 @@ from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.canaries import CanaryService
 from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
+from serverless_gpu.server.nodes.node_sessions import NodeSessions
 from serverless_gpu.server.records import attempts, audit, crews, nodes, pools, runs, stored_secrets
 from serverless_gpu.server.records import orders as order_rows
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.crews import CrewId, Gang
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.orders import OPEN_MAX, StoredOrder
+from serverless_gpu.wire import node_crypto
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
+    KeyRequest,
     Order,
     OrdersTaken,
+    PrivatePart,
     ReportNow,
+    SessionAnswer,
+    SessionChallenge,
+    SessionRequest,
     Start,
     Stop,
     StreamedOrder,
@@ -134,13 +150,21 @@ class AgentService:
         """Admit a joining or reconnecting node."""
         _check(said)
         try:
-            answer = self._database.read(lambda connection: node_admission.check(connection, who, said))
-            if answer is HelloDecision.PENDING:
+            answer = self._database.read(lambda connection: self._judged(connection, who, said))
+            if answer in (HelloDecision.PENDING, HelloDecision.ELSEWHERE):
                 raise self._node_admission.ask(who, said)
             return self._joined(who, said)
         except NotAllowed as error:
             self._node_admission.note_refusal(who, said, error)
             raise
+
+    def _judged(self, connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
+        answer = node_admission.check(connection, who, said)
+        before = nodes.named(connection, said.name)
+        if answer is HelloDecision.ELSEWHERE and before is not None:
+            there = self._presence.is_there(before.id, now_ns=self._clock.boottime_ns())
+            _refuse_another(connection, before, said, there=there)
+        return answer
 
     def _joined(self, who: Caller, said: AgentHello) -> AgentWelcome:
         at_ns = self._clock.wall_ns()
@@ -180,12 +204,13 @@ class AgentService:
         """Store a node's heartbeat, and return its stale attempts and new attempt tokens."""
         _check_devices(said)
         at_ns = self._clock.wall_ns()
-        node, stale, tokens, egress = self._database.read(
+        node, stale, tokens, egress, bound = self._database.read(
             lambda connection: (
                 _own(connection, who, node_id, said.instance, said.process),
                 _stale(connection, node_id, said.attempts),
                 self._attempt_tokens.wanted(connection, node_id, said.renew),
                 self._egress_policies.news(connection, node_id, said.egress),
+                nodes.find(connection, who.token_id),
             )
         )
         news = _beaten(node.hello, said) != node.hello
@@ -197,7 +222,9 @@ class AgentService:
             self._hub.touch(SCHEDULER)
         if self._presence.read_clock(node_id, said.clock):
             _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a correct clock again")
-        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns(), egress=egress)
+        rotate = bound is not None and bound.rotate_ns is not None
+        at_ns = self._clock.wall_ns()
+        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=at_ns, egress=egress, rotate=rotate)
 
     def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
         """Raise `NotFound` unless the caller may receive the orders of a node."""
@@ -329,7 +356,9 @@ class AgentService:
         # Nodes of earlier versions support only the time limit `timeout`, which bounds one attempt.
         if MAX_RUN not in node.hello.takes:
             spec = msgspec.structs.replace(spec, timeout_s=spec.limit_s)
-        return Start(
+        context = msgspec.Raw(self._sealer.unseal(payload.context_sealed, about=run.id))
+        values = stored_secrets.values(connection, self._sealer, run, run.attempt.secrets, run.spec.secret_variables)
+        start = Start(
             seq=order.seq,
             run_id=run.id,
             fence=order.fence,
@@ -337,15 +366,13 @@ class AgentService:
             spec=spec,
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
-            context=msgspec.Raw(self._sealer.unseal(payload.context_sealed, about=run.id)),
+            context=context,
             call=payload.call,
             snapshot=run.snapshot,
             owner=run.owner,
             submitted_ns=run.created_ns,
             partition_grace_s=crew.grace_s,
-            secrets=stored_secrets.values(
-                connection, self._sealer, run, run.attempt.secrets, run.spec.secret_variables
-            ),
+            secrets=values,
             without=tuple(one.uuid for one in node.rules.quarantined),
             tariff=run.attempt.tariff,
             crews=tuple(one.place for one in run.attempt.crews) if run.attempt.num_nodes > 1 else (),
@@ -354,6 +381,7 @@ class AgentService:
             isolation=pools.level(connection, node.pool),
             egress=self._egress_policies.of(connection, node.pool),
         )
+        return start if node.hello.keys is None else _sealed(start, node.hello.keys)
 
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
@@ -391,6 +419,15 @@ class AgentService:
                 yield canary
             if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
                 yield None
+
+
+def _sealed(start: Start, keys: NodeKeys) -> Start:
+    """Return an order whose context and secrets only the node with the keys can read."""
+    private = msgspec.json.encode(PrivatePart(context=start.context, secrets=start.secrets))
+    about = order_text(start.run_id, start.fence, start.crew)
+    return msgspec.structs.replace(
+        start, context=msgspec.Raw(b"{}"), secrets=(), sealed=node_crypto.sealed(keys, private, about=about)
+    )
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
@@ -437,6 +474,8 @@ def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "
     node = nodes.get(connection, node_id)
     if node is None or node.forgotten_ns is not None or node.principal != who.name:
         raise NotFound(f"{who.name} has no node {node_id!r}", hint="the agent must send its hello again")
+    if node.revoked_ns is not None:
+        raise NotAuthenticated(f"the node {node.name!r} was revoked")
     if node.token_id != who.token_id:
         raise NotFound(
             f"node {node_id!r} has sent a hello with another token", hint="the agent must send its hello again"
@@ -545,6 +584,24 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Identifier of the node's installation.
     process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Process of the node's uplink, as in its hello.
+
+
+@routes.post("/agents/challenge", needs=PROOF)
+def challenge(call: Call, node_sessions: NodeSessions) -> SessionChallenge:
+    """Return a text that the node signs to open a session."""
+    return node_sessions.challenge(call.who)
+
+
+@routes.post("/agents/session", needs=PROOF)
+def open_session(call: Call, node_sessions: NodeSessions, body: SessionRequest) -> SessionAnswer:
+    """Open a session for a node that proves its key."""
+    return node_sessions.open(call.who, body)
+
+
+@routes.post("/agents/key", needs=writing("agents"))
+def replace_key(call: Call, node_sessions: NodeSessions, body: KeyRequest) -> SessionAnswer:
+    """Replace the key of a node after an administrator's request."""
+    return node_sessions.replace_key(call.who, body)
 
 
 @routes.post("/agents", needs=writing("agents"))

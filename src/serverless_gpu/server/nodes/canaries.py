@@ -27,7 +27,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, writing
 from serverless_gpu.server.lifecycle.liveness import Presence
-from serverless_gpu.server.nodes.node_service import find_node
+from serverless_gpu.server.nodes.node_admission import find_node
 from serverless_gpu.server.records import audit, nodes, pools
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.agents import CanaryResult, RunCanary

@@ -21,14 +21,14 @@ from serverless_gpu.server.nodes import node_rules
 from serverless_gpu.server.records import active_runs, nodes, pools
 from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId
-from serverless_gpu.server.records.nodes import StoredNode
+from serverless_gpu.server.records.nodes import StoredBinding, StoredNode
 from serverless_gpu.server.records.pools import RESERVED, UNSET, StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeView, PoolView
 
 EGRESS = "egress"
 """Capability of nodes that support network policies."""
-STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"
+STATES = UP, DRAINING, DEGRADED, SILENT, GONE, REVOKED = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE", "REVOKED"
 
 
 class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,10 +132,18 @@ def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list
     return PlannerNodes().of(snapshot, presence, times)
 
 
-def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:
-    """Return the views of nodes for users."""
+def view_nodes(
+    snapshot: CapacitySnapshot, presence: Presence, times: Times, *, keys: Mapping[str, StoredBinding]
+) -> list[NodeView]:
+    """Return the views of nodes for users.
+
+    `keys` are the bindings of nodes with a key, by token identifier.
+    """
     held, minimums = snapshot.by_node(), snapshot.minimums()
-    return [_view(node, held.get(node.id, ()), presence, times, minimums) for node in snapshot.nodes]
+    return [
+        _view(node, held.get(node.id, ()), presence, times, minimums, keys.get(node.token_id))
+        for node in snapshot.nodes
+    ]
 
 
 def view_pools(
@@ -164,6 +172,8 @@ def away(node: StoredNode, presence: Presence, times: Times, minimums: Mapping[s
 
     `minimums` are the requirements of pools, by the pool's name.
     """
+    if node.revoked_ns is not None:
+        return "was revoked by an administrator; its runs end when their partition grace has passed"
     lost = presence.why_lost(node.id)
     if lost:
         return f"is not available: {lost}"
@@ -192,6 +202,8 @@ def egress_problem(node: StoredNode) -> str:
 
 def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
     """Return the state of a node, one of `STATES`."""
+    if node.revoked_ns is not None:
+        return REVOKED
     if presence.is_there(node.id, now_ns=times.boottime_ns):
         if node.hello.draining or node.rules.drain is not None:
             return DRAINING
@@ -224,7 +236,12 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
 
 
 def _view(
-    node: StoredNode, holders: Sequence[Holder], presence: Presence, times: Times, minimums: Mapping[str, Minimum]
+    node: StoredNode,
+    holders: Sequence[Holder],
+    presence: Presence,
+    times: Times,
+    minimums: Mapping[str, Minimum],
+    bound: StoredBinding | None,
 ) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     found = node_rules.sharing(node.rules, times.wall_ns)
@@ -249,6 +266,9 @@ def _view(
         isolation=node.hello.isolation,
         isolation_problem=node.hello.isolation_problem,
         egress_problem=egress_problem(node),
+        key="" if bound is None else bound.node.key,
+        enrolled_ns=None if bound is None else bound.enrolled_ns,
+        rotating=bound is not None and bound.rotate_ns is not None,
     )
 
 

@@ -31,7 +31,7 @@ from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity, node_rules
 from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
-from serverless_gpu.server.nodes.node_admission import NodeAdmission
+from serverless_gpu.server.nodes.node_admission import NodeAdmission, find_node
 from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
@@ -83,8 +83,14 @@ class NodeService:
 
     def view_nodes(self) -> list[NodeView]:
         """Return views of all nodes."""
-        there = self._database.read(lambda connection: capacity.load(connection, self._leases))
-        return capacity.view_nodes(there, self._presence, capacity.now(self._settings, self._clock))
+        there, keys = self._database.read(
+            lambda connection: (capacity.load(connection, self._leases), nodes.enrolled(connection))
+        )
+        return capacity.view_nodes(there, self._presence, capacity.now(self._settings, self._clock), keys=keys)
+
+    def view(self, node_id: str) -> NodeView:
+        """Return the view of one node."""
+        return next(view for view in self.view_nodes() if view.id == node_id)
 
     def view_pools(self) -> list[PoolView]:
         """Return views of all pools."""
@@ -137,14 +143,6 @@ class NodeService:
             version=node.hello.version,
             seen_ns=node.seen_ns,
         )
-
-
-def find_node(connection: sa.Connection, name: str) -> StoredNode:
-    """Return a node by its name or identifier."""
-    node = nodes.named(connection, name) or nodes.get(connection, name)
-    if node is None or node.forgotten_ns is not None:
-        raise NotFound(f"the server has no node {name[:64]!r}", hint="list all nodes: sgpu node list")
-    return node
 
 
 class _Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,7 +254,7 @@ class NodeRuleService:
         node_id, told = self._database.write(work)
         for key in (SCHEDULER, RECONCILER, *map(run_key, told)):
             self._hub.touch(key)
-        return next(view for view in self._nodes.view_nodes() if view.id == node_id)
+        return self._nodes.view(node_id)
 
 
 def _check_own(asked: NodeCommand, by: str, what: str) -> None:
@@ -304,6 +302,20 @@ def approve(call: Call, node_admission: NodeAdmission, body: ApproveRequest) -> 
     return node_admission.approve(call.who, body)
 
 
+@routes.post("/nodes/{node}/rotate", needs=writing("tokens"))
+def rotate_key(call: Call, node_admission: NodeAdmission, nodes: NodeService, node: str) -> NodeView:
+    """Request another key of a node. The node replaces its key after its next heartbeat."""
+    _check_administrator(call)
+    return nodes.view(node_admission.request_rotation(call.who, node))
+
+
+@routes.post("/nodes/{node}/revoke", needs=writing("tokens"))
+def revoke(call: Call, node_admission: NodeAdmission, nodes: NodeService, node: str) -> NodeView:
+    """Revoke a node's tokens and key, and end its connection."""
+    _check_administrator(call)
+    return nodes.view(node_admission.revoke(call.who, node))
+
+
 @routes.post("/nodes/{node}/forget", needs=writing("nodes"))
 def forget(call: Call, nodes: NodeService, node: str, body: ForgetRequest) -> NodeView:
     """Abandon a dead node and its attempts."""
@@ -330,7 +342,9 @@ def quarantine(call: Call, node_rules: NodeRuleService, node: str, body: Quarant
 
 def _check_administrator(call: Call) -> None:
     if call.reach != AccessReach.ALL:
-        raise NotAllowed("only administrators can invite and approve nodes", hint="ask an administrator")
+        raise NotAllowed(
+            "only administrators can invite, approve, rotate and revoke nodes", hint="ask an administrator"
+        )
 
 
 def _asked(call: Call, node: str) -> NodeCommand:

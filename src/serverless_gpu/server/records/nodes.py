@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access_control import NodeIdentity, TokenBinding
+from serverless_gpu.model.node_keys import NodeKeys
 from serverless_gpu.server.db.tables import invitations, node_bindings, nodes, tokens
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
@@ -46,6 +48,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
         forgotten_ns: time when an operator declared the node dead, or None.
         token_id: identifier of the token of the node's last hello.
         rules: decisions of operators about the node. Only the function `rule` writes this field.
+        revoked_ns: time when an administrator revoked the node, or None. An admitted hello ends the revocation.
     """
 
     id: str
@@ -59,6 +62,7 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     forgotten_ns: int | None
     token_id: str = ""
     rules: NodeRules = NodeRules()
+    revoked_ns: int | None = None
 
     @property
     def unavailable(self) -> tuple[str, ...]:
@@ -171,6 +175,17 @@ def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(forgotten_ns=at_ns))
 
 
+def revoke(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
+    """Mark a node as revoked. The server then accepts no reports about the node's attempts."""
+    connection.execute(nodes.update().where(nodes.c.id == node_id).values(revoked_ns=at_ns))
+
+
+def replace_keys(connection: sa.Connection, node: StoredNode, keys: NodeKeys) -> None:
+    """Store the new public keys of a node in its last hello."""
+    hello = msgspec.structs.replace(node.hello, keys=keys)
+    connection.execute(nodes.update().where(nodes.c.id == node.id).values(hello_json=_hello_json(hello)))
+
+
 def _columns(node: StoredNode) -> dict[str, object]:
     return {
         "machine": node.machine,
@@ -181,6 +196,7 @@ def _columns(node: StoredNode) -> dict[str, object]:
         "hello_json": _hello_json(node.hello),
         "seen_ns": node.seen_ns,
         "forgotten_ns": node.forgotten_ns,
+        "revoked_ns": node.revoked_ns,
     }
 
 
@@ -212,13 +228,20 @@ def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
 
 
 class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored binding of a token to a node, with request time, approval time and approver."""
+    """Stored binding of a token to a node, with request time, approval time and approver.
+
+    Attributes:
+        enrolled_ns: time when the server bound the node's key, nanoseconds since 1970, or None without a key.
+        rotate_ns: time of an administrator's request for another key, or None if the node has followed the request.
+    """
 
     token: str
     node: NodeIdentity
     asked_ns: int
     approved_ns: int | None = None
     by: str = ""
+    enrolled_ns: int | None = None
+    rotate_ns: int | None = None
 
     @property
     def binding(self) -> TokenBinding:
@@ -251,37 +274,60 @@ def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: st
         at_ns: now, nanoseconds since 1970.
     """
     there = find(connection, token_id)
-    asked_ns = at_ns if there is None else there.asked_ns
-    _write(connection, StoredBinding(token=token_id, node=node, asked_ns=asked_ns, approved_ns=at_ns, by=by), there)
+    before = there or StoredBinding(token=token_id, node=node, asked_ns=at_ns)
+    _write(connection, msgspec.structs.replace(before, approved_ns=at_ns, by=by), node, there, at_ns=at_ns)
 
 
-def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity) -> None:
+def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity, *, at_ns: int) -> None:
     """Update the node identity in a token's binding without a new approval."""
-    _write(connection, msgspec.structs.replace(binding, node=node), binding)
+    _write(connection, binding, node, binding, at_ns=at_ns)
 
 
-def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int) -> bool:
-    """Store a node that waits for approval, and return False if too many nodes already wait."""
+def suspend(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity, *, at_ns: int) -> None:
+    """Update the node identity in a token's binding, which then needs another approval."""
+    _write(connection, msgspec.structs.replace(binding, approved_ns=None, by=""), node, binding, at_ns=at_ns)
+
+
+def request_rotation(connection: sa.Connection, token_id: str, *, at_ns: int) -> None:
+    """Record that a node must replace its key."""
+    connection.execute(node_bindings.update().where(node_bindings.c.token == token_id).values(rotate_ns=at_ns))
+
+
+def enrolled(connection: sa.Connection) -> dict[str, StoredBinding]:
+    """Return the bindings of all tokens to nodes with a key, by token identifier."""
+    query = sa.select(node_bindings).where(node_bindings.c.key != "")
+    return {row.token: _binding(row) for row in connection.execute(query)}
+
+
+def valid_bindings(connection: sa.Connection, name: str, *, now_ns: int) -> list[StoredBinding]:
+    """Return the bindings of a node name, approved or not, whose tokens are valid."""
+    query = _of_valid_tokens(now_ns).where(node_bindings.c.node == name).order_by(node_bindings.c.token)
+    return [_binding(row) for row in connection.execute(query)]
+
+
+def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int, by: str = "") -> bool:
+    """Store a node that waits for approval, and return False if too many nodes already wait.
+
+    `by` is the join token with which the node joined, or "".
+    """
     waiting = sa.select(sa.func.count()).select_from(node_bindings).where(node_bindings.c.approved_ns.is_(None))
     if (connection.scalar(waiting) or 0) >= PENDING_MAX:
         return False
-    _write(connection, StoredBinding(token=token_id, node=node, asked_ns=at_ns), None)
+    _write(connection, StoredBinding(token=token_id, node=node, asked_ns=at_ns, by=by), node, None, at_ns=at_ns)
     return True
 
 
 def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
     """Return the nodes with valid tokens that wait for approval, by name."""
-    query = (
-        sa.select(node_bindings)
-        .join(tokens, tokens.c.id == node_bindings.c.token)
-        .where(
-            node_bindings.c.approved_ns.is_(None),
-            tokens.c.revoked_ns.is_(None),
-            sa.or_(tokens.c.expires_ns.is_(None), tokens.c.expires_ns > now_ns),
-        )
-        .order_by(node_bindings.c.node, node_bindings.c.token)
-    )
+    query = _of_valid_tokens(now_ns).where(node_bindings.c.approved_ns.is_(None))
+    query = query.order_by(node_bindings.c.node, node_bindings.c.token)
     return [_binding(row) for row in connection.execute(query)]
+
+
+def _of_valid_tokens(now_ns: int) -> sa.Select[Any]:
+    in_time = sa.or_(tokens.c.expires_ns.is_(None), tokens.c.expires_ns > now_ns)
+    query = sa.select(node_bindings).join(tokens, tokens.c.id == node_bindings.c.token)
+    return query.where(tokens.c.revoked_ns.is_(None), in_time)
 
 
 def of_home(connection: sa.Connection, node: NodeIdentity, *, by: str = "") -> list[StoredBinding]:
@@ -313,15 +359,20 @@ def use(connection: sa.Connection, token_id: str) -> bool:
     return done.rowcount == 1
 
 
-def _write(connection: sa.Connection, binding: StoredBinding, there: StoredBinding | None) -> None:
-    values = {
-        "node": binding.node.name,
-        "machine": binding.node.machine,
-        "instance": binding.node.instance,
+def _write(
+    connection: sa.Connection, binding: StoredBinding, node: NodeIdentity, there: StoredBinding | None, *, at_ns: int
+) -> None:
+    """Store a binding with the identity of `node`. `there` is the stored binding, or None for a new one."""
+    values: dict[str, object] = {
+        "node": node.name,
+        "machine": node.machine,
+        "instance": node.instance,
         "asked_ns": binding.asked_ns,
         "approved_ns": binding.approved_ns,
         "approved_by": binding.by,
     }
+    if node.key != ("" if there is None else there.node.key):
+        values |= {"key": node.key, "enrolled_ns": at_ns if node.key else None, "rotate_ns": None}
     if there is None:
         connection.execute(node_bindings.insert().values(token=binding.token, **values))
     else:
@@ -331,8 +382,10 @@ def _write(connection: sa.Connection, binding: StoredBinding, there: StoredBindi
 def _binding(row: sa.Row[tuple[object, ...]]) -> StoredBinding:
     return StoredBinding(
         token=row.token,
-        node=NodeIdentity(name=row.node, machine=row.machine, instance=row.instance),
+        node=NodeIdentity(name=row.node, machine=row.machine, instance=row.instance, key=row.key),
         asked_ns=row.asked_ns,
         approved_ns=row.approved_ns,
         by=row.approved_by,
+        enrolled_ns=row.enrolled_ns,
+        rotate_ns=row.rotate_ns,
     )

@@ -24,12 +24,20 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.access_control import ROLES, SCOPES, Resource
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import PREFIX as ATTEMPT_PREFIX
-from serverless_gpu.server.core.server_key import Keys, encode, parse_attempt_token, sha256, token_until_s
+from serverless_gpu.server.core.server_key import (
+    SESSION_PREFIX,
+    Keys,
+    encode,
+    parse_attempt_token,
+    sha256,
+    token_until_s,
+)
 from serverless_gpu.server.db.tables import (
     crews,
     invitations,
     members,
     node_bindings,
+    nodes,
     principals,
     shares,
     teams,
@@ -378,11 +386,12 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
     """
     if secret.startswith(ATTEMPT_PREFIX):
         return _attempt(connection, secret, now_ns, keys)
-    identifier = token_id(secret)
+    session = keys.node_session(secret) if keys is not None and secret.startswith(SESSION_PREFIX) else None
+    identifier = session.token_id if session is not None else token_id(secret)
     rows: Sequence[sa.Row[tuple[object, ...]]] = ()
     if identifier:  # Reject a malformed token without a database query.
         rows = connection.execute(_WHOSE, {"token": identifier}).all()
-    if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
+    if not rows or (session is None and not hmac.compare_digest(rows[0].sha256, sha256(secret))):
         raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     row = rows[0]
     # Check for a disabled principal before a revoked token, because disabling a principal also revokes the principal's
@@ -397,6 +406,10 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         raise NotAuthenticated(f"the token {row.id} was revoked", hint=_LOGIN)
     if row.expires_ns is not None and row.expires_ns <= now_ns:
         raise NotAuthenticated(f"the token {row.id} has expired", hint=_LOGIN)
+    if session is not None and session.until_s * 1_000_000_000 <= now_ns:
+        raise NotAuthenticated("the session of the node has expired", hint=_SESSION)
+    if session is not None and row.node_key not in (None, "", session.key):
+        raise NotAuthenticated("the node has another key since this session began", hint=_SESSION)
     return Caller(
         name=row.principal,
         kind=row.kind,
@@ -404,22 +417,36 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         teams=tuple(sorted(one.team for one in rows if one.team is not None)),
         scopes=from_json(row.scopes_json, tuple[str, ...]),
         token_id=row.id,
+        key="" if session is None else session.key,
+        needs_key=session is None and bool(row.node_key),
     )
 
 
+_SESSION = "the node opens another session with its key"
 _WHOSE = (
-    sa.select(tokens, principals.c.kind, principals.c.role, principals.c.disabled_ns, members.c.team)
+    sa.select(
+        tokens,
+        principals.c.kind,
+        principals.c.role,
+        principals.c.disabled_ns,
+        members.c.team,
+        node_bindings.c.key.label("node_key"),
+    )
     .select_from(
-        tokens.join(principals, tokens.c.principal == principals.c.name).outerjoin(
-            members, members.c.principal == principals.c.name
-        )
+        tokens.join(principals, tokens.c.principal == principals.c.name)
+        .outerjoin(members, members.c.principal == principals.c.name)
+        .outerjoin(node_bindings, node_bindings.c.token == tokens.c.id)
     )
     .where(tokens.c.id == sa.bindparam("token"))
 )
-_CREW = sa.select(crews.c.token_sha256, crews.c.reason).where(
-    crews.c.run_id == sa.bindparam("of_run"),
-    crews.c.fence == sa.bindparam("of_fence"),
-    crews.c.crew == sa.bindparam("of_crew"),
+_CREW = (
+    sa.select(crews.c.token_sha256, crews.c.reason, nodes.c.name, nodes.c.revoked_ns)
+    .select_from(crews.join(nodes, nodes.c.id == crews.c.node_id))
+    .where(
+        crews.c.run_id == sa.bindparam("of_run"),
+        crews.c.fence == sa.bindparam("of_fence"),
+        crews.c.crew == sa.bindparam("of_crew"),
+    )
 )
 _LATE = frozenset(reason.value for reason in WITHOUT_REPORT)
 _LOGIN = "store a valid token with `sgpu login`. An administrator can create a token with `sgpu token create`"
@@ -436,12 +463,19 @@ def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | N
     signed = until_s is not None and keys is not None and keys.has_signed(secret)
     if not signed and not hmac.compare_digest(row.token_sha256, sha256(secret)):
         raise NotAuthenticated("the server does not know the attempt's token")
+    if row.revoked_ns is not None:
+        raise NotAuthenticated(f"the node {row.name!r} of the attempt was revoked")
     until_ns = until_s * 1_000_000_000 if until_s is not None else None
     if until_ns is not None and until_ns <= now_ns:
         raise NotAuthenticated(
             "the attempt's token has expired", hint="the node receives a new attempt token with its next heartbeat"
         )
     return Caller(kind="attempt", attempt=parsed, until_ns=until_ns, late=row.reason in _LATE)
+
+
+def token_sha256(connection: sa.Connection, identifier: str) -> str:
+    """Return the hash of a token, or "" for an unknown token."""
+    return connection.scalar(sa.select(tokens.c.sha256).where(tokens.c.id == identifier)) or ""
 
 
 def is_known(connection: sa.Connection, secret: str) -> bool:

@@ -12,8 +12,10 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.uplink import server as server_module
+from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
 from serverless_gpu.node.uplink.reporter import AT_ONCE_S, PendingReport, Reporter
 from serverless_gpu.node.uplink.server import Credential, UplinkServer
 from serverless_gpu.testing import FakeClock
@@ -73,7 +75,7 @@ class Reported:
             world_size=1,
             partition_grace_s=GRACE_S,
         )
-        there = UplinkServer(server.profile, SystemClock())
+        there = UplinkServer(server.profile, SystemClock(), NodeKeyFile(Home(server.home)))
         there.credentials.add(remote.gang, Credential(start.token, lambda _token: None))
         (directory / "facts.jsonl").touch()  # of one that has none, nothing more is told once it is over
         reporter = Reporter(directory, remote, self._news, server=there, clock=self.clock, say=lambda _line: None)

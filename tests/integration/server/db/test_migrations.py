@@ -131,7 +131,7 @@ def test_22A3_an_upgrade_binds_each_nodes_token_to_the_node_that_used_it_last(ba
     database.write(before)
     database.migrate()
     bound = database.read(lambda connection: connection.execute(sa.select(metadata.tables["node_bindings"])).all())
-    assert [tuple(row) for row in bound] == [("t1", "late", "m", "home of late", 5, 5, "upgrade")]
+    assert [tuple(row) for row in bound] == [("t1", "late", "m", "home of late", 5, 5, "upgrade", "", None, None)]
 
 
 def test_22C5_an_upgrade_writes_the_tags_of_accounts_as_rows(bare: Callable[[], Database]) -> None:

@@ -92,7 +92,8 @@ def started_run(home: Path, payload: bytes) -> tuple[str, str]:
     database = Database(f"sqlite:///{home}/server/server.db", clock=SystemClock())
     add_people(database, "alice")
     add_node(database)
-    hello = msgspec.json.encode(sample(AgentHello, b"")).decode()
+    said = {**msgspec.to_builtins(sample(AgentHello, b"")), "keys": None}
+    hello = msgspec.json.encode(said).decode()
     database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=hello)))
     called = Function(call=BlobReference(size=len(payload), parts=(blake3(payload).hexdigest(),)))
     run_id = add_run(database, payload=called)
