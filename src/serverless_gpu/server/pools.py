@@ -1,24 +1,30 @@
 """Changes pools and queue shares, and serves the routes of pools.
 
-Each change of a pool or share adds an audit entry and wakes the scheduler. `runs/queue_views.py` contains the routes of
+Each change of a pool or share adds an audit entry and wakes the scheduler. Lowering the isolation of a pool or of a
+node needs the right `isolation.lower` (`identity/rights.py`). `runs/queue_views.py` contains the routes of
 queue shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.isolation import LEVELS
+from serverless_gpu.model.access_control import Right
+from serverless_gpu.model.isolation import LEVELS, lowers
 from serverless_gpu.server.core.caller import Caller, check_name
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
+from serverless_gpu.server.identity import rights
 from serverless_gpu.server.nodes import node_service
 from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import audit, pools, principals, references
 from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.pools import (
     ON_DEMAND,
     RESERVED,
@@ -72,11 +78,16 @@ class PoolService:
         def work(connection: sa.Connection) -> bool:
             before = pools.find(connection, name) or StoredPool(name=name, kind=ON_DEMAND, created_ns=at_ns)
             pool = _changed(before, asked)
+            moved = [node_service.find_node(connection, node_name) for node_name in asked.nodes]
+            lowered = _lowered(connection, before, pool, moved)
+            if lowered:
+                rights.check(connection, who, Right.LOWER_ISOLATION, lowered)
             pools.put(connection, pool)
-            for node_name in asked.nodes:
-                pools.move(connection, name, node_id=node_service.find_node(connection, node_name).id)
+            for node in moved:
+                pools.move(connection, name, node_id=node.id)
             lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
-            decided = {} if asked.isolation is None else {"isolation": asked.isolation}
+            isolations = (before.isolation or UNSET, pool.isolation or UNSET)
+            decided = {} if asked.isolation is None else {"isolation": isolations}
             detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
             audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
             return pools.have_sandboxes(connection)
@@ -169,6 +180,19 @@ def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
         return_s=before.return_s if asked.return_s is None else asked.return_s,
         isolation=before.isolation if asked.isolation is None else asked.isolation,
     )
+
+
+def _lowered(connection: sa.Connection, before: StoredPool, after: StoredPool, moved: Sequence[StoredNode]) -> str:
+    """Describe a change that lowers the isolation of a pool's runs or of a node's runs, or return ""."""
+    was, now = before.isolation or UNSET, after.isolation or UNSET
+    if lowers(was, now):
+        return f"lower the isolation of pool {after.name!r} from {was} to {now}"
+    for node in moved:
+        there = pools.find(connection, node.pool)
+        was = UNSET if there is None else there.isolation or UNSET
+        if lowers(was, now):
+            return f"move node {node.name!r} from isolation {was} of pool {node.pool!r} to {now} of {after.name!r}"
+    return ""
 
 
 def _kind(kind: str) -> ShareKind:
