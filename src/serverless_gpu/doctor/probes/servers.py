@@ -40,6 +40,7 @@ from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuErr
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.access_control import reach
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.base.home import find_home, ray_keepers
 from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.inside import linux
@@ -116,7 +117,8 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
             pools = connection.ask("GET", "/pools", answer=fleet.PoolList).pools
             shared = tuple(pool.name for pool in pools if pool.isolation == "none")
             closed = tuple(pool.name for pool in pools if pool.isolation == "unset")
-            facts = replace(facts, shared_pools=shared, closed_pools=closed)
+            levels = {pool.name: pool.isolation for pool in pools}
+            facts = replace(facts, shared_pools=shared, closed_pools=closed, levels=levels)
             users = connection.ask("GET", "/users", answer=access.PrincipalList).principals
             starting = [each for each in users if not each.disabled and reach(each.role, "runs", write=True) != "none"]
             facts = replace(facts, principals=len(starting))
@@ -182,6 +184,9 @@ def _node(view: object, ahead_s: int | None) -> ServerNode:
         silent_s=max(0.0, silent_s) if seen_ns else None,
         clock=load("serverless_gpu.wire.agents").clock_text(getattr(view, "clock", None)),
         drained=getattr(getattr(view, "rules", None), "drain", None) is not None,
+        pool=str(getattr(view, "pool", "")),
+        isolation=str(getattr(view, "isolation", NONE)),
+        isolation_problem=str(getattr(view, "isolation_problem", "")),
     )
 
 
