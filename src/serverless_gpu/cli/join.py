@@ -1,4 +1,8 @@
-"""`sgpu join`: makes this machine a node of a pool while the command runs."""
+"""`sgpu join`: makes this machine a node of a server while the command runs.
+
+sgpu join HOST    Ray's processes, which start the uplink    machine of a Ray pool
+sgpu join         the uplink                                 node of a server without Ray
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,14 @@ import getpass
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from serverless_gpu.cli.output import say, say_lines
+from serverless_gpu.cli.output import say
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
@@ -27,9 +30,12 @@ from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.presence import LEFT
 from serverless_gpu.version import __version__
 
+if TYPE_CHECKING:
+    from serverless_gpu.engines.ray.pool_join import JoinFile
+
 
 @click.command()
-@click.argument("host", metavar="HOST[:PORT]")
+@click.argument("host", metavar="HOST[:PORT]", required=False, default="")
 @click.option(
     "--token-file",
     required=True,
@@ -53,22 +59,32 @@ from serverless_gpu.version import __version__
     metavar="URL",
     help="Server address as seen from this machine (default: the address in the join file).",
 )
-@click.option("--unit", is_flag=True, help="Print a systemd unit for this command and exit without joining.")
+@click.option("--unit", is_flag=True, help="Former name of `sgpu node unit`, for your own account.")
 def join(host: str, token_file: Path, **options: Any) -> None:
-    """Make this machine a node of a Ray pool.
+    """Make this machine a node of a server.
 
-    HOST is the address of the machine on which `sgpu up --engine ray` runs. The machine remains a node while `sgpu
-    join` runs. After Ctrl-C, the server places no new runs on the machine. Running runs continue.
+    HOST is the address of the machine on which `sgpu up --engine ray` runs. Without HOST, the machine joins a server
+    that uses no Ray. The machine remains a node while `sgpu join` runs. After Ctrl-C, the server places no new runs on
+    the machine. Running runs continue. `sgpu node unit` prints a systemd unit for the command.
     """
-    home = durable_home("a node stores run reports in the home directory until the server acknowledges the reports")
     if options["unit"]:
-        say_lines(_unit(home).rstrip("\n"))
+        say(
+            "sgpu: `sgpu join --unit` is now called `sgpu node unit`. The next release removes the former name",
+            err=True,
+        )
+        load("serverless_gpu.cli.node_unit").print_node_unit(click.get_current_context().params, getpass.getuser())
         return
+    home = durable_home("a node stores run reports in the home directory until the server acknowledges the reports")
     joining = load("serverless_gpu.engines.ray.pool_join")
     file = joining.read_join_file(token_file)
     if options["server"]:
         file = msgspec.structs.replace(file, server=options["server"])
     check_address(file.server)
+    if not host:
+        if options["node_address"] or options["ray_port"]:
+            raise click.UsageError("--node-address and --ray-port need HOST, the first machine of a Ray pool")
+        _join_without_ray(home, file, options["name"] or socket.gethostname())
+        return
     wish = joining.JoinOptions(
         host=host,
         file=file,
@@ -77,7 +93,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
         address=options["node_address"] or "",
         port=options["ray_port"],
     )
-    with _join_lock(home), _signal_pipe() as stop:
+    with _join_lock(home, joining.DIRECTORY), _signal_pipe() as stop:
         ready = joining.prepare(wish, home, os.environ)
 
         def started() -> None:
@@ -96,10 +112,21 @@ def join(host: str, token_file: Path, **options: Any) -> None:
             _leave(home, ready.profile, wish.name)
 
 
+def _join_without_ray(home: Home, file: JoinFile, name: str) -> None:
+    """Enrol this machine, and keep its uplink running until a signal arrives."""
+    enrolment = load("serverless_gpu.node.uplink.enrolment")
+    with _join_lock(home, enrolment.DIRECTORY), _signal_pipe() as stop:
+        profile = enrolment.enrol(home, server=file.server, token=file.token, ca=file.ca, name=name)
+        try:
+            enrolment.keep(home, profile, os.environ, stop, say=lambda sentence: say(f"{name} {sentence}"))
+        finally:
+            _leave(home, profile, name)
+
+
 def _leave(home: Home, profile: Path, name: str) -> None:
     """Drain this node. Current runs on the node continue."""
     with contextlib.suppress(OSError):
-        (home.root / "ray" / LEFT).touch(mode=0o600)
+        (profile.parent / LEFT).touch(mode=0o600)
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
     if not count:
         with contextlib.suppress(ServerlessGpuError):
@@ -111,12 +138,12 @@ def _leave(home: Home, profile: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _join_lock(home: Home) -> Iterator[None]:
+def _join_lock(home: Home, name: str) -> Iterator[None]:
     """Hold the lock that allows one `sgpu join` per home directory.
 
     Raise ServerProblem if another process holds the lock.
     """
-    directory = home.root / "ray"
+    directory = home.root / name
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")
     if lock is None:
@@ -147,16 +174,3 @@ def _signal_pipe() -> Iterator[int]:
             signal.signal(number, handler)
         os.close(reading)
         os.close(writing)
-
-
-def _unit(home: Home) -> str:
-    words = [word for word in sys.argv[1:] if word != "--unit"]
-    words = [
-        str(Path(word).absolute()) if before == "--token-file" else word
-        for before, word in zip(["", *words], words, strict=False)
-    ]
-    systemd = load("serverless_gpu.server.operations.systemd")
-    text: str = systemd.join_unit(
-        (sys.executable, "-m", "serverless_gpu.cli", *words), user=getpass.getuser(), home=home.root
-    )
-    return text

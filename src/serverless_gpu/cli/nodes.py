@@ -15,7 +15,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.canary import canary
-from serverless_gpu.cli.command_group import LazyGroup
+from serverless_gpu.cli.command_group import CommandEntry, LazyGroup
 from serverless_gpu.cli.completion import complete_node
 from serverless_gpu.cli.output import JsonType, columns, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs.run_location import this_home
@@ -51,7 +51,11 @@ _UUID_CHARACTERS_MIN = 4  # Minimum length of a UUID prefix.
 _ZONES = "/zoneinfo/"
 
 
-@click.group(cls=LazyGroup, name="node")
+# `sgpu node unit` needs modules that only Unix has.
+_ON_DEMAND = {"unit": CommandEntry("node_unit:unit", "Print a systemd unit for a node.")}
+
+
+@click.group(cls=LazyGroup, name="node", table=_ON_DEMAND)
 def node() -> None:
     """List, drain and invite nodes."""
 

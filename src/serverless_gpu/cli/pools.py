@@ -13,12 +13,12 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.command_group import LazyGroup
 from serverless_gpu.cli.completion import complete_node, complete_pool
-from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, wide_option
+from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, say_lines, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.egress import EGRESS
 from serverless_gpu.model.hardware import time_unit
-from serverless_gpu.model.isolation import LEVELS, SANDBOX, USER
+from serverless_gpu.model.isolation import LEVELS, NONE, SANDBOX, USER
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.wait_messages import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
@@ -33,6 +33,14 @@ from serverless_gpu.wire.queue import (
     wait_of,
 )
 
+_AFTER_SHARING = """\
+earlier runs of the pool could read the server's key, tokens and secrets. To end this access:
+  1. Wait until earlier runs have ended: sgpu server drain --wait 2h
+  2. Replace the key and the tokens: sgpu down, sgpu server rotate, sgpu up
+  3. Create a token for each user: sgpu token create --for NAME
+  4. Change each secret at its source, and set it again: sgpu secret set NAME
+  5. Start new runs: sgpu server resume
+The guide "Isolate the users of a server" describes each step."""
 _KIND = click.Choice(["team", "user"])
 
 
@@ -198,8 +206,10 @@ def set_pool(
         allow=allowed if allowed or network["allow_nothing"] else None,
     )
     with server() as connection:
+        before = connection.ask("GET", "/pools", answer=PoolList).pools if isolation is not None else ()
         view = connection.ask("PUT", f"/pools/{_part(name)}", asked, answer=PoolView)
     say(f"{view.name} ({_kind(view)}): {', '.join(view.nodes) or 'no nodes'}")
+    was_shared = any(pool.name == view.name and pool.isolation == NONE for pool in before)
     if isolation == "none":
         say(
             f"sgpu: warning: in pool {view.name} every run's code can now read secrets and results of other "
@@ -214,6 +224,8 @@ def set_pool(
         say("new runs of principals other than the first administrator now wait. Running runs continue")
     if asked.egress is not None or asked.allow is not None:
         say(f"egress {view.egress}, allowed: {', '.join(view.allow) or 'nothing more'}. Running runs follow in seconds")
+    if was_shared and isolation not in (NONE, "unset"):
+        say_lines(f"sgpu: warning: {_AFTER_SHARING}", err=True)
 
 
 @pool.command("delete")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import importlib.util
 import os
 import signal
@@ -30,6 +29,7 @@ from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import JsonType, json_option, print_json, print_table, say, say_lines, wide_option
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import server
+from serverless_gpu.cli.service_account import account_option, print_warnings, service_home
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.lazy_import import load
@@ -327,24 +327,29 @@ def config(wide: bool, as_json: bool) -> None:
 
 
 @server_group.command()
-def unit() -> None:
+@account_option
+def unit(account: str) -> None:
     """Print a systemd unit for the server.
 
-    Runs continue while systemd restarts the unit.
+    The server runs as the account of --account, without capabilities. The unit uses the settings in server.toml. Runs
+    continue while systemd restarts the unit. For a server without a node (node = false), the unit restricts files,
+    devices and system calls. The home is SERVERLESS_GPU_HOME, or /var/lib/serverless-gpu/server for another account.
     """
     refuse_incomplete()
-    home = durable_home(_HOME_REASON)
-    systemd = load("serverless_gpu.server.operations.systemd")
-    settings = load("serverless_gpu.server.core.settings").read_settings(home.root, environ=os.environ)
-    there = systemd.Installation(
+    home = service_home(account, "server")
+    settings = load("serverless_gpu.server.core.settings").read_settings(home, environ=os.environ)
+    units = load("serverless_gpu.server.operations.systemd_units")
+    there = units.ServerInstallation(
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
-        user=getpass.getuser(),
-        home=home.root,
-        node=settings.node or settings.ray is not None,  # Ray needs permissions that the sandbox of the unit removes.
+        account=account,
+        home=home,
+        node=settings.node or settings.ray is not None,  # Ray needs rights that the restrictions remove.
         tls=bool(settings.tls_cert),
         stopping_s=settings.stopping_s,
+        writable=[Path(place) for place in (settings.store, settings.mlflow_store) if place.startswith("/")],
     )
-    click.echo(systemd.unit(there), nl=False)
+    click.echo(units.server_unit(there), nl=False)
+    print_warnings(account)
 
 
 @server_group.command()

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.base.protocol import ZygoteStatus
 from serverless_gpu.node.devices.nvml import Unavailable, Usage
 
@@ -105,6 +106,9 @@ class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
     unfiltered: str = ""  # Reason why a node with isolation has no network rules, or "".
     has_key: bool = True  # True if the server has bound a key of the node, so that its token alone is not valid.
     key_days: int | None = None  # Age of the key in days, or None if unknown.
+    pool: str = ""
+    isolation: str = NONE  # Strongest isolation level that the node has measured.
+    isolation_problem: str = ""  # Reason why the node offers no stronger level, or "".
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +136,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Pools that run only the first administrator's code, or None if the principal may not list pools.
     closed_pools: tuple[str, ...] | None = None
     shared_pools: tuple[str, ...] = ()  # Pools in which several principals share one operating-system user.
+    levels: Mapping[str, str] = {}  # Isolation of each pool: the level of its runs, or "unset".
     # Number of principals that may start runs, or None if the principal may not list users.
     principals: int | None = None
     # Seconds until the server's certificate expires (negative after the expiry), or None if no certificate is readable.
@@ -144,6 +149,13 @@ class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""  # Path of the cgroup v2 directory, or "".
     problem: str = ""
     controllers: tuple[str, ...] = ()
+
+
+class IsolationFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The strongest isolation level that this user's agent can give to runs on this machine."""
+
+    level: str = NONE
+    problem: str = ""  # Reason why no stronger level is possible, or "".
 
 
 class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,6 +347,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     agent: AgentFacts | UnknownFact = UnknownFact()
     cgroups: CgroupFacts | UnknownFact = UnknownFact()
     principals: PrincipalFacts | UnknownFact = UnknownFact()
+    isolation: IsolationFacts | UnknownFact = UnknownFact()
     server: ServerFacts | UnknownFact = UnknownFact()
     pool: PoolFacts | UnknownFact = UnknownFact()
     limits: LimitFacts | UnknownFact = UnknownFact()

@@ -11,6 +11,7 @@ from serverless_gpu.doctor.facts import (
     CheckOutcome,
     Finding,
     HomeFacts,
+    IsolationFacts,
     KernelFacts,
     LimitFacts,
     MachineFacts,
@@ -130,6 +131,13 @@ def _kernel(facts: MachineFacts, kernel: KernelFacts) -> list[Finding]:
     if kernel.pidfd_refusal:
         return failed(f"no run can start: {kernel.pidfd_refusal}", kernel.hint)
     return ok(f"Linux {kernel.release}")
+
+
+@about(lambda facts: facts.isolation)
+def _isolation(facts: MachineFacts, isolation: IsolationFacts) -> list[Finding]:
+    """Report the level without a warning, because local runs and servers with one user need no isolation."""
+    problem = f": {isolation.problem}" if isolation.problem else ""
+    return ok(f"an agent of this user offers the isolation level {isolation.level}{problem}")
 
 
 @about(lambda facts: facts.limits)
@@ -362,6 +370,16 @@ CHECKS = (
         mend=f"run Linux {OLDEST} or newer; in a container: Docker 20.10 or newer, or docker run --security-opt "
         "seccomp=unconfined …",
         probe=_kernel,
+    ),
+    Check(
+        code="isolation",
+        group=CheckGroup.MACHINE,
+        title="Isolation of runs on this machine",
+        symptoms=("`sgpu node show` prints the isolation level none for this machine",),
+        cause="A node measures its isolation level with a trial. Sandboxes need root, Linux 6.12 or newer, and a "
+        "writable cgroup v2. A container or a security module can prevent the trial.",
+        mend="remove the reason that the check names, then start `sgpu up` or `sgpu join` again",
+        probe=_isolation,
     ),
     Check(
         code="limits",

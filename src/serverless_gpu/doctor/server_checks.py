@@ -26,12 +26,14 @@ from serverless_gpu.doctor.facts import (
     warning,
 )
 from serverless_gpu.engines.ray.start_arguments import OLDEST
+from serverless_gpu.model.isolation import LEVELS, NONE, reaches
 from serverless_gpu.model.scheduling.wait_messages import REVOKE, SANDBOX_REMEDY
 from serverless_gpu.node.inside.raycluster.ray_installation import release
 from serverless_gpu.node.mlflow_server.server import NO_DATABASE, OTHER_VERSION
 from serverless_gpu.units import format_days_ms
 from serverless_gpu.version import __version__
 
+_PENDING = "PENDING"  # State of a node that waits for an administrator's approval.
 _CLOCK_S = 5
 _CLOCK_FAILS_S = 60
 _SILENT_S = 60.0
@@ -148,7 +150,7 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.shared_pools:
         sentence = f"several principals share one operating-system user in {', '.join(server.shared_pools)}"
         mend = REVOKE.format(pool=server.shared_pools[0])
-        found += warning(
+        found += failed(
             (f"{sentence}: each run can read the files of all other runs"), f"{mend}   (running attempts continue)"
         )
     if server.closed_pools:
@@ -160,6 +162,32 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
             sentence = f"{node.name} has no network rules: runs reach the server and each service of the node"
             found += warning(f"{sentence} ({node.unfiltered})", "install nftables on the node, and restart its uplink")
     return found or ok("no pool lets principals share an operating-system user")
+
+
+@about(lambda facts: facts.server)
+def _node_levels(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
+    """Compare the measured level of each node with the level of its pool."""
+    if not server.nodes:
+        return []
+    found: list[Finding] = []
+    for node in server.nodes:
+        wanted = server.levels.get(node.pool, "")
+        problem = f": {node.isolation_problem}" if node.isolation_problem else ""
+        if node.state == _PENDING:
+            continue
+        if not wanted:
+            found += unknown(f"{node.name} offers {node.isolation}, and your role may not see its pool")
+        elif reaches(node.isolation, wanted):
+            found += ok(f"{node.name} offers {node.isolation}, pool {node.pool} needs {_needed(wanted)}")
+        else:
+            sentence = f"{node.name} offers {node.isolation}, but pool {node.pool} needs {wanted}{problem}"
+            mend = f"sgpu pool set OTHER --node {shlex.quote(node.name)}   (or remove the reason and restart the node)"
+            found += warning(sentence, mend)
+    return found
+
+
+def _needed(isolation: str) -> str:
+    return isolation if isolation in LEVELS else f"{NONE} (isolation {isolation})"
 
 
 @about(lambda facts: facts.server)
@@ -294,6 +322,16 @@ CHECKS = (
         mend="sgpu pool set NAME --isolation sandbox, or none to share the user   (to revert the setting, use "
         "--isolation unset, then run `sgpu server rotate`)",
         probe=_isolation,
+    ),
+    Check(
+        code="node-isolation",
+        group=CheckGroup.SERVER,
+        title="Isolation levels of nodes",
+        symptoms=("a run stays QUEUED: … offers no isolation sandbox: …",),
+        cause="Runs of a pool start only on nodes that offer the isolation level of the pool. A node measures its "
+        "level when its uplink starts.",
+        mend="remove the reason that the check names, and restart the node; or move the node to another pool",
+        probe=_node_levels,
     ),
     Check(
         code="server-clock",

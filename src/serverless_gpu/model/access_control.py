@@ -10,6 +10,9 @@ for the object that the request names. A principal that requests an object out o
 `NotAllowed`. `NotAllowed` would reveal that the object exists. A token may have fewer rights than its owner, never
 more. The table `SCOPES` restricts a token's role to the token's scopes.
 
+A `Right` is independent of roles. The first administrator of a server holds every right. A holder of a right can grant
+the right to other principals. A token with scopes has a right only if the right is one of its scopes.
+
 A node's token belongs to exactly one node, with one name and one home directory:
 
     a token of the server's own file, or of a join     ─▶ bound to a node before or at the node's first hello
@@ -84,6 +87,14 @@ class Resource(StrEnum):
     # Names and versions of secrets. Write access permits setting and deleting a secret. No route returns a secret's
     # value.
     SECRETS = "secrets"
+
+
+class Right(StrEnum):
+    """Rights that a principal holds in addition to its role."""
+
+    # Lowering the isolation level of a pool, or moving a node into a pool with a lower level. The role must also permit
+    # changes to pools.
+    LOWER_ISOLATION = "isolation.lower"
 
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
@@ -178,6 +189,7 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
     },
     **{resource.value: {resource: True} for resource in Resource},
     **{f"{resource.value}:read": {resource: False} for resource in Resource if resource is not Resource.ORDERS},
+    **{right.value: {} for right in Right},
 }
 
 
@@ -194,6 +206,11 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
     if scopes and not any(wanted in found and (found[wanted] or not write) for found in lent):
         return AccessReach.NONE
     return row.get(wanted, (_NONE, _NONE))[write]
+
+
+def may_use(right: str, *, held: Collection[str], scopes: Collection[str] = ()) -> bool:
+    """Return True if a holder of rights may use a right through a token with the given scopes."""
+    return right in held and (not scopes or right in scopes)
 
 
 def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:

@@ -20,5 +20,13 @@ def reaches(offered: str, minimum: str) -> bool:
     return _rank(offered) >= _rank(minimum)
 
 
+def lowers(before: str, after: str) -> bool:
+    """Return True if a change of a pool's isolation gives principals less protection from each other.
+
+    A value that is not a level, such as `unset`, means that the pool serves one principal without isolation.
+    """
+    return _rank(after) < _rank(before) or (before not in LEVELS and after == NONE)
+
+
 def _rank(level: str) -> int:
     return next((number for number, known in enumerate(LEVELS) if known == level), 0)

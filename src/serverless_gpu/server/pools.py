@@ -1,22 +1,27 @@
 """Changes pools and queue shares, and serves the routes of pools.
 
-Each change of a pool or share adds an audit entry and wakes the scheduler. `runs/queue_views.py` contains the routes of
+Each change of a pool or share adds an audit entry and wakes the scheduler. Lowering the isolation of a pool or of a
+node needs the right `isolation.lower` (`identity/rights.py`). `runs/queue_views.py` contains the routes of
 queue shares.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
+from serverless_gpu.model.access_control import Right
 from serverless_gpu.model.egress import EGRESS, OPEN, check_allowed
-from serverless_gpu.model.isolation import LEVELS, NONE
+from serverless_gpu.model.isolation import LEVELS, NONE, lowers
 from serverless_gpu.server.core.caller import Caller, check_name
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
+from serverless_gpu.server.identity import rights
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.egress_policies import policy_changes
 from serverless_gpu.server.nodes.node_service import NodeService
@@ -79,11 +84,16 @@ class PoolService:
         def work(connection: sa.Connection) -> bool:
             before = pools.find(connection, name) or StoredPool(name=name, kind=ON_DEMAND, created_ns=at_ns)
             pool = _changed(before, asked)
+            moved = [node_admission.find_node(connection, node_name) for node_name in asked.nodes]
+            lowered = _lowered(connection, before, pool, moved)
+            if lowered:
+                rights.check(connection, who, Right.LOWER_ISOLATION, lowered)
             pools.put(connection, pool)
-            for node_name in asked.nodes:
-                _move(connection, node_admission.find_node(connection, node_name), pool)
+            for node in moved:
+                _move(connection, node, pool)
             lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
-            decided: dict[str, object] = {} if asked.isolation is None else {"isolation": asked.isolation}
+            isolations = (before.isolation or UNSET, pool.isolation or UNSET)
+            decided: dict[str, object] = {} if asked.isolation is None else {"isolation": isolations}
             if asked.egress is not None or asked.allow is not None:
                 decided |= {"egress": pool.mode, "allow": list(pool.allow)}
             detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
@@ -204,6 +214,19 @@ def _move(connection: sa.Connection, node: StoredNode, pool: StoredPool) -> None
                 hint=f"wait until its runs have ended (sgpu node drain {node.name}), then move the node",
             )
     pools.move(connection, pool.name, node_id=node.id)
+
+
+def _lowered(connection: sa.Connection, before: StoredPool, after: StoredPool, moved: Sequence[StoredNode]) -> str:
+    """Describe a change that lowers the isolation of a pool's runs or of a node's runs, or return ""."""
+    was, now = before.isolation or UNSET, after.isolation or UNSET
+    if lowers(was, now):
+        return f"lower the isolation of pool {after.name!r} from {was} to {now}"
+    for node in moved:
+        there = pools.find(connection, node.pool)
+        was = UNSET if there is None else there.isolation or UNSET
+        if lowers(was, now):
+            return f"move node {node.name!r} from isolation {was} of pool {node.pool!r} to {now} of {after.name!r}"
+    return ""
 
 
 def _kind(kind: str) -> ShareKind:

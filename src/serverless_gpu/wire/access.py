@@ -48,7 +48,11 @@ OnDisabled = Literal["finish", "stop"]
 
 
 class PrincipalView(Answer, frozen=True, kw_only=True):
-    """A user or a service."""
+    """A user or a service.
+
+    Attributes:
+        rights: rights of the principal that its role does not include. The first administrator has every right.
+    """
 
     name: str
     kind: Kind
@@ -56,6 +60,7 @@ class PrincipalView(Answer, frozen=True, kw_only=True):
     teams: tuple[str, ...]
     disabled: bool
     created_ns: int
+    rights: tuple[str, ...] = ()
 
 
 class PrincipalList(Answer, frozen=True, kw_only=True):
@@ -81,11 +86,15 @@ class PrincipalChange(Request, frozen=True, kw_only=True):
     Attributes:
         runs: action for the runs of a disabled principal. "finish" lets the runs finish, and "stop" requests their
             stop. None means the server's setting `on_owner_disabled`.
+        grant: rights that the principal gets.
+        revoke: granted rights that the principal loses.
     """
 
     role: Role | None = None
     disabled: bool | None = None
     runs: OnDisabled | None = None
+    grant: tuple[str, ...] = ()
+    revoke: tuple[str, ...] = ()
 
 
 class TeamRequest(Request, frozen=True, kw_only=True):

@@ -40,6 +40,15 @@ def test_down_stops_the_server_of_this_home_and_waits_for_its_end(home: Path) ->
     assert (again.returncode, lock_holder(home / "server")) == (0, None)
 
 
+def test_config_prints_each_setting_and_its_origin(home: Path) -> None:
+    (home / "server.toml").write_text("node = false\n")
+    printed = run(home, "server", "config", SGPU_HOSTS="gpu.internal").stdout
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    assert rows["node"] == ["false", str(home / "server.toml")]
+    assert rows["hosts"] == ["gpu.internal", "SGPU_HOSTS"]
+    assert rows["database"] == ["-", "default"]
+
+
 def test_down_without_a_server_says_so(home: Path) -> None:
     done = run(home, "down")
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Literal
 
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.runs.run import Run
@@ -11,12 +12,14 @@ from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.support.cli.cli import sgpu as sgpu
 
 
-def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -> Run[None]:
+def start(
+    *argv: str, gpus: int = 1, name: str = "said", resume: bool = False, environment: Literal["live", "auto"] = "auto"
+) -> Run[None]:
     """Start a program through the server."""
     spec = RunSpec(
         name=name,
         remote=True,
-        environment="auto",
+        environment=environment,
         resources=Resources(gpus=gpus, gpu_type="H100"),
         payload=Command(argv=argv, per="rank"),
         quiet=True,

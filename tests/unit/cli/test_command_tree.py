@@ -56,7 +56,7 @@ WITHOUT_JSON = {
     },
     "writes files, and prints one line": {"audit export", "audit verify", "server backup", "server restore"},
     "checks files, and exits with 1 otherwise": {"server verify"},
-    "prints text in another format": {"completion", "help", "schema", "server unit", "version"},
+    "prints text in another format": {"completion", "help", "schema", "server unit", "node unit", "version"},
 }
 """Commands without `--json`, by the reason."""
 

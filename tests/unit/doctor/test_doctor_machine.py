@@ -10,6 +10,7 @@ from serverless_gpu.doctor.facts import (
     CheckOutcome,
     Disk,
     HomeFacts,
+    IsolationFacts,
     KernelFacts,
     LimitFacts,
     MachineFacts,
@@ -115,6 +116,17 @@ def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_li
 )
 def test_the_kernel(kernel: KernelFacts, expected: tuple[CheckOutcome, str, str]) -> None:
     assert one("kernel", MachineFacts(kernel=kernel)) == expected
+
+
+@pytest.mark.parametrize(
+    ("isolation", "expected"),
+    [
+        (IsolationFacts(level="sandbox"), "an agent of this user offers the isolation level sandbox"),
+        (IsolationFacts(problem="no root"), "an agent of this user offers the isolation level none: no root"),
+    ],
+)
+def test_the_isolation_level_of_this_machine(isolation: IsolationFacts, expected: str) -> None:
+    assert one("isolation", MachineFacts(isolation=isolation)) == (OK, expected, "")
 
 
 @pytest.mark.parametrize(

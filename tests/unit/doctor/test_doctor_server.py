@@ -14,7 +14,7 @@ from serverless_gpu.doctor.probes.servers import look_at_server
 from serverless_gpu.version import __version__
 from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
 
-UP = ServerNode(name="n1", state="UP", silent_s=2.0)
+UP = ServerNode(name="n1", state="UP", silent_s=2.0, pool="default")
 WELL = ServerFacts(
     url="http://127.0.0.1:7878",
     profile="/h/server.json",
@@ -26,6 +26,7 @@ WELL = ServerFacts(
     principal="alice (admin)",
     nodes=(UP,),
     closed_pools=("default",),
+    levels={"default": "unset"},
     principals=1,
 )
 AWAY = ServerFacts(url="http://127.0.0.1:7878", profile="/h/server.json", embedded=True, away="it does not answer")
@@ -78,7 +79,7 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             "server-isolation",
             replace(WELL, principals=None, closed_pools=(), shared_pools=("default",)),
             (
-                WARNING,
+                FAILED,
                 "several principals share one operating-system user in default: each run can read the files of all "
                 "other runs",
             ),
@@ -101,6 +102,22 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             "server-node-keys",
             replace(WELL, nodes=(replace(UP, key_days=366),)),
             (WARNING, "the key of n1 is 366 days old"),
+        ),
+        (
+            "node-isolation",
+            replace(WELL, nodes=(replace(UP, isolation="sandbox"),), levels={"default": "sandbox"}),
+            (OK, "n1 offers sandbox, pool default needs sandbox"),
+        ),
+        ("node-isolation", WELL, (OK, "n1 offers none, pool default needs none (isolation unset)")),
+        (
+            "node-isolation",
+            replace(WELL, nodes=(replace(UP, isolation_problem="no root"),), levels={"default": "sandbox"}),
+            (WARNING, "n1 offers none, but pool default needs sandbox: no root"),
+        ),
+        (
+            "node-isolation",
+            replace(WELL, nodes=(ServerNode(name="n2", state="PENDING"), UP), levels={}),
+            (UNKNOWN, "n1 offers none, and your role may not see its pool"),
         ),
         ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not list nodes")),
         ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined the server, so no run can start")),

@@ -20,7 +20,7 @@ from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import connect, server
 from serverless_gpu.client.remote.profile import SERVER, ServerProfile, check_address, remove_profile, write_profile
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access_control import AccessReach, Role, reach
+from serverless_gpu.model.access_control import AccessReach, Right, Role, reach
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
 from serverless_gpu.wire.access import (
@@ -42,6 +42,7 @@ from serverless_gpu.wire.nodes import PoolList
 from serverless_gpu.wire.server_status import Version
 
 _ROLES = click.Choice(get_args(Role))
+_RIGHTS = click.Choice([right.value for right in Right])
 _TOKEN_BYTES_MAX = 1_000
 
 
@@ -203,8 +204,11 @@ def list_users(wide: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [[each.name, each.kind, each.role, " ".join(each.teams) or "-", _state(each)] for each in found]
-    print_table(["NAME", "KIND", "ROLE", "TEAMS", "STATE"], rows, wide=wide)
+    rows = [["NAME", "KIND", "ROLE", "TEAMS", "STATE", "RIGHTS"]]
+    for each in found:
+        teams, rights = " ".join(each.teams) or "-", " ".join(each.rights) or "-"
+        rows.append([each.name, each.kind, each.role, teams, _state(each), rights])
+    print_table(rows[0], rows[1:], wide=wide)
 
 
 @user.command("create")
@@ -257,14 +261,34 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
     default=None,
     help="Action for the user's runs after a loss of rights (default: server setting).",
 )
-def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
-    """Change, disable or enable a user."""
-    if role is None and disabled is None and runs is None:
-        raise click.UsageError("the command changes no setting of the user; give --role, --disable, --enable or --runs")
-    change = PrincipalChange(role=role, disabled=disabled, runs=runs)
+@click.option(
+    "--grant",
+    multiple=True,
+    type=_RIGHTS,
+    help="Give the user this right. Repeatable. Only a holder of the right can grant it.",
+)
+@click.option("--revoke", multiple=True, type=_RIGHTS, help="Take this right away from the user. Repeatable.")
+def set_user(
+    name: str,
+    role: Role | None,
+    disabled: bool | None,
+    runs: OnDisabled | None,
+    grant: tuple[str, ...],
+    revoke: tuple[str, ...],
+) -> None:
+    """Change, disable or enable a user.
+
+    The right isolation.lower permits an operator or administrator to lower the isolation level of a pool. The first
+    administrator of a server holds every right.
+    """
+    if role is None and disabled is None and runs is None and not grant and not revoke:
+        options = "--role, --disable, --enable, --runs, --grant or --revoke"
+        raise click.UsageError(f"the command changes no setting of the user; give {options}")
+    change = PrincipalChange(role=role, disabled=disabled, runs=runs, grant=grant, revoke=revoke)
     with server() as connection:
         changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
-    say(f"{changed.name} is {changed.role}, {_state(changed)}")
+    rights = f", with the right {', '.join(changed.rights)}" if changed.rights else ""
+    say(f"{changed.name} is {changed.role}, {_state(changed)}{rights}")
     if disabled is False:
         say(f"the user's old tokens stay revoked; create a new token with: sgpu token create --for {changed.name}")
 

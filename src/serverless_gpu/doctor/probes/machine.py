@@ -24,6 +24,7 @@ from serverless_gpu.doctor.facts import (
     CgroupFacts,
     Disk,
     HomeFacts,
+    IsolationFacts,
     KernelFacts,
     LimitFacts,
     MountFacts,
@@ -44,6 +45,7 @@ from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.base.protocol import agent_socket
 from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
 from serverless_gpu.node.inside import namespaces
+from serverless_gpu.node.isolation.levels import measure
 from serverless_gpu.node.isolation.principals import PrincipalMap
 from serverless_gpu.node.isolation.sweeper import read_findings
 from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
@@ -120,6 +122,12 @@ def look_at_kernel() -> KernelFacts:
     """Return the kernel release and the kernel's support for pidfds, which every run needs."""
     refusal, hint = pidfd_refusal()
     return KernelFacts(release=os.uname().release, pidfd_refusal=refusal, hint=hint)
+
+
+def look_at_isolation(environ: Mapping[str, str]) -> IsolationFacts:
+    """Measure the isolation level that an agent of this user offers on this machine."""
+    found = measure(environ)
+    return IsolationFacts(level=found.level, problem=found.problem)
 
 
 def look_at_limits() -> LimitFacts:

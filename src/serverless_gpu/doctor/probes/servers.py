@@ -118,7 +118,8 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
             pools = connection.ask("GET", "/pools", answer=fleet.PoolList).pools
             shared = tuple(pool.name for pool in pools if pool.isolation == "none")
             closed = tuple(pool.name for pool in pools if pool.isolation == "unset")
-            facts = replace(facts, shared_pools=shared, closed_pools=closed)
+            levels = {pool.name: pool.isolation for pool in pools}
+            facts = replace(facts, shared_pools=shared, closed_pools=closed, levels=levels)
             users = connection.ask("GET", "/users", answer=access.PrincipalList).principals
             starting = [each for each in users if not each.disabled and reach(each.role, "runs", write=True) != "none"]
             facts = replace(facts, principals=len(starting))
@@ -187,6 +188,9 @@ def _node(view: object, ahead_s: int | None) -> ServerNode:
         unfiltered=str(getattr(view, "egress_problem", "")) if getattr(view, "isolation", NONE) != NONE else "",
         has_key=bool(getattr(view, "key", "")),
         key_days=_days_since(getattr(view, "enrolled_ns", None)),
+        pool=str(getattr(view, "pool", "")),
+        isolation=str(getattr(view, "isolation", NONE)),
+        isolation_problem=str(getattr(view, "isolation_problem", "")),
     )
 
 

@@ -51,7 +51,8 @@ from serverless_gpu.wire.base import PROTOCOL
 TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary", "egress")
 """Capabilities that this version has in addition to the first version of the protocol."""
 LEFT = "left"
-"""Marker file in a home's `ray/` for a machine that has left its pool while its runs continue."""
+"""Marker file beside the profile of a machine that has left its server while its runs continue."""
+_JOINED = ("ray", "node")  # Directories of `sgpu join` with and without Ray.
 PYTHONS_S = 30.0
 """Longest time in seconds until the node offers a newly installed interpreter."""
 
@@ -165,7 +166,7 @@ class NodePresence:
             silence = found.degraded or self._inventory.silence
             findings = (*self._faults.findings(), *self._left_behind())
             changes = {"own_types": greeting.own_types, "degraded": silence, "findings": findings}
-            if not found.draining and (self._home.root / "ray" / LEFT).exists():
+            if not found.draining and any((self._home.root / place / LEFT).exists() for place in _JOINED):
                 changes["draining"] = "the machine has left the pool: its `sgpu join` process has ended"
             return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:

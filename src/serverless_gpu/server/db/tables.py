@@ -29,6 +29,7 @@ principals = sa.Table(
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("disabled_ns", sa.BigInteger),
     sa.Column("runs", sa.String(8)),  # Action for a disabled principal's running runs: finish or stop.
+    sa.Column("rights_json", sa.Text),  # Granted rights of `model.access_control.Right`; NULL for none.
 )
 
 teams = sa.Table(

@@ -18,6 +18,7 @@ from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ANY_CALLER, Call, Routes, reading, writing
+from serverless_gpu.server.identity import rights
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.records import audit, principals, references
 from serverless_gpu.server.records.audit import Action
@@ -70,7 +71,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change a principal's role, or disable or enable the principal."""
+        """Change a principal's role or rights, or disable or enable the principal."""
         _check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
@@ -82,10 +83,12 @@ class PrincipalService:
                 principals.disable(connection, name, now_ns=now_ns)
             elif change.disabled is False:
                 principals.enable(connection, name)
+            if change.grant or change.revoke:
+                rights.change(connection, who, before, change)
             after = principals.principal(connection, name)
             detail: dict[str, object] = {
                 field: (getattr(before, field), getattr(after, field))
-                for field in ("role", "disabled")
+                for field in ("role", "disabled", "rights")
                 if getattr(before, field) != getattr(after, field)
             }
             policy = owner_suspension.decide_for_runs(
@@ -201,7 +204,12 @@ class PrincipalService:
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
         new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
-        return self._database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
+
+        def work(connection: sa.Connection) -> TokenMade:
+            rights.check_new_token(connection, who, owner, request.scopes)
+            return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
+
+        return self._database.write(work)
 
     def revoke_token(self, who: Caller, identifier: str, *, reach: str) -> TokenView:
         """Revoke a token."""
@@ -261,7 +269,7 @@ def make_user(call: Call, principals: PrincipalService, body: PrincipalRequest) 
 
 @routes.patch("/users/{name}", needs=writing("users"))
 def change_user(call: Call, principals: PrincipalService, name: str, body: PrincipalChange) -> PrincipalView:
-    """Change a principal's role, or disable or enable the principal."""
+    """Change a principal's role or rights, or disable or enable the principal."""
     return principals.change(call.who, name, body)
 
 

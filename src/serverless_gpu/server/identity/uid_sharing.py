@@ -20,9 +20,10 @@ from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import pools as pools_table
-from serverless_gpu.server.db.tables import principals, runs
+from serverless_gpu.server.db.tables import principals as principals_table
+from serverless_gpu.server.db.tables import runs
 from serverless_gpu.server.lifecycle import owner_suspension
-from serverless_gpu.server.records import audit, pools
+from serverless_gpu.server.records import audit, pools, principals
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.pools import UNSET, StoredPool
 
@@ -64,23 +65,17 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     isolated: tuple[str, ...] = ()  # Pools whose principals have uids of their own.
 
 
-def first_administrator(connection: sa.Connection) -> str:
-    """Return the first administrator's name, or "" for a disabled or demoted first administrator."""
-    row = connection.execute(_OLDEST).first()
-    return row.name if row is not None and row.role == "admin" and row.disabled_ns is None else ""
-
-
 def admits(connection: sa.Connection, owner: str, pool: str) -> bool:
     """Return True if a pool's isolation allows the runs of a principal."""
     found = pools.find(connection, pool)
-    return (found is not None and found.is_shared) or owner == first_administrator(connection)
+    return (found is not None and found.is_shared) or owner == principals.first_administrator(connection)
 
 
 def exposure(connection: sa.Connection) -> Exposure:
     """Return the principals that share a uid, and the isolation of all pools."""
-    first, there = first_administrator(connection), pools.every(connection)
-    has_runs = sa.exists().where(runs.c.owner == principals.c.name)
-    query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
+    first, there = principals.first_administrator(connection), pools.every(connection)
+    has_runs = sa.exists().where(runs.c.owner == principals_table.c.name)
+    query = sa.select(principals_table.c.name, has_runs.label("has_runs")).order_by(principals_table.c.name)
     rows = [row for row in connection.execute(query) if row.name != first]
     out = owner_suspension.suspended_owners(connection)
     return Exposure(
@@ -113,11 +108,3 @@ def _decide(connection: sa.Connection, names: tuple[str, ...], *, is_shared: boo
         if connection.execute(pools_table.update().where(undecided).values(isolation=level)).rowcount:
             detail = {"isolation": level, "asked_by": "sgpu up"}
             audit.record(connection, who=SERVER, action=Action.POOL_PUT, subject=name, now_ns=now_ns, detail=detail)
-
-
-_OLDEST = (
-    sa.select(principals.c.name, principals.c.role, principals.c.disabled_ns)
-    .where(principals.c.kind == "user")
-    .order_by(principals.c.created_ns, sa.case((principals.c.role == "admin", 0), else_=1), principals.c.name)
-    .limit(1)
-)

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.access_control import ROLES, SCOPES, Resource
+from serverless_gpu.model.access_control import ROLES, SCOPES, Resource, Right
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import PREFIX as ATTEMPT_PREFIX
 from serverless_gpu.server.core.server_key import (
@@ -101,6 +101,22 @@ def change_role(connection: sa.Connection, name: str, role: str) -> None:
     connection.execute(sa.update(principals).where(principals.c.name == name).values(role=role))
 
 
+def set_rights(connection: sa.Connection, name: str, rights: Iterable[str]) -> None:
+    """Replace the granted rights of a principal."""
+    granted = sorted(set(rights))
+    text = msgspec.json.encode(granted).decode() if granted else None
+    connection.execute(sa.update(principals).where(principals.c.name == name).values(rights_json=text))
+
+
+def first_administrator(connection: sa.Connection) -> str:
+    """Return the first administrator's name, or "" for a disabled or demoted first administrator.
+
+    The first administrator is the oldest user in the database, normally the user who started the server.
+    """
+    row = connection.execute(_OLDEST).first()
+    return row.name if row is not None and row.role == "admin" and row.disabled_ns is None else ""
+
+
 def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
     """Disable a principal, and revoke all tokens of the principal."""
     found = principal(connection, name)
@@ -150,6 +166,7 @@ def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]])
     for row in connection.execute(sa.select(members).where(where).order_by(members.c.team)):
         if row.principal in in_teams:
             in_teams[row.principal].append(row.team)
+    first = first_administrator(connection)
     return tuple(
         PrincipalView(
             name=row.name,
@@ -158,9 +175,22 @@ def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]])
             teams=tuple(in_teams[row.name]),
             disabled=row.disabled_ns is not None,
             created_ns=row.created_ns,
+            rights=tuple(Right) if row.name == first else _granted(row.rights_json),
         )
         for row in rows
     )
+
+
+def _granted(text: str | None) -> tuple[str, ...]:
+    return () if text is None else from_json(text, tuple[str, ...])
+
+
+_OLDEST = (
+    sa.select(principals.c.name, principals.c.role, principals.c.disabled_ns)
+    .where(principals.c.kind == "user")
+    .order_by(principals.c.created_ns, sa.case((principals.c.role == "admin", 0), else_=1), principals.c.name)
+    .limit(1)
+)
 
 
 def _check_another_admin(connection: sa.Connection, name: str) -> None:

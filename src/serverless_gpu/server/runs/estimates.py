@@ -29,7 +29,7 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.policies import AdmittedRun, PolicyAdmission
-from serverless_gpu.server.records import duration_history, pools, runs
+from serverless_gpu.server.records import duration_history, pools, principals, runs
 from serverless_gpu.server.records.runs import NewRun, StoredRun
 from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import queue_snapshot
@@ -81,7 +81,7 @@ class EstimateService:
             self._budget_admission.refuse(connection, allowed, who)
             run = _imagined(who, request, allowed, now_ns)
             held_back = self._held_back(connection, run)
-            serves = uid_sharing.Isolation.of(pools.every(connection), uid_sharing.first_administrator(connection))
+            serves = uid_sharing.Isolation.of(pools.every(connection), principals.first_administrator(connection))
             expected_s = duration_history.expected_s(connection, who.name, request.spec.name)
             return allowed, run, held_back, Past(expected_s=expected_s, second_principal=serves.is_second(who.name))
 

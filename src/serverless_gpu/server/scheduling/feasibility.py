@@ -41,7 +41,7 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.records import nodes, pools, runs
+from serverless_gpu.server.records import nodes, pools, principals, runs
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.scheduling.queue_snapshot import Past, queued_run
 from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
@@ -82,7 +82,7 @@ class Feasibility:
         """
         if run.spec.wait:
             return True
-        serves = uid_sharing.Isolation.of(pools.every(connection), uid_sharing.first_administrator(connection))
+        serves = uid_sharing.Isolation.of(pools.every(connection), principals.first_administrator(connection))
         now_ns = self._clock.wall_ns()
         asked = queued_run(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
         is_decided, found = self.decide(connection, asked)

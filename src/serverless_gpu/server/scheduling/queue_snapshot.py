@@ -47,7 +47,7 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.nodes.capacity import CapacitySnapshot
-from serverless_gpu.server.records import attempts, duration_history, policies, pools, runs
+from serverless_gpu.server.records import attempts, duration_history, policies, pools, principals, runs
 from serverless_gpu.server.records.active_runs import ActiveCrew, ActiveRun
 from serverless_gpu.server.records.crews import CrewId
 from serverless_gpu.server.records.runs import StoredRun
@@ -122,7 +122,7 @@ class QueueSnapshot:
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = pools.queue_policy(connection, self._settings.queue)
-        self._set_isolation(uid_sharing.Isolation.of(there.pools, uid_sharing.first_administrator(connection)))
+        self._set_isolation(uid_sharing.Isolation.of(there.pools, principals.first_administrator(connection)))
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
         waiting = self._waiting(connection, queue, there, underway, as_of)

@@ -129,7 +129,7 @@ def test_22A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(
     assert state(services, theirs) is State.STARTING
     entries = services.database.read(lambda connection: audit.entries(connection, limit=10))
     assert [(one.principal, one.detail["isolation"]) for one in entries if one.action == "pool.put"] == [
-        ("root", "none")
+        ("root", ["unset", "none"])
     ]
 
 
@@ -182,7 +182,7 @@ def test_22A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_
 @pytest.mark.usefixtures("people")
 def test_22A1_only_the_first_administrator_is_the_first_principal(services: Services) -> None:
     def first() -> str:
-        return services.database.read(uid_sharing.first_administrator)
+        return services.database.read(principals.first_administrator)
 
     def change(name: str, **values: object) -> None:
         where = tables.principals.c.name == name
@@ -290,6 +290,9 @@ def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
     _, err = sgpu("pool", "set", "--isolation", "none")
     assert golden("server.isolation.warning-pool-default") in err
     assert " none " in sgpu("pool", "list")[0]
+    assert "sgpu server rotate" in sgpu("pool", "set", "--isolation", "sandbox")[1]
+    assert "sgpu server rotate" not in sgpu("pool", "set", "--isolation", "sandbox")[1]
+    sgpu("pool", "set", "--isolation", "none")
     _, err = sgpu("user", "create", "eve")
     assert golden("server.isolation.all-runs-pool") in err
     facts = look_at_server({"SERVERLESS_GPU_SERVER": server.url, "SERVERLESS_GPU_TOKEN": server.token})

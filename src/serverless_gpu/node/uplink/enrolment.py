@@ -1,0 +1,103 @@
+"""Makes this machine a node of a server without Ray, and keeps the node's uplink running.
+
+    enrol ── token of the node ─▶ accepted: keep the token
+         └── token of the join file ─▶ server: a token for this home ─▶ profile
+    keep  ── every few seconds: does the uplink run? ─▶ no: start it
+         └── signal ─▶ return. The uplink and the runs of the node continue
+
+    $SERVERLESS_GPU_HOME/node/    profile.json  ca.pem  keeper.lock  left
+
+The server needs no engine for such a node, because the uplink connects to the server.
+
+Failure cases: If the server refuses the join file, `enrol` raises the server's error. If the server does not answer, a
+node that has joined before starts its uplink, which repeats its requests. If the uplink cannot start, `keep` reports
+the problem once and tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerlessGpuError, ServerUnavailable
+from serverless_gpu.node.base.home import Home, storage_error
+from serverless_gpu.node.base.private_files import write_private
+from serverless_gpu.node.uplink import start_stop
+from serverless_gpu.node.uplink.presence import LEFT, instance_of
+from serverless_gpu.node.uplink.server import UplinkProfile, read_profile, write_profile
+from serverless_gpu.wire.access import PrincipalView
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest
+
+DIRECTORY = "node"
+"""Directory of an enrolled machine's files in its home."""
+EVERY_S = 2.0
+_PROFILE, _CA = "profile.json", "ca.pem"
+
+
+def enrol(home: Home, *, server: str, token: str, ca: str, name: str) -> Path:
+    """Get a token for this machine, and return the path of its profile.
+
+    `token` is the token of a join file. `ca` contains trusted certificates, or "" for the system's certificates. A
+    machine that has joined before keeps its own token.
+
+    Raises NotAuthenticated, NotAllowed, ServerUnavailable or StorageError.
+    """
+    directory = home.root / DIRECTORY
+    path, trusted = directory / _PROFILE, directory / _CA
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if ca:
+            write_private(trusted, ca.encode())
+        file = str(trusted) if ca else ""
+        if not _is_enrolled(path, server=server, ca=file, name=name):
+            request = JoinRequest(name=name, machine=machine(), instance=instance_of(home), ray=False)
+            with contextlib.closing(Connection(server, token, ca=file)) as connection:
+                answer = connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
+            write_profile(path, UplinkProfile(url=server, token=answer.token, ca=file, name=name))
+        (directory / LEFT).unlink(missing_ok=True)
+    except NotAuthenticated as error:
+        raise NotAuthenticated(
+            f"the server at {server} does not accept the join file: {error.message}",
+            hint="run `sgpu node invite` with the server's home, and copy the new join file to this machine",
+        ) from None
+    except OSError as error:
+        raise storage_error(error, directory) from error
+    return path
+
+
+def keep(home: Home, profile: Path, environ: Mapping[str, str], stop: int, *, say: Callable[[str], None]) -> None:
+    """Keep the uplink of a profile running until the descriptor `stop` is readable."""
+    known: str | None = None
+    while True:
+        try:
+            start_stop.ensure(home, profile, environ)
+            problem = ""
+        except ServerlessGpuError as error:
+            problem = f"cannot start its uplink: {error.message}"
+        if problem != known:
+            say(problem or f"is a node of {read_profile(profile).url}")
+            known = problem
+        if select.select([stop], [], [], EVERY_S)[0]:
+            return
+
+
+def _is_enrolled(path: Path, *, server: str, ca: str, name: str) -> bool:
+    """Return True if a profile has a token that the server accepts, or if the server does not answer."""
+    try:
+        profile = read_profile(path)
+    except InvalidValue:
+        return False
+    if (profile.url, profile.name) != (server, name):
+        return False
+    with contextlib.closing(Connection(server, profile.token, ca=ca)) as connection:
+        try:
+            connection.ask("GET", "/whoami", answer=PrincipalView)
+        except NotAuthenticated:
+            return False
+        except ServerUnavailable:
+            return True  # The uplink repeats its requests until the server answers.
+    return True
