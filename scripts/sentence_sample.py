@@ -45,8 +45,8 @@ def sentences(root: Path) -> list[str]:
 def _of_source(source: Source) -> Iterator[tuple[int, str]]:
     for line, text in voice.prose(source):
         yield from ((line, each) for each in _split(text))
-    docstrings = {id(part) for node in voice.documented(source.tree) for part in ast.walk(node.body[0])}
-    for node in ast.walk(source.tree):
+    docstrings = {id(part) for node in voice.documented(source.nodes) for part in ast.walk(node.body[0])}
+    for node in source.nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{…}" for part in node.values)
             docstrings |= {id(part) for part in node.values}

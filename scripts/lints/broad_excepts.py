@@ -22,7 +22,7 @@ _DIRECTIVE = re.compile(r"#\s*noqa(?::\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?|#
 
 def check(source: Source) -> Iterator[Finding]:
     """Yield each broad except without a reason on its line."""
-    comments = dict(source.comments())
+    comments = dict(source.comments)
     for handler in broad_handlers(source):
         if len(re.findall(r"\w+", _DIRECTIVE.sub("", comments.get(handler.lineno, "")))) < REASON_WORDS_MIN:
             message = "a broad except needs its reason on the same line: # noqa: BLE001 - why; or name the exceptions"
@@ -31,7 +31,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def broad_handlers(source: Source) -> list[ast.ExceptHandler]:
     """Return the handlers that swallow every exception. A handler that ends in `raise` does not count."""
-    handlers = (node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler))
+    handlers = (node for node in source.nodes if isinstance(node, ast.ExceptHandler))
     return [handler for handler in handlers if _is_broad(handler.type) and not _raises_again(handler)]
 
 

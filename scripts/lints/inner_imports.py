@@ -20,7 +20,7 @@ AREAS = ("src",)
 
 def check(source: Source) -> Iterator[Finding]:
     """Yield imports inside functions, except of optional packages."""
-    for function in ast.walk(source.tree):
+    for function in source.nodes:
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for node in _own_nodes(function):
                 for name in _imported(node):

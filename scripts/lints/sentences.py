@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from scripts.lints.source import Source
 
@@ -20,11 +20,11 @@ _COMPARED = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 def literals(sources: Sequence[Source]) -> list[tuple[str, int]]:
     """Return path and line of each literal sentence in an assertion of the tests."""
     tests = [source for source in sources if source.area == "tests"]
-    return [(source.path, node.lineno) for source in tests for node in _sentences(source.tree)]
+    return [(source.path, node.lineno) for source in tests for node in _sentences(source.nodes)]
 
 
-def _sentences(tree: ast.Module) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
+def _sentences(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    for node in nodes:
         operands: list[ast.expr] = []
         if isinstance(node, ast.Compare) and any(isinstance(operator, _COMPARED) for operator in node.ops):
             operands = [node.left, *node.comparators]

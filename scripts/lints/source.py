@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 AREAS_ALL = ("src", "tests", "scripts", "examples", "benchmarks")
@@ -50,16 +51,21 @@ class Source:
     def finding(self, line: int, rule: str, message: str) -> Finding:
         return Finding(path=self.path, line=line, rule=rule, message=message)
 
-    def comments(self) -> Iterator[tuple[int, str]]:
-        """Yield the line number and text of every comment, but not strings that look like comments."""
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Return every node of the tree. Several lints visit all nodes, and the walk takes most of their time."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def comments(self) -> tuple[tuple[int, str], ...]:
+        """Return the line number and text of every comment, but not strings that look like comments."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return tuple((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
 
     def references(self) -> Iterator[tuple[int, str]]:
         """Yield the line number and full dotted name of every use of an imported name. Resolve aliases."""
-        meanings = _meanings(self.tree)
-        for node in ast.walk(self.tree):
+        meanings = _meanings(self.nodes)
+        for node in self.nodes:
             if isinstance(node, (ast.Attribute, ast.Name)):
                 root, _, rest = _dotted(node).partition(".")
                 if root in meanings:
@@ -86,10 +92,10 @@ def collect(root: Path) -> list[Source]:
     return found
 
 
-def _meanings(tree: ast.Module) -> dict[str, str]:
+def _meanings(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Return the full name of each imported name: `import time as t` gives {"t": "time"}."""
     meanings: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.partition(".")[0]

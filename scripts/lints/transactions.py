@@ -21,7 +21,7 @@ def check(source: Source) -> Iterator[Finding]:
     """Yield each call in the server that begins or ends a transaction outside of the database's modules."""
     if not source.path.startswith(PLACE) or source.path in OWNERS:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
             message = (
                 f".{node.func.attr}() belongs in server/db/database.py; pass a function to `Database.write`, "

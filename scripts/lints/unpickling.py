@@ -59,7 +59,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _imports(source: Source) -> Iterator[Finding]:
     """Yield each import of a module that can unpickle, in a package that handles other users' bytes."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -76,7 +76,7 @@ def _weights_only(source: Source) -> frozenset[int]:
     """Return the lines of calls that load only tensors and plain values."""
     return frozenset(
         node.lineno
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call)
         and any(
             keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True

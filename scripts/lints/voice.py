@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from scripts.lints.source import Finding, Source
@@ -47,16 +47,16 @@ def check(source: Source) -> Iterator[Finding]:
     for number, text in _texts(source):
         for match in _PHRASE.finditer(text):
             yield source.finding(number, "voice", f"'{match[0]}' hides who acts: name the actor")
-    for node in documented(source.tree):
+    for node in documented(source.nodes):
         for message in _summary(ast.get_docstring(node) or ""):
             yield source.finding(node.body[0].lineno, "voice", message)
     for line, text in prose(source):
         yield from (source.finding(line, "voice", message) for message in long_sentences(text))
 
 
-def documented(tree: ast.Module) -> Iterator[Documented]:
+def documented(nodes: Iterable[ast.AST]) -> Iterator[Documented]:
     """Yield the module, classes and functions that have a docstring."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
             node
         ):
@@ -65,13 +65,13 @@ def documented(tree: ast.Module) -> Iterator[Documented]:
 
 def prose(source: Source) -> Iterator[tuple[int, str]]:
     """Yield the line and text of every docstring, without pictures and examples, and of every block of comments."""
-    for node in documented(source.tree):
+    for node in documented(source.nodes):
         text = (ast.get_docstring(node) or "").splitlines()
         # Indented lines are pictures, tables or the entries of `Args:`, which are phrases.
         yield node.body[0].lineno, "\n".join("" if line.startswith("    ") else line for line in text)
     block: list[str] = []
     begin = last = 0
-    for number, comment in source.comments():
+    for number, comment in source.comments:
         if number != last + 1:
             if block:
                 yield begin, "\n".join(block)
@@ -127,8 +127,8 @@ def long_sentences(text: str) -> Iterator[str]:
 
 def _texts(source: Source) -> Iterator[tuple[int, str]]:
     """Yield the line and text of every comment and every string."""
-    yield from source.comments()
-    for node in ast.walk(source.tree):
+    yield from source.comments
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
@@ -239,21 +239,32 @@ def world_of(nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]
     return world
 
 
+# r7 leaves for r6, r6 for r5, and r7, which began beside r5, leaves for the second attempt of r6.
+_PUSHED_ON = [
+    *([(CRITICAL, 1, "alice", "", False, None, 1, 0)] * 5),
+    (CRITICAL, 1, "alice", "search", False, None, 1, 61),
+    (NORMAL, 4, "alice", "search", True, None, 71, 1),
+    (BEST_EFFORT, 1, "alice", "search", True, None, 131, 0),
+]
+
+
 @settings(max_examples=150, deadline=None)
 @given(_NODES, _RUNS)
+@example([("search", "", False, 4)], _PUSHED_ON)
 def test_everybody_who_can_be_served_is_served_and_the_number_of_preemptions_has_a_bound(
     nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]]
 ) -> None:
     world = world_of(nodes, runs)
-    asked = Counter[tuple[str, str]]()
+    asked, left = Counter[tuple[str, str, int]](), Counter[str]()
     for until_s in (*range(0, 4_000, 250), 500_000):
         world.run(until_s)
         for place in world.nodes.values():
             assert world.free(place.id) >= 0
     for one in world.preemptions:
-        asked[one.run_id, one.for_run] += 1
+        asked[one.run_id, one.for_run, left[one.for_run]] += 1
+        left[one.run_id] += 1
     assert not world.running
-    # Nobody asks the same run twice: what it gave back was kept, and its second attempt has another turn before it.
+    # No attempt asks the same run twice: what it gave back was kept, and its second attempt has another turn before it.
     assert all(count == 1 for count in asked.values()), asked
     by_class = Counter(one.run_id for one in world.preemptions if one.sentence.startswith("makes room"))
     assert max(by_class.values(), default=0) <= 2
