@@ -41,7 +41,6 @@ from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.history import read_ending
-from serverless_gpu.node.attempt.ownership import reclaim, written_files
 from serverless_gpu.node.attempt.retention import RetentionSchedule
 from serverless_gpu.node.attempt.usage_account import write_json
 from serverless_gpu.node.base import protocol
@@ -56,6 +55,7 @@ from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparatio
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
 from serverless_gpu.node.spawner.client import find_spawner
+from serverless_gpu.node.spawner.ownership import reclaim, written_files
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.supervisor.ray_cluster import ClusterSweeper
 from serverless_gpu.version import __version__

@@ -43,7 +43,6 @@ from serverless_gpu.node.attempt.server_attempt_record import has_remote
 from serverless_gpu.node.attempt.usage_account import reckon, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
-from serverless_gpu.node.spawner.client import find_spawner
 
 COUNTED = "the receipt counts time up to the run's last observed activity, because later use is unknown"
 _BEFORE_NS = 1_000_000_000  # Largest difference between the kernel's clock and this process's clock, in nanoseconds.
@@ -199,7 +198,7 @@ def _of_this_node(directory: Path) -> LostAttempt:
 
 def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
     """Return the kernel messages since a time, or an empty result if the kernel log cannot be read."""
-    log = KernelLog(KERNEL, clock, past=True, opener=find_spawner(os.environ).open_kernel_log)
+    log = KernelLog(KERNEL, clock, past=True)
     found: list[str] = []
     try:
         for _ in range(_LOOKS_MAX):

@@ -28,11 +28,11 @@ import msgspec
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
-from serverless_gpu.node.attempt.ownership import CALL, WRITTEN, reclaim
 from serverless_gpu.node.base.protocol import Account, Launch
 from serverless_gpu.node.inside import sandbox
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.views import gpu_nodes, network_nodes
+from serverless_gpu.node.spawner.ownership import CALL, WRITTEN, reclaim
 from serverless_gpu.node.spawner.verbs import Spawner
 
 STOP_FILE = "stop_reason"

@@ -42,7 +42,6 @@ from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.claim import has_begun, may_have_begun, try_lock
 from serverless_gpu.node.attempt.history import first_facts, read_ending, read_receipt
-from serverless_gpu.node.attempt.ownership import reclaim, written_files
 from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt, write_remote
 from serverless_gpu.node.attempt.supervisor_loss import LostAttempt, settle_loss
 from serverless_gpu.node.base import protocol
@@ -52,6 +51,7 @@ from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, holder_run_id
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.spawner.client import find_spawner
+from serverless_gpu.node.spawner.ownership import reclaim, written_files
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.delivery import stopped_without_ranks
 from serverless_gpu.node.uplink.reporter import (
