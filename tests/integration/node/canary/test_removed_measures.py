@@ -32,17 +32,17 @@ def mount_once(kind, at, flags, options=""):
 mounts.mount = mount_once
 """
 _NO_USER_NAMESPACE = """
-def keep(member, processes, pid, uid):
+def keep(member, processes, pid, view):
     member.recv(1)
     member.sendall(b"m")
     sandbox._exit_like(pid)
-def become(uid, keeper):
+def become(view, keeper):
     mounts.unshare(sandbox._OWN_VIEW | mounts.CLONE_NEWPID)
     keeper.sendall(b"n")
     keeper.recv(1)
     linux.keep_capabilities()
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    os.setresgid(view.uid, view.uid, view.uid)
+    os.setresuid(view.uid, view.uid, view.uid)
     seal.set_capabilities(sandbox.KEPT)
 def hold():  # Without the limit of user namespaces, which would apply to the whole machine.
     mounts.mount("proc", "/proc", 0)
@@ -63,10 +63,10 @@ class System:
 sandbox.os = System()
 """
 _ALL_OF_SYS = """
-show = sandbox._Root.mount
+show = sandbox.Root.mount
 def show_all(self, source, at, attributes, *, recursive=True):
     show(self, source, at, attributes)
-sandbox._Root.mount = show_all
+sandbox.Root.mount = show_all
 """
 _KEEP_CAPABILITIES = """
 reduce = seal.set_capabilities
