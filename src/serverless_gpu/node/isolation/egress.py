@@ -3,8 +3,8 @@
     policies of all nodes on this machine ─▶ merged ─▶ names resolved ─▶ egress_rules.ruleset ─▶ nft -f -
 
 One table of the machine holds the rules, because principals have the same uids for all nodes of the machine. Several
-nodes of one machine share a file with their policies, and the strictest policy applies. `measure` tries the rules in a
-network namespace of its own, because a configuration is no evidence.
+nodes of one machine share a file with their policies, and the strictest policy applies. Before its first policy, a node
+tries the rules in a network namespace of its own (`measure`), because a configuration is no evidence.
 
 Failure cases:
 
@@ -56,6 +56,7 @@ _RETRY_S = 10.0
 _TRIAL = "serverless_gpu.node.isolation.egress_trial"
 _TRIAL_S = 20.0
 _FILE = "egress.json"
+_MISSING = "nft is missing: install nftables"
 _RESOLVERS = Path("/etc/resolv.conf")
 _RESOLVERS_MAX = 8
 _PORTS = {"http": 80, "https": 443}
@@ -67,7 +68,7 @@ def measure(environ: Mapping[str, str]) -> str:
     """Return "", or the reason why this node cannot enforce a network policy. The call takes about 0.2 s."""
     program = nft.find(environ)
     if program is None:
-        return "nft is missing: install nftables"
+        return _MISSING
     output, child = os.pipe()
     with os.fdopen(output, "rb") as read:
         try:
@@ -91,7 +92,8 @@ def measure(environ: Mapping[str, str]) -> str:
 class NodeEgress:
     """Keeps the network rules for one node. Thread-safe.
 
-    `server_url` returns the address of the node's server, which the rules close. `problem` is the result of `measure`.
+    `server_url` returns the address of the node's server, which the rules close. `trial` is `measure`, or its
+    replacement in tests.
     """
 
     def __init__(
@@ -102,9 +104,11 @@ class NodeEgress:
         *,
         server_url: Callable[[], str],
         say: Callable[[str], None],
-        problem: str,
+        trial: Callable[[Mapping[str, str]], str] = measure,
     ) -> None:
-        self.problem = problem  # Reason why the node cannot enforce a policy, or "".
+        # Reason why the node cannot enforce a policy, or "". The trial waits for the first policy.
+        self.problem = "" if nft.find(environ) else _MISSING
+        self._trial: Callable[[Mapping[str, str]], str] | None = trial
         self.digest = ""  # Digest of the applied policy.
         self._home = str(home)
         self._environ = dict(environ)
@@ -116,6 +120,7 @@ class NodeEgress:
         self._policy: EgressPolicy | None = None
         self._applied_ns = 0
         self._loaded: EgressRules | None = None
+        self._said = ""
 
     def require(self, policy: EgressPolicy) -> str:
         """Apply a policy before an attempt starts.
@@ -128,7 +133,7 @@ class NodeEgress:
         except IsolationUnavailable as error:
             if policy.mode != OPEN:
                 raise
-            self._say(str(error))
+            self._complain(error)
             return error.message
         return ""
 
@@ -139,7 +144,7 @@ class NodeEgress:
         try:
             self._apply(policy)
         except IsolationUnavailable as error:
-            self._say(str(error))
+            self._complain(error)
 
     def refresh(self) -> None:
         """Resolve the names of the current policy again, and restore rules that another program has removed."""
@@ -151,7 +156,7 @@ class NodeEgress:
                     self._loaded = None
                 self._enforce()
         except IsolationUnavailable as error:
-            self._say(str(error))
+            self._complain(error)
 
     def leave(self) -> None:
         """Remove this node's policy, and the rules if no other node of the machine has a policy."""
@@ -170,12 +175,20 @@ class NodeEgress:
         finally:
             self._lock.release()
 
+    def _complain(self, error: IsolationUnavailable) -> None:
+        """Write an error to the log, once while it repeats."""
+        if str(error) != self._said:
+            self._said = str(error)
+            self._say(self._said)
+
     def _apply(self, policy: EgressPolicy) -> None:
-        if self.problem:
-            raise IsolationUnavailable(
-                f"the node cannot enforce the network policy of its pool: {self.problem}", hint=nft.HINT
-            )
         with self._lock:
+            if self._trial is not None and not self.problem:
+                self.problem, self._trial = self._trial(self._environ), None
+            if self.problem:
+                raise IsolationUnavailable(
+                    f"the node cannot enforce the network policy of its pool: {self.problem}", hint=nft.HINT
+                )
             # Without loaded rules, an earlier call has failed.
             if policy != self._policy or self._loaded is None or not nft.exists(self._environ):
                 self._policy, self._loaded = policy, None

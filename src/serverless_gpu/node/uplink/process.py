@@ -3,7 +3,7 @@
     main thread      session ─▶ hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    sends acknowledgements in batches
-    network rules    resolves the names of the pool's network policy again, once a minute
+    network rules    applies the pool's network policy, and resolves its names again once a minute
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
 The uplink joins the server with an agent token and the key of the node (`node_session.py`). The uplink makes no
@@ -50,6 +50,7 @@ from urllib.parse import quote
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.attempt.server_attempt_record import open_attempts
@@ -60,7 +61,6 @@ from serverless_gpu.node.canary.examination import examine
 from serverless_gpu.node.canary.targets import server_address
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
-from serverless_gpu.node.isolation.egress import measure as measure_egress
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
 from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
@@ -129,15 +129,12 @@ class Uplink:
         self._clock = SystemClock()
         self._server = UplinkServer(profile, self._clock, NodeKeyFile(home))
         self._presence = NodePresence(home)
-        isolates = self._presence.level.level != NONE
         self._egress = NodeEgress(
-            home.root,
-            os.environ,
-            self._clock,
-            server_url=lambda: self._server.profile.url,
-            say=say,
-            problem=measure_egress(os.environ) if isolates else "the node isolates no principals",
+            home.root, os.environ, self._clock, server_url=lambda: self._server.profile.url, say=say
         )
+        if self._presence.level.level == NONE:
+            self._egress.problem = "the node isolates no principals"
+        self._offered: queue.SimpleQueue[tuple[EgressPolicy, int]] = queue.SimpleQueue()
         self._controllers: dict[str, AttemptController] = {}
         self._lock = threading.Lock()
         self._wake = self._server.credentials.wanted
@@ -159,7 +156,7 @@ class Uplink:
             self._controllers[remote.gang] = controller
             say(f"continues attempt {remote.gang}")
             controller.adopt()
-        for work in (self._follow_orders, self._acknowledge, self._refresh_egress):
+        for work in (self._follow_orders, self._acknowledge, self._keep_egress):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         backoff = Backoff()
         line = self._server.line()
@@ -220,16 +217,26 @@ class Uplink:
         self._server.credentials.take(answer.tokens)
         self._abandon(answer.stale)
         if answer.egress is not None:
-            self._egress.offer(answer.egress, asked_ns=asked_ns)
+            self._offered.put((answer.egress, asked_ns))
         if answer.rotate:
             self._server.session.rotate(connection)
             say(f"replaced the key of this node with {self._server.session.keys.fingerprint}")
 
-    def _refresh_egress(self) -> None:
-        """Refresh the network rules in an endless loop."""
+    def _keep_egress(self) -> None:
+        """Apply offered network policies, and refresh the network rules, in an endless loop.
+
+        A name server that does not answer must not delay heartbeats.
+        """
         while True:
-            threading.Event().wait(REFRESH_S)
-            self._egress.refresh()
+            try:
+                policy, asked_ns = self._offered.get(timeout=REFRESH_S)
+            except queue.Empty:
+                self._egress.refresh()
+            else:
+                known = self._egress.problem
+                self._egress.offer(policy, asked_ns=asked_ns)
+                if self._egress.problem != known:
+                    self._joined.clear()  # The next hello tells the server that the node enforces no policies.
 
     def _abandon(self, gangs: tuple[str, ...]) -> None:
         for gang in gangs:

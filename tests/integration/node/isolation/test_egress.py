@@ -86,7 +86,8 @@ def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgr
     home.mkdir(exist_ok=True)
     environ = {**os.environ, PLACE: str(place)}
     url = f"http://{OTHER}:{SERVER_PORT}"
-    kept = NodeEgress(home, environ, SystemClock(), server_url=lambda: url, say=lambda line: None, problem="")
+    clock = SystemClock()
+    kept = NodeEgress(home, environ, clock, server_url=lambda: url, say=print, trial=lambda environ: "")
     with inside(nets.node):
         assert kept.require(EgressPolicy(**policy)) == ""
     return kept
@@ -255,6 +256,22 @@ def test_27_without_nft_only_an_open_pool_starts_runs_and_says_so(
     for mode in ("pool", "none", "none"):  # also again, after a failure
         with pytest.raises(IsolationUnavailable, match="nft"):
             kept.require(EgressPolicy(mode=mode))
+
+
+def test_27_a_node_that_fails_the_trial_enforces_no_policy(nets: Nets, place: Path) -> None:
+    tried: list[str] = []
+
+    def fail(environ: object) -> str:
+        tried.append("once")
+        return "the kernel has no nftables"
+
+    kept = NodeEgress(place, os.environ, SystemClock(), server_url=lambda: "", say=lambda line: None, trial=fail)
+    assert kept.problem == "", "a node without policies spends no time on a trial"
+    for _ in range(2):
+        with pytest.raises(IsolationUnavailable, match="the kernel has no nftables"):
+            kept.require(EgressPolicy(mode="none"))
+        assert kept.require(EgressPolicy(mode="open")).endswith("the kernel has no nftables")
+    assert (tried, kept.problem) == (["once"], "the kernel has no nftables")
 
 
 def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) -> None:
