@@ -323,7 +323,7 @@ def with_accounts(home: Path, principals: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_27_a_principal_uses_the_account_of_its_name_and_without_one_no_uid_at_all(
-    with_accounts: Connection, principals: Path, monkeypatch: pytest.MonkeyPatch
+    with_accounts: Connection, home: Path, principals: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isolate(with_accounts, "sandbox")
     uid, gid, group = ACCOUNT
@@ -333,11 +333,11 @@ def test_27_a_principal_uses_the_account_of_its_name_and_without_one_no_uid_at_a
     own = principals / "homes" / "ana"
     assert found == [{"ids": (uid, gid, [group]), "home": (str(own), "ana", ["left"]), "secret": "hunter2"}] * 2
     assert (own / "left").stat().st_uid == uid
-    with (
-        acting_as(with_accounts, "bob", monkeypatch),
-        pytest.raises(ServerlessGpuError, match="no account of this name"),
-    ):
-        identify.distributed("his")
+    with acting_as(with_accounts, "bob", monkeypatch):
+        run = identify.submit("his")
+        ending = Home(home).attempt(run.id, 1) / "stopped.json"
+        wait_for(lambda: ending.exists() and b"no account of this name" in ending.read_bytes(), "the node refused it")
+        run.cancel()
     assert not (principals / "uids.json").exists()
 
 
