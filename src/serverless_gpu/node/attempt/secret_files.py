@@ -25,6 +25,7 @@ matches `sgpu-secrets-<8 hex>`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ from pathlib import Path
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StorageError
+from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.base.lock_files import is_taken
 from serverless_gpu.node.base.requirements import symlink_error
@@ -83,10 +85,29 @@ def note(place: Path) -> str:
     return f"the run's secrets were on this node's disk, because {_MEMORY} is not in memory"
 
 
-def read(place: Path) -> dict[str, bytes]:
-    """Return the secrets of a secrets directory by name. Raises OSError."""
-    names = sorted(name for name in os.listdir(place) if name != _OF)
-    return {name: (place / name).read_bytes() for name in names}
+def read(place: Path, owner: int) -> dict[str, bytes]:
+    """Return the secrets of a secrets directory by name. Raises OSError.
+
+    The directory and its files must belong to the uid `owner`, because the spawner calls this function as root for
+    another account. A link could otherwise lead to a file of root.
+    """
+    found: dict[str, bytes] = {}
+    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != owner:
+            raise PermissionError(errno.EPERM, "the directory of the secrets has another owner", str(place))
+        for name in sorted(os.listdir(directory)):
+            if name == _OF:
+                continue
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+            with open(file, "rb") as stream:
+                status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != owner or status.st_nlink != 1:
+                    raise PermissionError(errno.EPERM, "no file of the node's secrets", f"{place}/{name}")
+                found[name] = stream.read(VALUE_BYTES_MAX)
+    finally:
+        os.close(directory)
+    return found
 
 
 def remove(directory: Path) -> None:

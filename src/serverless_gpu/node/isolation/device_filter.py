@@ -15,6 +15,7 @@ Failure cases: If the kernel refuses the program (for example without CONFIG_CGR
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import stat
@@ -41,10 +42,11 @@ Numbers = tuple[int, int | None]
 """Major and minor number of a character device. A minor number of None stands for all minor numbers."""
 
 
-def limit_devices(cgroup: Path | None, nodes: Sequence[str]) -> str:
+def limit_devices(cgroup: Path | None, nodes: Sequence[str], account: int) -> str:
     """Let the processes of a cgroup open only basic devices and `nodes`.
 
-    Return "", or a note for the receipt if the kernel refuses.
+    Return "", or a note for the receipt if the kernel refuses. The cgroup must belong to the uid `account`, because the
+    spawner calls this function as root for another account.
     """
     if cgroup is None:
         return "the attempt has no cgroup with a filter of devices. Its private /dev shows only its own devices"
@@ -52,7 +54,7 @@ def limit_devices(cgroup: Path | None, nodes: Sequence[str]) -> str:
         basic = (f"/dev/{name}" for name in BASIC_DEVICES)
         pts: list[Numbers] = [(major, None) for major in _PTS_MAJORS]
         allowed = [*numbers_of(basic), _PTMX, *pts, *numbers_of(nodes)]
-        _attach(cgroup, device_program(allowed))
+        _attach(cgroup, device_program(allowed), account)
     except OSError as error:
         why = error.strerror or str(error)
         return f"the kernel refused a filter of devices ({why}). The private /dev shows only the attempt's devices"
@@ -93,13 +95,15 @@ def _step(code: int, register: int = 0, source: int = 0, *, offset: int = 0, val
     return struct.pack("=BBhi", code, source << 4 | register, offset, value)
 
 
-def _attach(cgroup: Path, program: bytes) -> None:
+def _attach(cgroup: Path, program: bytes, account: int) -> None:
     text, license_name = ctypes.create_string_buffer(program, len(program)), ctypes.create_string_buffer(b"GPL")
     load = struct.pack(
         "=IIQQ", _PROGRAM_TYPE, len(program) // 8, ctypes.addressof(text), ctypes.addressof(license_name)
     )
-    directory = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if os.fstat(directory).st_uid != account:
+            raise PermissionError(errno.EPERM, "the cgroup has another owner", str(cgroup))
         loaded = _bpf(_PROG_LOAD, load)
         try:
             _bpf(_PROG_ATTACH, struct.pack("=IIII", directory, loaded, _ATTACH_TYPE, _ALLOW_MULTI))

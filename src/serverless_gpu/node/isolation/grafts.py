@@ -38,14 +38,15 @@ class Graft(NamedTuple):
     owner: int | None = None
 
 
-def graft(stem_pidfd: int, grafts: Sequence[Graft]) -> int:
+def graft(stem_pidfd: int, grafts: Sequence[Graft], account: int) -> int:
     """Mount files of the node into the mount namespace of a stem. Raises OSError.
 
-    Return a descriptor of the mount namespace. The caller closes the descriptor.
+    Return a descriptor of the mount namespace. The caller closes the descriptor. `account` is the uid of the node's
+    secrets.
     """
 
     def attach(answer: socket.socket) -> None:
-        trees = [(_tree(each), each.at) for each in grafts]
+        trees = [(_tree(each, account), each.at) for each in grafts]
         own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # A sandbox shows its own /proc.
         mounts.set_namespace(stem_pidfd, mounts.CLONE_NEWNS)
         for fd, at in trees:
@@ -125,9 +126,9 @@ def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
     return fds
 
 
-def _tree(each: Graft) -> int:
+def _tree(each: Graft, account: int) -> int:
     if each.owner is not None:
-        return mounts.files_in_memory(secret_files.read(Path(each.source)), each.owner)
+        return mounts.files_in_memory(secret_files.read(Path(each.source), account), each.owner)
     return mounts.clone_tree(each.source, _attributes(each), recursive=False)
 
 

@@ -196,8 +196,8 @@ class Worker:
                 (stem,) = _exactly(fds, 1)
                 uid = self._principal_of(stem)
                 for file in request.shown:
-                    if file.owner is not None:
-                        self._check_uid(file.owner)
+                    if file.owner not in (None, uid):
+                        raise IsolationUnavailable(f"{file.source} cannot belong to uid {file.owner}", hint="")
                     if file.device:
                         permissions.check_device(file.source)
                     else:

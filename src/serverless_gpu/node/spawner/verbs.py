@@ -131,13 +131,13 @@ class RootSpawner:
         return grafts.detached_environment(overlays)
 
     def show(self, stem_pidfd: int, shown: Sequence[Graft]) -> int:
-        return grafts.graft(stem_pidfd, shown)
+        return grafts.graft(stem_pidfd, shown, self._account)
 
     def hide(self, namespace: int, directory: str) -> None:
         grafts.remove_grafts(namespace, directory)
 
     def limit_devices(self, cgroup: str, nodes: Sequence[str]) -> str:
-        return limit_devices(Path(cgroup) if cgroup else None, nodes)
+        return limit_devices(Path(cgroup) if cgroup else None, nodes, self._account)
 
     def give(self, uid: int, path: str, *, writable: bool) -> None:
         if writable:

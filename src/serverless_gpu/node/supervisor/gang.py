@@ -214,7 +214,7 @@ class LocalGang:
         self._cpus = CpuLimit(self._cgroup, self.stem_pid, spec.resources.cpus if self._files.uid else None)
         self.account.notes += [note for note in (self.memory.note, self._cpus.note) if note]
         if self.launch.secrets is not None:
-            self.environment.secrets = secret_files.read(Path(self.launch.secrets.directory))
+            self.environment.secrets = secret_files.read(Path(self.launch.secrets.directory), os.geteuid())
             self.redactor = Redactor(self.environment.secrets)
             self.account.redacted = self.redactor.counts
             self.account.notes += unmasked_notes(self.redactor)

@@ -53,7 +53,8 @@ def test_27_processes_of_a_cgroup_open_basic_devices_and_given_ones_only(cgroup:
     others = [path for path in ("/dev/fuse", "/dev/kvm", "/dev/loop-control") if os.path.exists(path)]
     if not others:
         pytest.skip("this machine has no device to refuse")
-    note = limit_devices(cgroup, others[:1])
+    assert "another owner" in limit_devices(cgroup, others[:1], os.geteuid() + 1)
+    note = limit_devices(cgroup, others[:1], os.geteuid())
     if note:
         pytest.skip(note)
     found = opened(cgroup, "/dev/null", "/dev/urandom", "/dev/ptmx", *others)

@@ -36,7 +36,7 @@ def stem() -> Iterator[subprocess.Popen[str]]:
 def grafted(process: subprocess.Popen[str], *grafts: Graft) -> None:
     pidfd = os.pidfd_open(process.pid)
     try:
-        os.close(graft(pidfd, grafts))
+        os.close(graft(pidfd, grafts, os.geteuid()))
     finally:
         os.close(pidfd)
 

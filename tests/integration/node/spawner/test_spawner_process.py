@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,27 @@ def test_the_spawner_mounts_nothing_for_a_process_of_no_principal(client: Spawne
     os.close(pidfd)
     with pytest.raises(IsolationUnavailable, match="to no principal"):
         client.open_stack(os.getpid(), 0)
+
+
+def test_27_the_spawner_copies_no_secrets_for_another_principal_or_of_root(client: SpawnerClient, place: Path) -> None:
+    own(place / "secrets")
+    with subprocess.Popen(["sleep", "60"], user=UID) as stem:
+        pidfd = os.pidfd_open(stem.pid)
+        try:
+            with pytest.raises(IsolationUnavailable, match=f"cannot belong to uid {UIDS[1]}"):
+                client.show(pidfd, [Graft(str(place / "secrets"), "/mnt", owner=UIDS[1])])
+            with pytest.raises(OSError, match="symbolic links: 'link'"):
+                client.show(pidfd, [Graft(str(place / "secrets"), "/mnt", owner=UID)])
+        finally:
+            os.close(pidfd)
+            stem.kill()
+
+
+def test_27_the_spawner_limits_the_devices_of_cgroups_of_its_account_only(client: SpawnerClient, place: Path) -> None:
+    with pytest.raises(IsolationUnavailable, match="no file or directory of the node's account"):
+        client.limit_devices("/sys/fs/cgroup", [])
+    with pytest.raises(IsolationUnavailable, match="no device node of an accelerator"):
+        client.limit_devices(str(own(place / "cgroup")), ["/dev/kmsg"])
 
 
 def test_the_spawner_starts_no_interpreter_that_others_cannot_execute(client: SpawnerClient, place: Path) -> None:

@@ -215,3 +215,20 @@ def test_a_rank_reads_what_it_was_given_and_nothing_else(tmp_path: Path, monkeyp
 
 def test_a_request_of_the_first_protocol_names_no_variables() -> None:
     assert msgspec.json.decode(b'{"value":"aHVudGVyMg=="}', type=SecretRequest).value == b"hunter2"
+
+
+def test_27_only_files_of_the_owner_are_read_as_secrets(attempt: Path) -> None:
+    place = secret_files.write(attempt, {"A": b"hunter2", "B": b"b"})
+    try:
+        assert secret_files.read(place, os.geteuid()) == {"A": b"hunter2", "B": b"b"}
+        with pytest.raises(PermissionError, match="another owner"):
+            secret_files.read(place, os.geteuid() + 1)
+        (place / "C").symlink_to("/etc/passwd")
+        with pytest.raises(OSError, match="C"):
+            secret_files.read(place, os.geteuid())
+        (place / "C").unlink()
+        os.link(place / "A", place / "C")
+        with pytest.raises(PermissionError, match="no file of the node's secrets"):
+            secret_files.read(place, os.geteuid())
+    finally:
+        secret_files.remove(attempt)

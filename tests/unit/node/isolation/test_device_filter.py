@@ -65,4 +65,4 @@ def test_without_devices_nothing_can_be_opened() -> None:
 
 
 def test_an_attempt_without_a_cgroup_has_a_note() -> None:
-    assert limit_devices(None, []) == golden("node.isolation.no-filter")
+    assert limit_devices(None, [], 0) == golden("node.isolation.no-filter")
