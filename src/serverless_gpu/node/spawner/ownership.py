@@ -31,7 +31,7 @@ def written_files(attempt: Path, checkpoints: Path | None) -> list[Path]:
 
 
 def reclaim(spawner: Spawner, files: Iterable[Path]) -> str:
-    """Make the node the owner of files and directories that belong to a principal. Return a problem, or ""."""
+    """Make the node the owner of files that belong to a principal. Return a problem, or ""."""
     for path in files:
         try:
             owner = os.lstat(path).st_uid

@@ -49,7 +49,7 @@ from urllib.parse import quote
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.errors import NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
+from serverless_gpu.errors import IsolationUnavailable, NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
@@ -348,6 +348,10 @@ class Uplink:
 
     def _run_canary(self, order: RunCanary) -> None:
         url = self._server.profile.url
+        if order.egress is not None:
+            # Without rules, the canary reports the attempts on the network as possible.
+            with contextlib.suppress(IsolationUnavailable):
+                self._egress.require(order.egress)
         report = examine(
             self._home,
             self._clock,
