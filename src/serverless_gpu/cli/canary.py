@@ -86,9 +86,8 @@ def _on_this_machine(level: Level | None) -> CanaryReport:
     services: dict[str, str] = {}
     with contextlib.suppress(ServerNotConfigured):  # Without a server, attempts on a server have no target.
         services = load("serverless_gpu.node.canary.targets").server_address(find_profile(home.root, os.environ).url)
-    report: CanaryReport = examination.examine(
-        home, SystemClock(), node=socket.gethostname(), level=wanted, services=services, environ=os.environ
-    )
+    tested = examination.Examination(socket.gethostname(), wanted, services)
+    report: CanaryReport = examination.examine_alone(home, SystemClock(), tested, os.environ)
     return report
 
 

@@ -367,11 +367,13 @@ class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
         id: identifier of the request. The node runs a repeated request only once.
         isolation: isolation level of the canary's run, which the node's pool requires.
         services: addresses (``HOST:PORT``) that the run must not reach, by name, such as ``database_port``.
+        egress: network policy of the pool, as in `Start`.
     """
 
     id: str
     isolation: Level = NONE
     services: dict[str, str] = msgspec.field(default_factory=dict)
+    egress: EgressPolicy | None = None
 
 
 Order = Start | Stop | ReportNow

@@ -49,7 +49,13 @@ from urllib.parse import quote
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.errors import NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
+from serverless_gpu.errors import (
+    IsolationUnavailable,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    ServerlessGpuError,
+)
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
@@ -57,7 +63,7 @@ from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.base.protocol import GangNews
-from serverless_gpu.node.canary.examination import examine
+from serverless_gpu.node.canary.examination import Examination, examine
 from serverless_gpu.node.canary.targets import server_address
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
@@ -347,15 +353,15 @@ class Uplink:
         threading.Thread(target=lambda: self._run_canary(order), name=f"canary {order.id}", daemon=True).start()
 
     def _run_canary(self, order: RunCanary) -> None:
-        url = self._server.profile.url
-        report = examine(
-            self._home,
-            self._clock,
-            node=self._node,
-            level=order.isolation,
-            services={**server_address(url), **order.services},
-            environ=os.environ,
-        )
+        services = {**server_address(self._server.profile.url), **order.services}
+        problem = None
+        if order.egress is not None:
+            try:
+                problem = self._egress.require(order.egress)
+            except IsolationUnavailable as error:
+                problem = error.message  # The report shows what runs without rules could reach.
+        wanted = Examination(self._node, order.isolation, services, problem)
+        report = examine(self._home, self._clock, wanted, os.environ)
         line = self._server.line()
         try:
             path = f"/agents/{self._node}/canary"

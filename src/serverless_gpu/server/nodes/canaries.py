@@ -27,6 +27,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, writing
 from serverless_gpu.server.lifecycle.liveness import Presence
+from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import find_node
 from serverless_gpu.server.records import audit, nodes, pools
 from serverless_gpu.server.records.audit import Action
@@ -57,6 +58,7 @@ class CanaryService:
         hub: Hub,
         presence: Presence,
         ray_pool: Callable[[], RayPool | None],
+        egress_policies: EgressPolicies,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -64,6 +66,7 @@ class CanaryService:
         self._hub = hub
         self._presence = presence
         self._ray_pool = ray_pool
+        self._egress_policies = egress_policies
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._reports: dict[str, CanaryView] = {}
@@ -82,7 +85,8 @@ class CanaryService:
             level = pools.level(connection, node.pool)
             detail = {"name": node.name, "isolation": level}
             audit.record(connection, who=who, action=Action.NODE_CANARY, subject=node.id, now_ns=at_ns, detail=detail)
-            return node.id, RunCanary(id=request_id, isolation=level, services=services)
+            egress = self._egress_policies.of(connection, node.pool)
+            return node.id, RunCanary(id=request_id, isolation=level, services=services, egress=egress)
 
         node_id, order = self._database.write(work)
         with self._lock:
