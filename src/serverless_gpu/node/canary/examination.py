@@ -50,7 +50,6 @@ from serverless_gpu.node.inside.canary import victim
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.egress import NodeEgress
-from serverless_gpu.node.isolation.egress import measure as measure_egress
 from serverless_gpu.node.isolation.principals import Principals
 from serverless_gpu.node.processes.process_tree import AGENT
 from serverless_gpu.version import __version__
@@ -69,7 +68,7 @@ OBSERVED = (EXHAUST_PROCESSES, EXHAUST_MEMORY)
 
 
 class Examination(NamedTuple):
-    """What the canary tests.
+    """A test by the canary: node, level and targets.
 
     Attributes:
         services: further targets of attempts, such as ``server_port``.
@@ -99,10 +98,9 @@ def examine_alone(home: Home, clock: Clock, wanted: Examination, environ: Mappin
     """Run the canary on a machine without a server, with the network rules of an open pool."""
     if wanted.level == NONE:
         return examine(home, clock, wanted, environ)
-    problem = measure_egress(environ)
     url = wanted.services.get("server_url", "")
-    egress = NodeEgress(home.root, environ, clock, server_url=lambda: url, say=lambda _line: None, problem=problem)
-    if not problem and nft.exists(environ):  # A node of this machine already applies its rules.
+    egress = NodeEgress(home.root, environ, clock, server_url=lambda: url, say=lambda _line: None)
+    if not egress.problem and nft.exists(environ):  # A node of this machine already applies its rules.
         return examine(home, clock, wanted._replace(egress_problem=""), environ)
     try:
         return examine(home, clock, wanted._replace(egress_problem=egress.require(EgressPolicy())), environ)

@@ -97,7 +97,7 @@ def program_of(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 class ScratchRun(NamedTuple):
-    """A run to start: identifier, owner, program, isolation level, network rules as in `Launch`, and memory limit."""
+    """A run to start: identifier, owner, program, level, network rules (`Launch`) and memory limit."""
 
     run_id: str
     owner: str
