@@ -10,9 +10,7 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 import time
-from pathlib import Path
 from urllib.parse import quote
 
 import click
@@ -27,8 +25,7 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.canary import CanaryReport, CanaryRow, count
-from serverless_gpu.model.egress import EgressPolicy
-from serverless_gpu.model.isolation import LEVELS, NONE, Level
+from serverless_gpu.model.isolation import LEVELS, Level
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 
 _ANSWERED_S = 300.0
@@ -89,19 +86,8 @@ def _on_this_machine(level: Level | None) -> CanaryReport:
     services: dict[str, str] = {}
     with contextlib.suppress(ServerNotConfigured):  # Without a server, attempts on a server have no target.
         services = load("serverless_gpu.node.canary.targets").server_address(find_profile(home.root, os.environ).url)
-    clock = SystemClock()
-    with tempfile.TemporaryDirectory(prefix="sgpu-canary-") as own:  # The rules know each node by its home directory.
-        egress = load("serverless_gpu.node.isolation.egress").NodeEgress(
-            Path(own), os.environ, clock, server_url=str, say=lambda text: say(f"sgpu: {text}", err=True)
-        )
-        if wanted != NONE:
-            egress.require(EgressPolicy())  # As for a run of a pool with the default policy.
-        try:
-            report: CanaryReport = examination.examine(
-                home, clock, node=socket.gethostname(), level=wanted, services=services, environ=os.environ
-            )
-        finally:
-            egress.leave()
+    tested = examination.Examination(socket.gethostname(), wanted, services)
+    report: CanaryReport = examination.examine_alone(home, SystemClock(), tested, os.environ)
     return report
 
 

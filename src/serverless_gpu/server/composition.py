@@ -160,10 +160,10 @@ class Services(ServerResources):
     nodes: NodeService
     node_rules: NodeRuleService
     joins: JoinService
-    egress_policies: EgressPolicies
-    canaries: CanaryService
     drain: DrainService
     evacuation: Evacuation
+    egress_policies: EgressPolicies
+    canaries: CanaryService
     agents: AgentService
     pools: PoolService
 

@@ -367,13 +367,14 @@ class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
         id: identifier of the request. The node runs a repeated request only once.
         isolation: isolation level of the canary's run, which the node's pool requires.
         services: addresses (``HOST:PORT``) that the run must not reach, by name, such as ``database_port``.
-        egress: network policy of the node's pool, or None for a pool without isolation.
+        egress: network policy of the pool, as in `Start`.
     """
 
     id: str
     isolation: Level = NONE
     egress: EgressPolicy | None = None
     services: dict[str, str] = msgspec.field(default_factory=dict)
+    egress: EgressPolicy | None = None
 
 
 Order = Start | Stop | ReportNow

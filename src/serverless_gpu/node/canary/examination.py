@@ -5,7 +5,8 @@
     afterwards: search for the remains of both ─▶ model/canary.py judges ─▶ CanaryReport
 
 Both runs are ordinary runs of the node: the agent starts them in the isolation level under test, on CPU slots. The
-control has the rights of the node's account. As root, more controls succeed. The node needs two free CPU slots.
+control has the rights of the node's account. As root, more controls succeed. The node needs two free CPU slots. The
+network rules of the node apply to the runs and not to the control.
 
 Failure cases: If a run does not start, the report names the problem, and each verdict is unknown. The canary stops both
 runs and removes its targets in every case.
@@ -20,13 +21,14 @@ import secrets
 import select
 import subprocess
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError
 from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, Outcome, Trial, rows
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE, Level
 from serverless_gpu.node.agent.connection import running_agent
 from serverless_gpu.node.base import protocol
@@ -46,6 +48,8 @@ from serverless_gpu.node.canary.runs import (
 from serverless_gpu.node.canary.targets import MEMORY_BYTES, new_mark, prepared
 from serverless_gpu.node.inside.canary import victim
 from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.isolation import nft
+from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.isolation.principals import Principals
 from serverless_gpu.node.processes.process_tree import AGENT
 from serverless_gpu.version import __version__
@@ -63,33 +67,61 @@ OBSERVED = (EXHAUST_PROCESSES, EXHAUST_MEMORY)
 """Attempts without code. The node reads the limits of the runs instead."""
 
 
-def examine(
-    home: Home, clock: Clock, *, node: str, level: Level, services: Mapping[str, str], environ: Mapping[str, str]
-) -> CanaryReport:
-    """Run the canary at an isolation level. `services` are further targets, such as ``server_port``."""
-    report = CanaryReport(node=node, level=level, at_ns=clock.wall_ns(), version=__version__)
+class Examination(NamedTuple):
+    """A test by the canary: node, level and targets.
+
+    Attributes:
+        services: further targets of attempts, such as ``server_port``.
+        egress_problem: reason why the node applies no network rules, "" if the rules are in force, and None without
+            isolation.
+    """
+
+    node: str
+    level: Level
+    services: Mapping[str, str] = {}
+    egress_problem: str | None = None
+
+
+def examine(home: Home, clock: Clock, wanted: Examination, environ: Mapping[str, str]) -> CanaryReport:
+    """Run the canary on this node and return its report."""
+    report = CanaryReport(node=wanted.node, level=wanted.level, at_ns=clock.wall_ns(), version=__version__)
     mark = new_mark()
     try:
         with prepared(home, environ, mark) as targets:
-            attempts, controls = _try(home, clock, level, {**targets, **services}, mark, environ)
+            attempts, controls = _try(home, clock, wanted, {**targets, **wanted.services}, mark, environ)
     except (ServerlessGpuError, OSError) as error:
-        return msgspec.structs.replace(report, problem=str(error), rows=rows(level, {}, {}))
-    return msgspec.structs.replace(report, rows=rows(level, attempts, controls))
+        return msgspec.structs.replace(report, problem=str(error), rows=rows(wanted.level, {}, {}))
+    return msgspec.structs.replace(report, rows=rows(wanted.level, attempts, controls))
+
+
+def examine_alone(home: Home, clock: Clock, wanted: Examination, environ: Mapping[str, str]) -> CanaryReport:
+    """Run the canary on a machine without a server, with the network rules of an open pool."""
+    if wanted.level == NONE:
+        return examine(home, clock, wanted, environ)
+    url = wanted.services.get("server_url", "")
+    egress = NodeEgress(home.root, environ, clock, server_url=lambda: url, say=lambda _line: None)
+    if not egress.problem and nft.exists(environ):  # A node of this machine already applies its rules.
+        return examine(home, clock, wanted._replace(egress_problem=""), environ)
+    try:
+        return examine(home, clock, wanted._replace(egress_problem=egress.require(EgressPolicy())), environ)
+    finally:
+        egress.leave()
 
 
 def _try(
-    home: Home, clock: Clock, level: Level, targets: dict[str, object], mark: str, environ: Mapping[str, str]
+    home: Home, clock: Clock, wanted: Examination, targets: dict[str, object], mark: str, environ: Mapping[str, str]
 ) -> tuple[dict[str, Trial], dict[str, Trial]]:
     """Return the outcomes of the attempts and of their controls."""
     run_id = new_run_id()
     own = home.attempt(run_id, FENCE)
     targets |= {"own_directory": str(own), "own_facts": str(own / "facts.jsonl"), "own_order": str(own / "spec.json")}
-    of_victim = ScratchRun(new_run_id(), VICTIM, program_of("victim", f"{mark}-victim"), level, memory_bytes=None)
+    level, egress = wanted.level, wanted.egress_problem
+    of_victim = ScratchRun(new_run_id(), VICTIM, program_of("victim", f"{mark}-victim"), level, egress, None)
     with started(home, clock, of_victim) as other:
         targets |= _victim_targets(home, other, level, mark, environ)
         key = new_key()
         argv = program_of("runner", json.dumps({**targets, "mark": f"{mark}-run", "left_key": key}))
-        with started(home, clock, ScratchRun(run_id, ATTACKER, argv, level)) as run:
+        with started(home, clock, ScratchRun(run_id, ATTACKER, argv, level, egress)) as run:
             observed = {
                 EXHAUST_PROCESSES: inspection.process_limit(_await_process(run, f"{mark}-run")),
                 EXHAUST_MEMORY: inspection.memory_limit(cast(int, targets["victim_pid"])),

@@ -97,12 +97,13 @@ def program_of(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 class ScratchRun(NamedTuple):
-    """A run to start: identifier, owner, program, isolation level and memory limit."""
+    """A run to start: identifier, owner, program, level, network rules (`Launch`) and memory limit."""
 
     run_id: str
     owner: str
     argv: tuple[str, ...]
     level: Level
+    egress_problem: str | None = None
     memory_bytes: int | None = MEMORY_BYTES
 
 
@@ -132,6 +133,7 @@ def started(home: Home, clock: Clock, wanted: ScratchRun) -> Iterator[CanaryRun]
             secrets=DeliveredSecrets(directory=str(place), texts=(SECRET,)),
             owner=wanted.owner,
             isolation=wanted.level,
+            egress_problem=wanted.egress_problem,
         )
         write_submission(launch, greeting.version)
         protocol.send(channel, launch)

@@ -57,7 +57,7 @@ from serverless_gpu.node.attempt.server_attempt_record import open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.base.protocol import GangNews
-from serverless_gpu.node.canary.examination import examine
+from serverless_gpu.node.canary.examination import Examination, examine
 from serverless_gpu.node.canary.targets import server_address
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
@@ -347,19 +347,15 @@ class Uplink:
         threading.Thread(target=lambda: self._run_canary(order), name=f"canary {order.id}", daemon=True).start()
 
     def _run_canary(self, order: RunCanary) -> None:
-        url = self._server.profile.url
+        services = {**server_address(self._server.profile.url), **order.services}
+        problem = None
         if order.egress is not None:
-            # Without rules, the canary reports the attempts on the network as possible.
-            with contextlib.suppress(IsolationUnavailable):
-                self._egress.require(order.egress)
-        report = examine(
-            self._home,
-            self._clock,
-            node=self._node,
-            level=order.isolation,
-            services={**server_address(url), **order.services},
-            environ=os.environ,
-        )
+            try:
+                problem = self._egress.require(order.egress)
+            except IsolationUnavailable as error:
+                problem = error.message  # The report shows what runs without rules could reach.
+        wanted = Examination(self._node, order.isolation, services, problem)
+        report = examine(self._home, self._clock, wanted, os.environ)
         line = self._server.line()
         try:
             path = f"/agents/{self._node}/canary"

@@ -14,7 +14,7 @@ from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.model.canary import Trial
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.canary import runs
-from serverless_gpu.node.canary.examination import examine, new_key, trials, with_remains
+from serverless_gpu.node.canary.examination import Examination, examine, new_key, trials, with_remains
 from serverless_gpu.node.canary.runs import json_lines
 from serverless_gpu.node.canary.targets import new_mark, server_address
 from tests.support.local.observe import wait_for
@@ -30,7 +30,7 @@ def test_a_node_without_an_agent_gives_a_report_with_the_problem(
 
     monkeypatch.setattr(runs, "connect", refuse)
     (tmp_path / "runs").mkdir()
-    report = examine(Home(tmp_path), SystemClock(), node="n1", level="sandbox", services={}, environ=os.environ)
+    report = examine(Home(tmp_path), SystemClock(), Examination("n1", "sandbox"), os.environ)
     assert report.problem.startswith("the agent of this node did not come up")
     assert report.failed
     assert {row.verdict for row in report.rows} == {"unknown"}

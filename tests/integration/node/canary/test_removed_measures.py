@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 import pytest
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.canary import ATTEMPTS, NETWORK, SANDBOX, USER
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.node.canary.examination import OBSERVED, trials
 from serverless_gpu.node.canary.inspection import process_limit
 from serverless_gpu.node.canary.runs import json_lines, program_of
 from serverless_gpu.node.canary.targets import MEMORY_BYTES
+from serverless_gpu.node.isolation.egress import NodeEgress, measure
+from serverless_gpu.node.isolation.principals import PLACE, RANGE
 from serverless_gpu.node.processes.process_tree import MemoryWatch, end_cgroup, find_cgroup_root, remove_cgroup
 from tests.support.node.canary_sandbox import UID, Ended, Place, attempt_in_sandbox, targets_of_a_victim
 
@@ -189,6 +193,22 @@ def test_27_a_sandbox_without_no_new_privs_does_not_start(targets: dict[str, obj
     found = attempt_in_sandbox(targets, ["setuid-program"], removal="seal.forbid_new_privileges = lambda: None")
     assert found.outcomes == {}
     assert "PermissionError" in found.errors
+
+
+def test_27_without_network_rules_a_port_of_the_node_is_open(targets: dict[str, object], tmp_path: Path) -> None:
+    environ = {**os.environ, PLACE: str(tmp_path), RANGE: f"{UID}-{UID}"}
+    if problem := measure(environ):
+        pytest.skip(problem)
+    names = ["node-port", "server-port"]
+    here = {**targets, "server_port": targets["node_port"]}
+    assert attempt_in_sandbox(here, names).possible == {*names}
+    egress = NodeEgress(tmp_path, environ, SystemClock(), server_url=str, say=print, trial=lambda _: "")
+    try:
+        assert egress.require(EgressPolicy()) == ""
+        found = attempt_in_sandbox(here, names)
+        assert {each.outcome for each in found.outcomes.values()} == {"refused"}, found
+    finally:
+        egress.leave()
 
 
 def test_27_the_cgroup_of_an_attempt_limits_its_processes() -> None:
