@@ -105,7 +105,7 @@ def show_node(name: str, as_json: bool) -> None:
         ["users", owner_text(view)],
         ["key", key_text(view)],
         ["isolation", f"{view.isolation}: {view.isolation_problem}" if view.isolation_problem else view.isolation],
-        *(["network rules", rules_text(view)] if view.isolation != NONE else []),
+        *([["network rules", rules_text(view)]] if view.isolation != NONE else []),
         *(["remark", remark] for remark in _remarks(view)),
         *(["run", run] for run in view.runs),
     ]

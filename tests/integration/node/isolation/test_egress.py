@@ -19,6 +19,7 @@ from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.node.isolation import egress, egress_rules, nft
 from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.isolation.principals import PLACE
+from tests.support.golden import golden
 from tests.support.network.connecting import Connector
 from tests.support.network.namespaces import inside, ip, need_root
 
@@ -161,7 +162,7 @@ def test_27_a_gang_reaches_its_nodes_until_its_time_is_over_also_while_rules_cha
         assert kept.require(EgressPolicy(mode="none", closed=(GANG, NODE))) == ""
         assert (nets.here.connect(ALICE, GANG, PORT), nets.here.connect(BOB, GANG, PORT)) == (REACHED, REFUSED)
         listed = nft_of("list", "set", "inet", nft.table_of({PLACE: str(place)}), "gang4")
-    assert f"{ALICE} . {GANG} timeout 3m" in listed
+    assert golden("node.egress.gang-timed", uid=ALICE, address=GANG) in listed
 
 
 def test_27_an_account_outside_the_range_of_uids_gets_the_rules_before_its_first_run(nets: Nets, place: Path) -> None:
@@ -263,15 +264,15 @@ def test_27_a_node_that_fails_the_trial_enforces_no_policy(nets: Nets, place: Pa
 
     def fail(environ: object) -> str:
         tried.append("once")
-        return "the kernel has no nftables"
+        return golden("node.egress.no-nftables")
 
     kept = NodeEgress(place, os.environ, SystemClock(), server_url=lambda: "", say=lambda line: None, trial=fail)
     assert kept.problem == "", "a node without policies spends no time on a trial"
     for _ in range(2):
-        with pytest.raises(IsolationUnavailable, match="the kernel has no nftables"):
+        with pytest.raises(IsolationUnavailable, match=golden("node.egress.no-nftables")):
             kept.require(EgressPolicy(mode="none"))
-        assert kept.require(EgressPolicy(mode="open")).endswith("the kernel has no nftables")
-    assert (tried, kept.problem) == (["once"], "the kernel has no nftables")
+        assert kept.require(EgressPolicy(mode="open")).endswith(golden("node.egress.no-nftables"))
+    assert (tried, kept.problem) == (["once"], golden("node.egress.no-nftables"))
 
 
 def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) -> None:
@@ -280,4 +281,4 @@ def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) 
 
 def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress_rules, "_output", lambda: [])
-    assert "a principal reaches a service of root" in egress.measure({**os.environ, PLACE: str(place)})
+    assert golden("node.egress.reaches-root") in egress.measure({**os.environ, PLACE: str(place)})
