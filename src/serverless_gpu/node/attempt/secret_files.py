@@ -86,7 +86,7 @@ def note(place: Path) -> str:
 
 
 def read(place: Path, owner: int) -> dict[str, bytes]:
-    """Return the secrets of a secrets directory by name. Raises OSError unless they belong to the uid `owner`."""
+    """Return the secrets in a directory by name. Raises OSError unless the uid `owner` owns them."""
     return read_owned(place, owner, VALUE_BYTES_MAX)
 
 
