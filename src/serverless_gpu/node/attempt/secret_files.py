@@ -25,7 +25,6 @@ matches `sgpu-secrets-<8 hex>`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -39,6 +38,7 @@ from serverless_gpu.errors import StorageError
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.base.lock_files import is_taken
+from serverless_gpu.node.base.private_files import read_owned
 from serverless_gpu.node.base.requirements import symlink_error
 
 LINK = "secrets"
@@ -86,28 +86,8 @@ def note(place: Path) -> str:
 
 
 def read(place: Path, owner: int) -> dict[str, bytes]:
-    """Return the secrets of a secrets directory by name. Raises OSError.
-
-    The directory and its files must belong to the uid `owner`, because the spawner calls this function as root for
-    another account. A link could otherwise lead to a file of root.
-    """
-    found: dict[str, bytes] = {}
-    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if os.fstat(directory).st_uid != owner:
-            raise PermissionError(errno.EPERM, "the directory of the secrets has another owner", str(place))
-        for name in sorted(os.listdir(directory)):
-            if name == _OF:
-                continue
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-            with open(file, "rb") as stream:
-                status = os.fstat(file)
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != owner or status.st_nlink != 1:
-                    raise PermissionError(errno.EPERM, "no file of the node's secrets", f"{place}/{name}")
-                found[name] = stream.read(VALUE_BYTES_MAX)
-    finally:
-        os.close(directory)
-    return found
+    """Return the secrets in a directory by name. Raises OSError unless the uid `owner` owns them."""
+    return read_owned(place, owner, VALUE_BYTES_MAX)
 
 
 def remove(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
     write_private     readable by its owner only, durable; with or without replacing an existing file
     replacing_file    a report, a picture, a result: the old file stays if the new one cannot be completed
+    read_owned        files of one owner, without following links
 
 Some file systems have no hard links (exFAT, some FUSE and object-storage mounts). Without hard links, a lock on the
 directory ensures that a new file does not replace another file. An output path must be a regular file, not a device, a
@@ -107,3 +108,26 @@ def _name_new(beside: Path, path: Path) -> None:
                 beside.rename(path)
         finally:
             os.close(directory)
+
+
+def read_owned(place: Path, owner: int, size_max: int) -> dict[str, bytes]:
+    """Return the files of a directory by name, without names that begin with a dot. Raises OSError.
+
+    The directory and its files must belong to the uid `owner`, because a process of root may call this function for
+    another account. A link could otherwise lead to a file of root.
+    """
+    found: dict[str, bytes] = {}
+    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != owner:
+            raise PermissionError(errno.EPERM, "the directory has another owner", str(place))
+        for name in sorted(each for each in os.listdir(directory) if not each.startswith(".")):
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+            with open(file, "rb") as stream:
+                status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != owner or status.st_nlink != 1:
+                    raise PermissionError(errno.EPERM, "not a single file of the owner", f"{place}/{name}")
+                found[name] = stream.read(size_max)
+    finally:
+        os.close(directory)
+    return found

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.model.secrets import VALUE_BYTES_MAX
+from serverless_gpu.node.base.private_files import read_owned
 from serverless_gpu.node.inside import mounts, namespaces
 
 _PROBLEM_BYTES_MAX = 4_096
@@ -128,7 +129,7 @@ def _in_child(work: Callable[[socket.socket], None], what: str) -> list[int]:
 
 def _tree(each: Graft, account: int) -> int:
     if each.owner is not None:
-        return mounts.files_in_memory(secret_files.read(Path(each.source), account), each.owner)
+        return mounts.files_in_memory(read_owned(Path(each.source), account, VALUE_BYTES_MAX), each.owner)
     return mounts.clone_tree(each.source, _attributes(each), recursive=False)
 
 
