@@ -372,7 +372,6 @@ class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
 
     id: str
     isolation: Level = NONE
-    egress: EgressPolicy | None = None
     services: dict[str, str] = msgspec.field(default_factory=dict)
     egress: EgressPolicy | None = None
 

@@ -18,6 +18,7 @@ from serverless_gpu.node.processes.process_tree import end_cgroup, mount_point, 
 from serverless_gpu.node.spawner import VARIABLE
 from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile
+from serverless_gpu.server.operations.systemd_units import CAPABILITIES
 from tests.support.local.observe import Process, processes_of, wait_for
 from tests.support.remote.machines import Machine
 
@@ -27,10 +28,20 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 @contextlib.contextmanager
 def running_spawner(place: Path) -> Iterator[Path]:
-    """Run `sgpu node spawner`, and yield the path of its socket."""
+    """Run `sgpu node spawner` with the capabilities of its unit, and yield the path of its socket."""
     path = place / "spawner.sock"
-    command = [sys.executable, "-m", "serverless_gpu.cli", "node", "spawner", "--account", ACCOUNT.pw_name]
-    with subprocess.Popen([*command, "--socket", str(path)], stdout=subprocess.PIPE, text=True) as process:
+    kept = [f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES]
+    command = [
+        "setpriv",
+        "--bounding-set",
+        ",".join(["-all", *kept]),
+        "--no-new-privs",
+        sys.executable,
+        "-m",
+        "serverless_gpu.cli",
+    ]
+    words = ["node", "spawner", "--account", ACCOUNT.pw_name, "--socket", str(path)]
+    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert "serves nobody" in process.stdout.readline()

@@ -45,11 +45,11 @@ from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.base.protocol import agent_socket
 from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
 from serverless_gpu.node.inside import namespaces
-from serverless_gpu.node.isolation.levels import measure
 from serverless_gpu.node.isolation.principals import PrincipalMap
 from serverless_gpu.node.isolation.sweeper import read_findings
 from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
 from serverless_gpu.node.processes.spawn import clean_process, one_name
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.version import __version__
 
 _PROBE_BYTES = 1 << 16
@@ -126,7 +126,7 @@ def look_at_kernel() -> KernelFacts:
 
 def look_at_isolation(environ: Mapping[str, str]) -> IsolationFacts:
     """Measure the isolation level that an agent of this user offers on this machine."""
-    found = measure(environ)
+    found = find_spawner(environ).measure()
     return IsolationFacts(level=found.level, problem=found.problem)
 
 

@@ -236,7 +236,11 @@ def main() -> NoReturn:
     """Run one sweep and exit."""
     os.nice(19)
     linux.be_ordinary()
-    findings = sweep(PrincipalMap(os.environ))
+    linux.die_with_parent(os.getppid())
+    known = PrincipalMap(os.environ)
+    if not known.place.is_dir():  # This machine has had no principal.
+        os._exit(0)
+    findings = sweep(known)
     for sentence in (*findings.removed, *findings.sentences()):
         print(f"sweeper: {sentence}", flush=True)
     os._exit(0)

@@ -32,13 +32,14 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.spawner import SOCKET
 from serverless_gpu.server.operations.systemd import TAKEN_OVER
 
 ACCOUNT = "serverless-gpu"
 """Default account of servers and nodes."""
 STATE = Path("/var/lib/serverless-gpu")
 """Directory with the homes of servers and nodes, and with the principals of a spawner."""
-SPAWNER_SOCKET = Path("/run/serverless-gpu/spawner.sock")
+
 STARTING_S = 600
 """Maximum seconds for a server start, which may include the migration of a large database."""
 ENDING_S = 30
@@ -53,7 +54,8 @@ CAPABILITIES = {
     "CAP_CHOWN": "gives homes and result directories to principals, and the socket to the account",
     "CAP_FOWNER": "sets modes of files that belong to the account or to principals",
     "CAP_DAC_OVERRIDE": "mounts and makes files below private directories of the account and of principals",
-    "CAP_KILL": "ends processes of principals",
+    "CAP_SYS_PTRACE": "opens the memory file in which a rank writes its stack",
+    "CAP_SYSLOG": "opens the kernel log, which names failed GPUs",
 }
 """Capabilities of a spawner, and the reason for each capability."""
 
@@ -135,7 +137,7 @@ def node_unit(there: Installation, *, as_root: bool = False) -> str:
         *_identity(there),
         "# Variables of the node, for example SERVERLESS_GPU_UIDS=FIRST-LAST.",
         f"EnvironmentFile=-{_single_path(there.home / 'node.env')}",
-        *([] if as_root else [f"Environment={unit_word(f'SERVERLESS_GPU_SPAWNER={SPAWNER_SOCKET}')}"]),
+        *([] if as_root else [f"Environment={unit_word(f'SERVERLESS_GPU_SPAWNER={SOCKET}')}"]),
         f"ExecStart={command_line(there.command)}",
         "Restart=always",
         "RestartSec=5",
@@ -172,7 +174,7 @@ def spawner_unit(command: Sequence[str]) -> str:
         "User=root",
         f"ExecStart={command_line(command)}",
         "# Directory of the spawner's socket.",
-        f"RuntimeDirectory={SPAWNER_SOCKET.parent.name}",
+        f"RuntimeDirectory={Path(SOCKET).parent.name}",
         "RuntimeDirectoryPreserve=restart",
         "# Map of uids, and the homes of principals.",
         f"StateDirectory={STATE.name}/principals",
