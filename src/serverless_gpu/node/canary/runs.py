@@ -21,6 +21,7 @@ from serverless_gpu.model.secrets import DeliveredSecrets
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.node.attempt.submission import write_submission
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
@@ -76,11 +77,11 @@ class CanaryRun(NamedTuple):
         return (self.directory / "stopped.json").exists()
 
     def problem(self) -> str:
-        """Return the end of the run's error output as text after a sentence, or ""."""
-        with contextlib.suppress(OSError):
-            lines = (self.directory / "logs" / "0.stderr").read_text(encoding="utf-8", errors="replace").splitlines()
-            return f": {lines[-1]}" if lines else ""
-        return ""
+        """Return why the run ended, as text after a sentence, or ""."""
+        stopped = read_ending(self.directory)
+        if stopped is None:
+            return ""
+        return f": {stopped.reason}" + (f", {stopped.cause.detail}" if stopped.cause is not None else "")
 
     def stop(self) -> None:
         """Stop the run and wait for its end."""
