@@ -18,7 +18,6 @@ import msgspec
 from serverless_gpu.model.billing.ledger import Charge, bill_of
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.receipt import Receipt, Segments
-from serverless_gpu.model.redaction import added
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +81,7 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
         tracked=next((receipt.tracked for receipt in receipts if receipt.tracked), ""),
         bill=bill_of(used, whole.reason),
         nodes=tuple(each.node for each in accounts),
-        redacted=added(receipt.redacted for receipt in receipts),
+        redacted=_added(receipt.redacted for receipt in receipts),
     )
 
 
@@ -93,6 +92,15 @@ def _sum(charges: Iterable[Charge]) -> Charge:
     names = ("gpus", "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "core_micros", "memory_micros", "dbu_micros")
     sums = {name: sum(getattr(charge, name) for charge in found) for name in names}
     return Charge(**sums, micros=sum(priced) if priced else None)
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return the sums of several counts by name."""
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + count
+    return total
 
 
 def _most(values: Iterable[int | None]) -> int | None:

@@ -7,7 +7,7 @@ compute the cost.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,7 +16,6 @@ from serverless_gpu import units
 from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 from serverless_gpu.model.isolation import NONE, Level
-from serverless_gpu.model.redaction import counted
 
 # Maximum number of characters in a receipt line, about two terminal lines.
 _TEXT_LINE_MAX = 200
@@ -315,6 +314,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
         printer.text(self.text())
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Describe a number of occurrences by name, such as ``HF_TOKEN twice, KEY 3 times``."""
+    times = {1: "once", 2: "twice"}
+    return ", ".join(f"{name} {times.get(count, f'{count} times')}" for name, count in sorted(counts.items()))
 
 
 def _parts_text(receipt: Receipt) -> str:

@@ -22,7 +22,7 @@ import base64
 import json
 import re
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 BYTES_MIN = 8
 """Minimum length of a masked value, and the length of a head."""
@@ -210,21 +210,3 @@ def _tree(texts: Collection[bytes]) -> bytes:
         for first, rest in sorted(by_first.items())
     ]
     return branches[0] if len(branches) == 1 else b"(?:" + b"|".join(branches) + b")"
-
-
-def counted(counts: Mapping[str, int]) -> str:
-    """Describe the number of occurrences by secret, such as ``HF_TOKEN twice, KEY 3 times``."""
-    return ", ".join(f"{name} {_times(count)}" for name, count in sorted(counts.items()))
-
-
-def added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of several counts."""
-    total: dict[str, int] = {}
-    for each in counts:
-        for name, count in each.items():
-            total[name] = total.get(name, 0) + count
-    return total
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")

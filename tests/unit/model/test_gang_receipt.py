@@ -101,12 +101,14 @@ def test_what_all_say_is_said_once_and_the_rest_with_the_name_of_its_node() -> N
 
 
 def test_27_masked_secrets_of_all_nodes_are_added() -> None:
-    counts: tuple[dict[str, int], ...] = ({"A": 1}, {"A": 2, "B": 1}, {})
+    counts: tuple[dict[str, int], ...] = ({"A": 1}, {"A": 2, "B": 1}, {"C": 2})
     one = together(
         [account(number, receipt(f"n{number}", redacted=each)) for number, each in enumerate(counts)], FAILED
     )
-    assert one is not None and one.redacted == {"A": 3, "B": 1}
-    assert "redacted: A 3 times, B once" in one.text() and one.rows()["redacted"] == "A 3 times, B once"
+    assert one is not None and one.redacted == {"A": 3, "B": 1, "C": 2}
+    assert (
+        "redacted: A 3 times, B once, C twice" in one.text() and one.rows()["redacted"] == "A 3 times, B once, C twice"
+    )
     assert "redacted" not in receipt("n1").text()
 
 

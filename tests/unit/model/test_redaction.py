@@ -137,8 +137,3 @@ def test_text_with_bytes_that_are_no_text_keeps_them() -> None:
     redactor = Redactor({"A": b"\xff\xfehunter2"})
     assert redactor.text("x\udcff\udcfehunter2 \udcff") == "x[secret A] \udcff"
     assert redactor.text("\ud800 hunter2") == "\ud800 hunter2"
-
-
-def test_counts_are_described_and_added() -> None:
-    assert redaction.counted({"B": 1, "A": 3, "C": 2}) == "A 3 times, B once, C twice"
-    assert redaction.added([{"A": 1}, {"A": 2, "B": 1}]) == {"A": 3, "B": 1}

@@ -16,7 +16,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from serverless_gpu.model.redaction import BYTES_MIN, Redactor, counted
+from serverless_gpu.model.receipt import counted
+from serverless_gpu.model.redaction import BYTES_MIN, Redactor
 from serverless_gpu.node.attempt.usage_account import write_bytes
 from serverless_gpu.operating_system import open_regular
 from serverless_gpu.units import format_bytes
