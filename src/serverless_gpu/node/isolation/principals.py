@@ -91,7 +91,8 @@ class PrincipalMap:
         """Remember the home directory of an agent. The caller holds the lock. Raises OSError or MsgspecError."""
         known = self.homes()
         if home not in known:
-            write_private(self.place / _HOMES, msgspec.json.encode([str(each) for each in (*known, home)]))
+            there = [str(each) for each in (*known, home) if each.exists()]  # A deleted home contains no attempts.
+            write_private(self.place / _HOMES, msgspec.json.encode(there))
 
 
 class Principals:

@@ -57,6 +57,7 @@ class Place:
         self.known = PrincipalMap(self.environ)
         self.home = directory / "home"
         self.shared = directory / "shared"
+        self.home.mkdir()
         for path in (self.shared, self.shared / "open"):
             path.mkdir()
             path.chmod(0o1777)
