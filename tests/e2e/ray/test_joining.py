@@ -185,12 +185,12 @@ def test_27_7_a_second_machine_of_a_name_waits_for_approval_and_then_joins(
         (third.home / "ray").mkdir(mode=0o700)
         write_private(third.home / "ray" / "profile.json", stolen)
         said = refused(third, command)
-        assert "is already connected from another home of this machine" in said
+        assert "another home" in said
         join.send_signal(signal.SIGINT)
         assert join.wait(60) == 0
         wait_for(lambda: "SILENT" in first.run("node", "list").stdout, "the first one is away", limit_s=60)
         for _ in range(2):
-            assert "the node 'two' waits for an administrator to approve it" in refused(third, command)
+            assert "node 'two' waits" in refused(third, command)
         assert first.run("node", "approve", "two").returncode == 0
         again = third.start(*command)
         third.wait_said("two offers 2 H100", again)

@@ -69,7 +69,7 @@ def test_27_upgrade_of_a_running_none_server(
     run(home, "down")
     own_server.ended()
     told = run(home, "server", "rotate", "--yes")
-    assert "sgpu token create --for bob" in told and "sgpu secret set TOKEN" in told
+    assert "create --for bob" in told and "secret set TOKEN" in told
     end_node(home)
     shutil.rmtree(home / "environments", ignore_errors=True)
     own_server.start()

@@ -51,4 +51,4 @@ def test_a_canary_that_cannot_run_exits_with_1_and_the_reason(monkeypatch: pytes
 def test_a_level_for_a_node_of_a_server_is_refused() -> None:
     done = sgpu("node", "canary", "gpu-1", "--level", "none")
     assert done.exit_code == 2
-    assert "the node's pool determines the isolation level" in done.output
+    assert "pool determines" in done.output

@@ -76,13 +76,13 @@ def test_only_the_node_itself_reports_about_its_canary(services: Services, node_
 
 
 def test_a_canary_needs_a_connected_node_of_this_version(services: Services, node_id: str, clock: FakeClock) -> None:
-    with pytest.raises(NotFound, match="no canary report about n1"):
+    with pytest.raises(NotFound, match="report about n1"):
         services.canaries.view("n1")
     services.agents.hello(NODE, hello("n2", machine="m2"))
-    with pytest.raises(InvalidValue, match="n2 runs an old version"):
+    with pytest.raises(InvalidValue, match="an old version"):
         services.canaries.start(ADMIN, "n2")
     clock.advance(120)
-    with pytest.raises(InvalidValue, match="n1 is not connected"):
+    with pytest.raises(InvalidValue, match="is not connected"):
         services.canaries.start(ADMIN, "n1")
     with pytest.raises(NotFound, match="no node 'n3'"):
         services.canaries.start(ADMIN, "n3")

@@ -228,7 +228,7 @@ def test_27_only_files_of_the_owner_are_read_as_secrets(attempt: Path) -> None:
             secret_files.read(place, os.geteuid())
         (place / "C").unlink()
         os.link(place / "A", place / "C")
-        with pytest.raises(PermissionError, match="not a single file of the owner"):
+        with pytest.raises(PermissionError, match="a single file"):
             secret_files.read(place, os.geteuid())
     finally:
         secret_files.remove(attempt)

@@ -63,7 +63,7 @@ def test_the_setting_decides_and_an_unknown_account_never_gets_another_uid(
     monkeypatch.setattr(accounts, "first_ids", lambda: (1000, 1000))
     principal = Principals(environ).of("ana of https://server:8080", tmp_path)
     assert (principal.uid, principal.home) == (1500, "/home/ana")
-    with pytest.raises(IsolationUnavailable, match="the node has no account of this name"):
+    with pytest.raises(IsolationUnavailable, match="no account of"):
         Principals(environ).of("bob of https://server:8080", tmp_path)
     assert not (tmp_path / "p" / "uids.json").exists()
 
@@ -73,7 +73,7 @@ def test_the_account_that_owns_the_home_of_the_node_is_refused(tmp_path: Path, m
     monkeypatch.setattr(accounts, "first_ids", lambda: (1, 1))
     if os.getuid() == 0:
         os.chown(tmp_path, 1500, 1500)
-    with pytest.raises(IsolationUnavailable, match="owns processes or files of the node itself"):
+    with pytest.raises(IsolationUnavailable, match="processes or files"):
         Principals({PLACE: str(tmp_path / "p"), SETTING: "same-name"}).of("ana of x", tmp_path)
 
 

@@ -45,7 +45,7 @@ def test_27_a_uid_to_which_something_belongs_goes_to_no_new_owner(
 
 
 def test_27_a_run_of_an_unnamed_owner_gets_no_uid(tmp_path: Path) -> None:
-    with pytest.raises(IsolationUnavailable, match="did not name the run's owner"):
+    with pytest.raises(IsolationUnavailable, match="the run's owner"):
         of(tmp_path).of(UNKNOWN_OWNER)
 
 
