@@ -8,6 +8,7 @@ import pytest
 from serverless_gpu.cli import canary
 from serverless_gpu.model.canary import ATTEMPTS, SANDBOX, CanaryReport, Trial, rows
 from tests.support.cli.cli import sgpu
+from tests.support.golden import golden
 
 REFUSED, POSSIBLE = Trial("refused", "EPERM"), Trial("possible")
 ALL = {each.name: REFUSED for each in ATTEMPTS}
@@ -45,7 +46,7 @@ def test_a_possible_attempt_shows_its_remedy_and_exits_with_1(monkeypatch: pytes
 
 def test_a_canary_that_cannot_run_exits_with_1_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     report = msgspec.structs.replace(REPORT, problem="no CPU slot is free", rows=rows(SANDBOX, {}, {}))
-    assert shown(monkeypatch, report) == (1, "the canary could not test gpu-1: no CPU slot is free\n")
+    assert shown(monkeypatch, report) == (1, f"{golden('cli.canary.no-slot')}\n")
 
 
 def test_a_level_for_a_node_of_a_server_is_refused() -> None:

@@ -33,11 +33,22 @@ def check_uid(uid: int | None, uids: range) -> int:
 
 def check_file(path: str, owners: Sequence[int]) -> None:
     """Raise IsolationUnavailable unless a file belongs to one of the uids. Raises OSError."""
+    os.close(open_file(path, owners))
+
+
+def open_file(path: str, owners: Sequence[int]) -> int:
+    """Return a descriptor of a file or directory that belongs to one of the uids.
+
+    The descriptor permits neither reading nor writing (O_PATH). Raises IsolationUnavailable or OSError.
+    """
     if not path.startswith("/") or os.path.normpath(path) != path:
         raise IsolationUnavailable(f"{path!r} is not an absolute path without `..`", hint=_HINT)
-    status = os.lstat(path)
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(fd)
     if status.st_uid not in owners or not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
+        os.close(fd)
         raise IsolationUnavailable(f"{path} is no file or directory of the node's account", hint=_HINT)
+    return fd
 
 
 def check_device(path: str) -> None:

@@ -195,16 +195,9 @@ class Worker:
             case messages.AskShow():
                 (stem,) = _exactly(fds, 1)
                 uid = self._principal_of(stem)
-                for file in request.shown:
-                    if file.owner not in (None, uid):
-                        raise IsolationUnavailable(f"{file.source} cannot belong to uid {file.owner}", hint="")
-                    if file.device:
-                        permissions.check_device(file.source)
-                    else:
-                        permissions.check_file(file.source, (self._account, uid))
-                return messages.Done(), (
-                    spawner.show(stem, [Graft(*msgspec.structs.astuple(f)) for f in request.shown]),
-                )
+                with contextlib.ExitStack() as opened:
+                    shown = [self._checked(file, uid, opened) for file in request.shown]
+                    return messages.Done(), (spawner.show(stem, shown),)
             case messages.AskDevices():
                 if request.cgroup:
                     permissions.check_file(request.cgroup, (self._account,))
@@ -229,6 +222,24 @@ class Worker:
                 permissions.check_file(request.path, (self._account, request.uid))
                 spawner.take(request.uid, request.path)
         return messages.Done(), ()
+
+    def _checked(self, file: messages.ShownFile, uid: int, opened: contextlib.ExitStack) -> Graft:
+        """Return a mount of a file that the account may show. Raises OSError or IsolationUnavailable.
+
+        The account could replace a path after the check. The mount therefore names an open descriptor.
+        """
+        graft = Graft(*msgspec.structs.astuple(file))
+        if file.device:
+            permissions.check_device(file.source)
+        elif file.owner is None:
+            fd = permissions.open_file(file.source, (self._account, uid))
+            opened.callback(os.close, fd)
+            return graft._replace(source=f"/proc/self/fd/{fd}")
+        elif file.owner != uid:
+            raise IsolationUnavailable(f"{file.source} cannot belong to uid {file.owner}", hint="")
+        else:
+            permissions.check_file(file.source, (self._account,))
+        return graft
 
     def _order(self, request: messages.AskZygote) -> ZygoteOrder:
         known = (os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix))
