@@ -50,8 +50,8 @@ from serverless_gpu.node.inside.canary import victim
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.egress import NodeEgress
-from serverless_gpu.node.isolation.principals import Principals
 from serverless_gpu.node.processes.process_tree import AGENT
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.version import __version__
 
 ATTACKER, VICTIM = "canary attacker", "canary victim"
@@ -201,7 +201,7 @@ def _victim_targets(
     supervisor = next((each.pid for each in status.attempts if each.run_id == run.run_id), 0)
     launched = next((each.pid or 0 for each in status.zygotes if each.owner == VICTIM and each.pid), 0)
     zygotes = [each for each in (launched, *descendants(launched)) if inspection.name_of(each) == _ZYGOTE]
-    place = "/" if level == NONE else Principals(environ).of(VICTIM).home
+    place = "/" if level == NONE else find_spawner(environ).principal(VICTIM, home.root).home
     return {
         "victim_pid": pid,
         "victim_name": name,
