@@ -304,7 +304,7 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
 @click.option("--account", default="serverless-gpu", show_default=True, metavar="NAME", help="Account of the agent.")
 @click.option("--socket", "place", default=SOCKET, show_default=True, metavar="PATH", help="Path of the socket.")
 def spawner(account: str, place: str) -> None:
-    """Serve a node's agent that lacks root's rights.
+    """Hold the rights of root for a node.
 
     The command runs as root until it gets SIGTERM. The agent runs under the account and needs no rights. With
     SERVERLESS_GPU_SPAWNER=PATH in its environment, the agent asks the spawner to start isolated interpreters.

@@ -11,7 +11,7 @@ from serverless_gpu.cli.command_group import HELP_CHARACTERS_MAX, LazyGroup, lea
 from serverless_gpu.cli.help import find_command, json_type_of
 
 WITHOUT_JSON = {
-    "prints a stream until it ends": {"attach", "logs", "join", "up"},
+    "prints a stream until it ends": {"attach", "logs", "join", "node spawner", "up"},
     "changes something and confirms it": {
         "budget delete",
         "budget reopen",
