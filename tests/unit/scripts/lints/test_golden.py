@@ -10,12 +10,16 @@ from tests.support.paths import REPOSITORY
 
 
 def _used() -> Iterator[str]:
+    """Yield the named keys. A key that a test completes, such as f"node.levels.{name}", names all keys of its start."""
     for path in sorted((REPOSITORY / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "golden":
                 continue
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value)
+            key = node.args[0] if node.args else None
+            if isinstance(key, ast.Constant):
+                yield str(key.value)
+            elif isinstance(key, ast.JoinedStr) and isinstance(start := key.values[0], ast.Constant):
+                yield from (name for name in _there() if name.startswith(str(start.value)))
 
 
 def _there() -> set[str]:
