@@ -164,8 +164,8 @@ def test_22A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(se
     assert state(services, later) is State.QUEUED
     services.pools.put(ROOT, "default", PoolRequest(kind="on-demand"))  # what is not said stays as it is
     assert services.nodes.view_pools()[0].isolation == "unset"
-    with pytest.raises(InvalidValue, match=re.escape(golden("server.isolation.cannot-isolation-user"))):
-        services.pools.put(ROOT, "default", PoolRequest(isolation="user"))
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.isolation.cannot-isolation-container"))):
+        services.pools.put(ROOT, "default", PoolRequest(isolation="container"))
 
 
 @pytest.mark.usefixtures("people")
