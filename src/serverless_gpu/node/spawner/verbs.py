@@ -43,6 +43,7 @@ _WRITABLE = 0o2770
 """Mode of directories for a principal. Their files keep the group of the node, which may also read and write."""
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DEPTH_MAX = 64
+_STACK = f"/memfd:{inside.STACK_FILE}"
 
 
 class ZygoteOrder(NamedTuple):
@@ -162,10 +163,13 @@ class RootSpawner:
                 os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | 0o700)
 
     def open_stack(self, pid: int, number: int) -> int:
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{inside.STACK_FILE}"):
+        path = f"/proc/{pid}/fd/{number}"
+        if not os.readlink(path).startswith(_STACK):  # Opening another file could have effects.
+            raise OSError(errno.EINVAL, "not the file of a stack", path)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith(_STACK):  # The rank has replaced the descriptor.
             os.close(fd)
-            raise OSError(errno.EINVAL, "not the file of a stack", f"descriptor {number} of process {pid}")
+            raise OSError(errno.EINVAL, "not the file of a stack", path)
         return fd
 
     def open_kernel_log(self) -> int:

@@ -205,7 +205,7 @@ def test_a_missing_spawner_is_told_with_its_remedy(place: Path) -> None:
 
 def test_only_the_file_of_a_stack_is_opened(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(OSError, match="of a stack"):
         RootSpawner({}).open_stack(os.getpid(), fd)
     other = os.memfd_create("other")
     with pytest.raises(OSError, match="of a stack"):
