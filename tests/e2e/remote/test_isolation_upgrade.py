@@ -23,7 +23,9 @@ from tests.support.remote.server_process import ServerProcess
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sandboxes")]
 
 _SUBMIT = ("submit", "--gpus", "1", "--gpu-type", "H100", "--env", "live", "--secret", "TOKEN", "--timeout", "1m", "sh")
-_READ = "id -u; cat $SGPU_SECRETS_DIR/TOKEN; echo; cat {home}/server/key > /dev/null && echo stolen || echo refused"
+OLD, NEW = "old-value", "new-value"
+"""Values of a secret. The node masks a value, but not its reverse."""
+_READ = "id -u; rev $SGPU_SECRETS_DIR/TOKEN; echo; cat {home}/server/key > /dev/null && echo stolen || echo refused"
 
 
 @pytest.fixture
@@ -58,9 +60,9 @@ def test_27_upgrade_of_a_running_none_server(
     run(home, "pool", "set", "default", "--isolation", "none")
     first = token(run(home, "user", "create", "bob"))
     run(members, "login", own_server.url, text=first)
-    run(members, "secret", "set", "TOKEN", text="old-value")
+    run(members, "secret", "set", "TOKEN", text=OLD)
     before = run(members, *_SUBMIT, "-c", _READ.format(home=home))
-    assert "old-value" in before and "stolen" in before
+    assert OLD[::-1] in before and "stolen" in before
     (old_run,) = [line.split()[0] for line in run(members, "runs", "--wide").splitlines()[1:]]
 
     # The commands of the page, in the page's order.
@@ -75,15 +77,15 @@ def test_27_upgrade_of_a_running_none_server(
     own_server.start()
     assert "revoked" in run(members, "whoami", fails=True)
     run(members, "login", own_server.url, text=token(run(home, "token", "create", "--for", "bob")))
-    run(members, "secret", "set", "TOKEN", text="new-value")
+    run(members, "secret", "set", "TOKEN", text=NEW)
     run(home, "server", "resume")
 
     after = run(members, *_SUBMIT, "-c", _READ.format(home=home))
-    assert "new-value" in after and "refused" in after and "stolen" not in after
+    assert NEW[::-1] in after and "refused" in after and "stolen" not in after
     new_run = run(members, "runs", "--wide").splitlines()[1].split()[0]
     assert "isolation: sandbox" in run(members, "show", new_run)
     # Earlier runs stay readable for their owner, and hidden from other members.
-    assert "old-value" in run(members, "logs", old_run)
+    assert OLD[::-1] in run(members, "logs", old_run)
     assert "SUCCEEDED" in run(members, "show", old_run)
     run(home, "user", "create", "carol")
     carol = tmp_path / "carol"

@@ -19,7 +19,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +37,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
     another process creates the file concurrently.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    beside = path.with_name(f".{path.name}.{_token()}")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(data)
@@ -82,13 +81,18 @@ def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """
     refuse_irregular(path)
     place = path.resolve()
-    beside = place.with_name(f".part-{secrets.token_hex(8)}")
+    beside = place.with_name(f".part-{_token()}")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
     try:
         yield beside
         beside.replace(place)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _token() -> str:
+    """Return random hexadecimal digits. The module `secrets` would import `random`, which a user's file may replace."""
+    return os.urandom(8).hex()
 
 
 def _name_new(beside: Path, path: Path) -> None:

@@ -165,6 +165,8 @@ class NodeEgress:
             return
         try:
             self._policy = None
+            if not PrincipalMap(self._environ).place.is_dir():
+                return
             with (
                 contextlib.suppress(OSError, IsolationUnavailable),
                 _policies(self._environ, self._clock.boot_id()) as known,

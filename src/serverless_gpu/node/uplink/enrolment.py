@@ -21,14 +21,24 @@ import select
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.ambient import machine
-from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerlessGpuError, ServerUnavailable
+from serverless_gpu.errors import (
+    InvalidValue,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    ServerlessGpuError,
+    ServerUnavailable,
+)
 from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink import start_stop
+from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
+from serverless_gpu.node.uplink.node_session import open_session
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
 from serverless_gpu.node.uplink.server import UplinkProfile, read_profile, write_profile
-from serverless_gpu.wire.access import PrincipalView
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import JoinAnswer, JoinRequest
 
@@ -52,12 +62,17 @@ def enrol(home: Home, *, server: str, token: str, ca: str, name: str) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if ca:
             write_private(trusted, ca.encode())
-        file = str(trusted) if ca else ""
-        if not _is_enrolled(path, server=server, ca=file, name=name):
-            request = JoinRequest(name=name, machine=machine(), instance=instance_of(home), ray=False)
-            with contextlib.closing(Connection(server, token, ca=file)) as connection:
+        wanted, keys = UplinkProfile(url=server, token="", ca=str(trusted) if ca else "", name=name), NodeKeyFile(home)
+        if not _is_enrolled(path, wanted, keys):
+            own = {"name": name, "machine": machine(), "instance": instance_of(home)}
+            request = JoinRequest(**own, ray=False, keys=keys.current.public)
+            with contextlib.closing(Connection(server, token, ca=wanted.ca)) as connection:
                 answer = connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
-            write_profile(path, UplinkProfile(url=server, token=answer.token, ca=file, name=name))
+            write_profile(path, msgspec.structs.replace(wanted, token=answer.token))
+            if answer.waits:
+                hint = f"run `sgpu node approve {name}` with the server's home, then this command again"
+                key = keys.current.public.fingerprint
+                raise NotAllowed(f"{answer.waits}; the key of this node is {key}", hint=hint)
         (directory / LEFT).unlink(missing_ok=True)
     except NotAuthenticated as error:
         raise NotAuthenticated(
@@ -85,18 +100,18 @@ def keep(home: Home, profile: Path, environ: Mapping[str, str], stop: int, *, sa
             return
 
 
-def _is_enrolled(path: Path, *, server: str, ca: str, name: str) -> bool:
-    """Return True if a profile has a token that the server accepts, or if the server does not answer."""
+def _is_enrolled(path: Path, wanted: UplinkProfile, keys: NodeKeyFile) -> bool:
+    """Return True if the server accepts the token and the key of this machine, or if the server does not answer."""
     try:
         profile = read_profile(path)
     except InvalidValue:
         return False
-    if (profile.url, profile.name) != (server, name):
+    if (profile.url, profile.name) != (wanted.url, wanted.name):
         return False
-    with contextlib.closing(Connection(server, profile.token, ca=ca)) as connection:
+    with contextlib.closing(Connection(wanted.url, profile.token, ca=wanted.ca)) as connection:
         try:
-            connection.ask("GET", "/whoami", answer=PrincipalView)
-        except NotAuthenticated:
+            open_session(connection, profile.token, keys)
+        except (NotAuthenticated, NotFound):
             return False
         except ServerUnavailable:
             return True  # The uplink repeats its requests until the server answers.
