@@ -328,8 +328,18 @@ def test_the_report_for_people(own: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("gpus",), ("runs",), ("show", "--json"), ("doctor", "--json"), ("--help",)])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (("gpus",), ""),
+        (("runs",), ""),
+        (("runs",), "1"),
+        (("show", "--json"), ""),
+        (("show", "--json"), "1"),
+        (("doctor", "--json"), ""),
+        (("--help",), ""),
+    ],
+)
 def test_a_full_disk_is_one_line(
     warm: Path, arguments: tuple[str, ...], unbuffered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
