@@ -112,19 +112,20 @@ test-part-local:
 	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
 
 test-part-remote:
-	TEST_PART=remote $(BIN)/python -m pytest $(filter-out $(LOCAL),$(wildcard tests/e2e/*/))
+	TEST_PART=remote $(BIN)/python -m pytest $(filter-out $(LOCAL) %/__pycache__/,$(wildcard tests/e2e/*/))
 
 test-part-server:
 	TEST_PART=server $(BIN)/python -m pytest $(SERVER)
 
 test-part-packages:
-	TEST_PART=packages $(BIN)/python -m pytest tests/unit $(filter-out $(SERVER),$(wildcard tests/integration/*/ tests/integration/test_*.py))
+	TEST_PART=packages $(BIN)/python -m pytest tests/unit $(filter-out $(SERVER) %/__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py))
 
-HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray $(VENV)/.installed-programs
+SPOT := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray
+HEAVY := $(SPOT) $(VENV)/.installed-programs
 
 # One after the other: where other tests have the cores, Ray's processes do not meet in the 15 s that Ray gives them.
-test-spot: $(HEAVY) ## run some of the heavy and of the long tests: one of each kind
-	$(BIN)/python -m pytest -m spot
+test-spot: $(SPOT) ## run some of the heavy and of the long tests: one of each kind
+	$(BIN)/python -m pytest -m spot tests/e2e
 
 test-all: test test-heavy test-long ## run all tests but those that need a GPU: an hour and a half
 

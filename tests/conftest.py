@@ -7,6 +7,7 @@ guarded).
 
 from __future__ import annotations
 
+import gc
 import importlib
 import ipaddress
 import os
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.startswith(LONG):
             item.add_marker("long")
     items.sort(key=lambda item: "/environment/stores/" in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the collected tests out of garbage collections: they live to the end, and each look at them takes time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ def test_23B4_mypy_finds_nothing_in_the_examples(files: list[Path], tmp_path: Pa
     assert (code, err) == (0, ""), out
 
 
+@pytest.mark.long
 def test_23B4_pyright_finds_nothing_in_the_examples(files: list[Path]) -> None:
     folder = files[0].parent
     (folder / "pyrightconfig.json").write_text(json.dumps(_PYRIGHT))

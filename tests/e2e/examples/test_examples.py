@@ -159,7 +159,6 @@ def test_accelerate_loop_runs_unchanged(run_example: RunExample) -> None:
     assert err == ""
 
 
-@pytest.mark.spot
 @pytest.mark.heavy
 def test_trainer_lora_teaches_another_language(run_example: RunExample) -> None:
     out, err = run_example("trainer_lora.py")

@@ -41,6 +41,7 @@ def test_torchrun_reproduces_a_run(warm: Path, tmp_path: Path, monkeypatch: pyte
     assert sorted(path for path in run.directory.rglob("*")) == before, "the run directory stays as it was"
 
 
+@pytest.mark.long
 def test_torchrun_reproduces_a_failure_with_the_users_lines() -> None:
     def train(rank: int = -1) -> None:
         if rank == 0:

@@ -19,7 +19,9 @@ from tests.support.local.ranks import announce, wait_for_file
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "backward", "barrier"])
+@pytest.mark.parametrize(
+    "call", ["backward", *(pytest.param(call, marks=pytest.mark.long) for call in ("all_reduce", "barrier"))]
+)
 def test_F04_a_rank_that_does_not_come_to_a_collective(warm: Path, where: str, call: str) -> None:
     def train(where: str, call: str, rank: int = -1) -> None:
         dist.init_process_group("gloo")

@@ -250,6 +250,7 @@ def test_the_doctor_starts_no_agent_and_leaves_nothing(own: Path) -> None:
     found = doctor()
     assert outcomes(found, "agent") == ["ok"]
     assert found["agent"][0]["sentence"] == golden("local.commands.none-running-next")
+    assert "other-agents" not in found
     assert agent_status(own) is None
     assert sorted(os.listdir(own)) == ["checkpoints", "locks", "runs"]
     assert processes_of(own) == []
@@ -282,7 +283,6 @@ def test_a_stopped_agent_is_found_with_what_mends_it(own: Path) -> None:
 def test_an_agent_of_another_version_is_found_by_its_lock(own: Path) -> None:
     path = Home(own).sockets() / "agent-0-0.0.1.lock"
     path.write_text("4711")
-    assert "other-agents" not in doctor()
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (finding,) = doctor()["other-agents"]
@@ -328,8 +328,18 @@ def test_the_report_for_people(own: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("gpus",), ("runs",), ("show", "--json"), ("doctor", "--json"), ("--help",)])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (("gpus",), ""),
+        (("runs",), ""),
+        (("runs",), "1"),
+        (("show", "--json"), ""),
+        (("show", "--json"), "1"),
+        (("doctor", "--json"), ""),
+        (("--help",), ""),
+    ],
+)
 def test_a_full_disk_is_one_line(
     warm: Path, arguments: tuple[str, ...], unbuffered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_23C1_root_of_a_container_has_its_environment_mounted(small: SmallEnviro
         caller.close()
 
 
+@pytest.mark.long
 def test_23C1_where_every_way_is_refused_links_are_used_and_the_receipt_says_why(small: SmallEnvironment) -> None:
     small.before = (*without("all"), *refusing("no-namespaces"))
     caller = Dialogue(small, "work")
@@ -109,7 +110,11 @@ def test_23C1_where_every_way_is_refused_links_are_used_and_the_receipt_says_why
 
 
 @pytest.mark.parametrize(
-    ("refused", "reason"), [("no-flock", "Function not implemented"), ("no-lock-server", "No locks available")]
+    ("refused", "reason"),
+    [
+        ("no-flock", "Function not implemented"),
+        pytest.param("no-lock-server", "No locks available", marks=pytest.mark.long),
+    ],
 )
 def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
     own: Path, tmp_path: Path, refused: str, reason: str
@@ -140,6 +145,7 @@ def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tm
     assert done.stdout.splitlines() == expected, done.stderr
 
 
+@pytest.mark.long
 def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) -> None:
     started = sgpu("up", "--port", "0", before=refusing("no-record-locks"))
     assert started.returncode == 1
@@ -149,7 +155,11 @@ def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("refused", "reason"), [("no-pidfd", "Function not implemented"), ("no-pidfd-allowed", "Operation not permitted")]
+    ("refused", "reason"),
+    [
+        ("no-pidfd", "Function not implemented"),
+        pytest.param("no-pidfd-allowed", "Operation not permitted", marks=pytest.mark.long),
+    ],
 )
 def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
     own: Path, tmp_path: Path, refused: str, reason: str
@@ -181,6 +191,7 @@ def test_23C6_a_mounted_environment_works_in_a_home_without_execution(noexec: Pa
         caller.close()
 
 
+@pytest.mark.long
 def test_23C6_links_in_a_home_without_execution_are_refused_with_the_flag(
     noexec: Path, small: SmallEnvironment
 ) -> None:
@@ -197,6 +208,7 @@ def test_23C6_links_in_a_home_without_execution_are_refused_with_the_flag(
         caller.close()
 
 
+@pytest.mark.long
 def test_23C7_a_server_starts_in_a_home_without_hard_links(own: Path) -> None:
     command = [*refusing("no-hard-links"), sys.executable, "-m", "serverless_gpu.cli", "up", "--port", "0", "--no-node"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -223,7 +235,9 @@ def test_23C7_secrets_of_a_run_need_symbolic_links_and_say_so(own: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("before", [(), (*without("all"), *refusing("no-namespaces"))])
+@pytest.mark.parametrize(
+    "before", [(), pytest.param((*without("all"), *refusing("no-namespaces")), marks=pytest.mark.long)]
+)
 def test_23C7_a_snapshot_is_restored_without_hard_links(small: SmallEnvironment, before: tuple[str, ...]) -> None:
     small.before = (*before, *refusing("no-hard-links"))
     caller = Dialogue(small, "work")
@@ -249,6 +263,7 @@ def test_23C7_a_home_without_symbolic_links_is_named_and_not_called_full(own: Pa
         caller.close()
 
 
+@pytest.mark.long
 def test_23C5_a_snapshot_is_taken_and_used_without_any_temporary_directory(
     own: Path, small: SmallEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +381,7 @@ def copied_python(directory: Path) -> Path:
     return directory / "bin" / program.name
 
 
+@pytest.mark.long
 def test_23C8_the_standard_library_is_there_where_its_python_lies_in_the_project(own: Path, tmp_path: Path) -> None:
     """Beside it a directory `site`, as a built web page has it: a name of the standard library's."""
     python = copied_python(tmp_path / "here" / "project" / "python")

@@ -101,6 +101,7 @@ def test_23A5_serverless_gpu_data_names_what_to_use() -> None:
     assert "data" not in dir(serverless_gpu)
 
 
+@pytest.mark.long  # torch in all ranks, twice
 def test_23A5_torchrun_reproduces_a_run_that_has_init(tmp_path: Path) -> None:
     run = distributed(gpus=2, gpu_type="H100", init="gloo", quiet=True)(summed).submit()
     assert run.results() == [(3, "gloo")] * 2

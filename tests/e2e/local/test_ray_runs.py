@@ -117,6 +117,7 @@ def test_a_driver_is_alone_and_has_all_devices_and_its_cluster_goes_with_it(warm
     assert ray_launch(gpus=2, gpu_type="H100")(stay).estimate(where).seconds == 0.0
 
 
+@pytest.mark.long
 def test_what_ray_is_made_of_is_said_while_somebody_waits_but_not_when_quiet(
     warm: Path, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +128,7 @@ def test_what_ray_is_made_of_is_said_while_somebody_waits_but_not_when_quiet(
         assert (golden("local.ray_runs.serverless-gpu-ray") in said) is not quiet, said
 
 
+@pytest.mark.long
 def test_two_runs_have_clusters_of_their_own(warm: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -141,6 +143,7 @@ def test_two_runs_have_clusters_of_their_own(warm: Path, tmp_path: Path) -> None
     assert two.gone()
 
 
+@pytest.mark.long
 def test_a_session_lends_its_devices(warm: Path, where: str) -> None:
     Path(where, "go").touch()
     with session(gpus=2, gpu_type="H100", quiet=True) as held:
@@ -151,6 +154,7 @@ def test_a_session_lends_its_devices(warm: Path, where: str) -> None:
         assert not os.path.lexists((run.directory / "ray" / "directory").read_text().strip())
 
 
+@pytest.mark.long
 def test_a_function_beside_it_has_no_part_in_a_cluster(warm: Path, where: str) -> None:
     Path(where, "go").touch()
     run = distributed(gpus=1, gpu_type="H100", quiet=True)(stay).submit(where)
@@ -173,6 +177,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_restored_environment_has_its_own_ray_and_ray_that_environment(own: Path, tmp_path: Path) -> None:
     small = SmallEnvironment(tmp_path / "here")
     small.install("ray", fake_ray.VERSION, fake_ray.FILES)
@@ -197,6 +202,7 @@ def test_a_cancelled_run_leaves_nothing(warm: Path, where: str) -> None:
     assert going.gone() and not going.driver.alive()
 
 
+@pytest.mark.long
 def test_a_time_limit_leaves_nothing(warm: Path, where: str) -> None:
     run = ray_launch(gpus=2, gpu_type="H100", quiet=True, timeout=1, grace=1)(stay).submit(where)
     wait_for((run.directory / "ray" / "directory").exists, "its cluster has a directory")
@@ -206,6 +212,7 @@ def test_a_time_limit_leaves_nothing(warm: Path, where: str) -> None:
     assert not fake_ray.pids(directory) and not os.path.lexists(directory)
 
 
+@pytest.mark.long
 def test_what_ray_wrote_is_kept_of_a_driver_that_fails_and_has_to_be_killed(warm: Path) -> None:
     run = ray_launch(gpus=2, gpu_type="H100", quiet=True)(fail_and_stay).submit()
     with pytest.raises(ValueError, match=re.escape(golden("local.ray_runs.raised-driver"))):

@@ -126,7 +126,10 @@ def content(path: Path) -> bytes:
     return b""
 
 
-@pytest.mark.parametrize("behaviour", ["refuses", "hangs", "fails", "loses"])
+@pytest.mark.parametrize(
+    "behaviour",
+    ["refuses", "hangs", *(pytest.param(behaviour, marks=pytest.mark.long) for behaviour in ("fails", "loses"))],
+)
 def test_F44_a_run_succeeds_while_mlflow_is_away_and_arrives_when_it_is_back(
     mlflow: FakeMlflow, own: Path, where: str, behaviour: Behaviour
 ) -> None:

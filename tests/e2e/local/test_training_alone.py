@@ -28,7 +28,12 @@ def train(*, join: bool) -> None:
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("ranks", "join", "switch", "is_mentioned"),
-    [(2, False, None, True), (2, True, None, False), (2, False, "0", False), (1, False, None, False)],
+    [
+        (2, False, None, True),
+        (2, True, None, False),
+        pytest.param(2, False, "0", False, marks=pytest.mark.long),
+        pytest.param(1, False, None, False, marks=pytest.mark.long),
+    ],
 )
 def test_23A1_the_receipt_mentions_ranks_that_trained_without_each_other(
     ranks: int, join: bool, switch: str | None, is_mentioned: bool, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def huge_kilobytes(pid: int) -> int:
     return int(text.partition("AnonHugePages:")[2].split()[0])
 
 
+@pytest.mark.long
 def test_a_users_own_number_of_threads_is_kept(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert distributed(gpus=1, quiet=True)(torch.get_num_threads).distributed() == [1]
@@ -219,6 +220,7 @@ def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, mon
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, ""), "the first one is still there"
 
 
+@pytest.mark.long
 def test_23B10_what_libraries_set_themselves_leaves_the_next_run_warm(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +244,7 @@ def test_23B10_what_libraries_set_themselves_leaves_the_next_run_warm(
     assert receipt_of(run.submit("KMP_INIT_AT_FORK"))[0] is False, "no library sets this value"
 
 
+@pytest.mark.long
 def test_names_of_one_interpreter_share_a_zygote_and_another_environment_has_its_own(own: Path, tmp_path: Path) -> None:
     """As `pip` writes `python3` into console scripts, and people type `python`."""
     places = "\n".join(place for place in sys.path if place)
@@ -300,6 +303,7 @@ def test_a_package_that_cannot_be_preloaded_costs_the_warm_start_only(
     assert not warm and "numpy" in reason and "a broken numpy" in reason
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_package_that_was_mended_makes_runs_warm_again(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ where.distributed()
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cell_runs_in_the_restored_copy(at_home: Path, tmp_path: Path) -> None:
     environment = SmallEnvironment(tmp_path / "here", "ipykernel")

@@ -192,7 +192,6 @@ def test_heavy_program(work: Path, program: Program) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.spot
 def test_trl_sft_with_captured_arguments(work: Path) -> None:
     """Every object was made in the caller, where it belonged to a single process."""
     require_outcome(Program("trl_sft", r"(\[rank 0\] .*\n)+done\n", r".*"), run(work, "trl_sft.py", python=PYTHON))

@@ -158,7 +158,6 @@ def test_what_is_given_back_is_reserved_again_soon(made: Callable[[], RayEngine]
     print(f"reserved: {took_ms[0]} ms, again {took_ms[1:]} ms")
 
 
-@pytest.mark.spot
 def test_an_agent_is_no_process_of_rays(ray: Cluster, made: Callable[[], RayEngine]) -> None:
     made()
     for name, pid in agents(ray).items():

@@ -102,7 +102,7 @@ def test_nothing_is_left_after_the_time_limit(launched: list[Launched], home: Pa
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param("gcs_server", marks=pytest.mark.spot), "raylet"])
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_F45_a_head_that_dies_is_the_reason_and_names_its_node(
     launched: list[Launched], home: Path, tmp_path: Path, name: str
 ) -> None:

@@ -112,7 +112,6 @@ def test_usage_9_ray_data_with_a_class_on_every_gpu(served: dict[str, str], tmp_
     assert golden("ray.usages.doubled-true-true") in out
 
 
-@pytest.mark.spot
 def test_usage_10_tune_in_a_task_runner_of_a_notebook(
     served: dict[str, str], mlflow_server: MlflowServer, tmp_path: Path
 ) -> None:

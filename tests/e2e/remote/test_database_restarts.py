@@ -56,6 +56,7 @@ def test_F35_a_run_that_ends_while_the_database_is_away_is_not_lost_and_not_repe
             end_node(home)
 
 
+@pytest.mark.long
 def test_22B9_commands_about_a_run_say_that_the_database_is_away_and_exit_with_75(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

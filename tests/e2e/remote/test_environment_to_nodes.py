@@ -75,6 +75,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_eight_cold_nodes_read_the_bucket_as_often_as_one(scene: Scene) -> None:
     nodes = [scene.node(f"node{number}") for number in range(8)]
     fetched = [restoring_node.finish(node) for node in nodes]
@@ -88,6 +89,7 @@ def test_eight_cold_nodes_read_the_bucket_as_often_as_one(scene: Scene) -> None:
         assert scene.files(f"node{number}") == right()
 
 
+@pytest.mark.long
 def test_a_node_that_is_killed_while_it_fetches_costs_the_others_nothing(scene: Scene) -> None:
     scene.bucket.open.clear()
     first = scene.node("first")

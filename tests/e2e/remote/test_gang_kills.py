@@ -206,13 +206,7 @@ TABLE: dict[str, dict[str, Reason | None]] = {
 }
 """How the first attempt ends, by what it was in the middle of and by what was killed; None where it depends on whether
 the agent had it: it goes on with the next agent, or is refused."""
-QUICK = {
-    ("meeting", "uplink"),
-    ("running", "supervisor"),
-    ("running", "node"),
-    ("returned", "rank"),
-    ("stopping", "stem"),
-}
+QUICK = {("meeting", "uplink"), ("running", "supervisor"), ("running", "node")}
 CELLS = [
     pytest.param(phase, victim, expected, marks=() if (phase, victim) in QUICK else pytest.mark.heavy)
     for phase, row in TABLE.items()

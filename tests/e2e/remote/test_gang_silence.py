@@ -27,7 +27,8 @@ def pool(home: Path) -> Iterator[Machines]:
         yield pool
 
 
-@pytest.mark.parametrize("silent", ["n1", pytest.param("n2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("silent", ["n1", "n2"])
 def test_22C8_a_gang_whose_uplink_is_gone_for_good_gives_the_other_nodes_devices_back(
     pool: Machines, tmp_path: Path, silent: str
 ) -> None:

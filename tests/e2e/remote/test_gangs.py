@@ -59,6 +59,7 @@ def pool(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
         wait_for(node.is_free, f"nothing is left on {node.name}")
 
 
+@pytest.mark.long
 def test_four_ranks_on_two_nodes_add_up_over_gloo(pool: Machines, tmp_path: Path) -> None:
     run = pool.submit(add_up, SITE)
     assert run.results(60) == [(rank, 6, str(rank // 2)) for rank in range(4)]
@@ -87,6 +88,7 @@ def test_cancel_ends_both(pool: Machines, tmp_path: Path) -> None:
         run.results(60)
 
 
+@pytest.mark.long
 def test_F04_a_rank_on_one_node_that_does_not_come_is_named_with_its_node(pool: Machines, tmp_path: Path) -> None:
     run = pool.submit(wait_for_the_last, str(tmp_path), SITE, hang_timeout=3)
     with pytest.raises(CollectiveHang) as caught:

@@ -71,7 +71,7 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
     assert saved(home, run.id, before)["count"] == first
 
 
-@pytest.mark.parametrize(("has_saved", "attempts"), [(False, 2), (True, 3)])
+@pytest.mark.parametrize(("has_saved", "attempts"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.long)])
 def test_22D2_a_run_that_saves_nothing_new_under_a_time_limit_ends_after_a_few_attempts(
     own_server: ServerProcess, home: Path, monkeypatch: pytest.MonkeyPatch, has_saved: bool, attempts: int
 ) -> None:

@@ -80,6 +80,7 @@ def test_F45_a_lost_head_is_told_by_whoever_asks(served: Path, tmp_path: Path) -
     assert run.status() == "FAILED"
 
 
+@pytest.mark.long
 def test_F45_another_attempt_is_made_where_it_was_asked_for(served: Path, tmp_path: Path) -> None:
     run = ray_launch(gpus=2, gpu_type="H100", remote=True, retries=1, quiet=True)(drive).submit(str(tmp_path))
     directory = lose_head(served, run.id, tmp_path, 1)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.remote.calling import WAIT_S, answer, called, go, runs_of
 from tests.support.local.observe import wait_for
 from tests.support.remote.server_process import ServerProcess
 
 
+@pytest.mark.long
 def test_22A1_runs_go_on_over_a_rotation_and_new_ones_start(own_server: ServerProcess, tmp_path: Path) -> None:
     going = called(tmp_path / "going", 90)
     wait_for(lambda: runs_of(tmp_path / "going") == 1, "the run has begun", WAIT_S)

@@ -80,6 +80,7 @@ def call(tmp_path: Path) -> Iterator[Callable[[float], subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.long
 def test_F31_F33_a_server_killed_and_started_again_returns_the_result_of_one_execution_to_a_script(
     server: Server, call: Callable[[float], subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def count(limit: int, raised: str = "", rank: int = 0) -> int:
     return reached
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_raising_it_takes_nothing_back(
     own_server: ServerProcess, home: Path, tmp_path: Path

@@ -79,6 +79,7 @@ def test_the_time_limit_is_final_too_and_says_so(served: Path) -> None:
     assert saved(served, run)["why"] == "timeout"
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_while_a_run_makes_room_starts_it_again(
     own_server: ServerProcess, home: Path, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_runs_of_this_machine_need_no_certificate_others_trust_it_and_it_is_rene
     assert left_s is not None and 89 * 86_400 < left_s < 90 * 86_400
 
 
+@pytest.mark.long
 def test_an_environment_is_captured_for_a_server_of_an_own_authority(
     up: tuple[subprocess.Popen[str], int, str], home: Path, authority: Authority, tmp_path: Path
 ) -> None:

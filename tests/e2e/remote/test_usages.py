@@ -34,14 +34,17 @@ def through_the_server(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decorator, "launch", launch_there)
 
 
+@pytest.mark.long
 def test_usage_1_starter(capsys: pytest.CaptureFixture[str]) -> None:
     usages.usage_1_starter(capsys)
 
 
+@pytest.mark.long
 def test_usage_2_ddp_with_keywords_and_module_level_helpers() -> None:
     usages.usage_2_ddp_with_keywords_and_module_level_helpers()
 
 
+@pytest.mark.long
 def test_usage_3_fsdp_with_a_default_from_a_constant_and_a_checkpoint(tmp_path: Path) -> None:
     usages.usage_3_fsdp_with_a_default_from_a_constant_and_a_checkpoint(tmp_path)
 
@@ -54,6 +57,7 @@ def test_usage_5_objects_captured_from_the_notebook() -> None:
     usages.usage_5_objects_captured_from_the_notebook()
 
 
+@pytest.mark.long
 def test_usage_6_a_config_object_that_the_function_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     usages.usage_6_a_config_object_that_the_function_changes(monkeypatch)
 

@@ -60,8 +60,8 @@ def linked(own: Path, tmp_path: Path) -> Iterator[Dialogue]:
     ("change", "which"),
     [
         ("write", r"toy/__init__\.py has \d+ bytes instead of 14"),
-        ("add", r"lib/python[^/]+/site-packages/toy/more\.py was added"),
-        ("remove", r"lib/python[^/]+/site-packages/toy/__init__\.py is missing"),
+        pytest.param("add", r"lib/python[^/]+/site-packages/toy/more\.py was added", marks=pytest.mark.long),
+        pytest.param("remove", r"lib/python[^/]+/site-packages/toy/__init__\.py is missing", marks=pytest.mark.long),
     ],
 )
 def test_F29_what_a_rank_changed_is_said_and_restored_before_the_next_run(

@@ -153,6 +153,7 @@ def test_a_killed_caller_leaves_no_run_that_was_not_confirmed(
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ctrl_c_while_the_environment_is_captured(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
     (small.site / "large.bin").write_bytes(os.urandom(100_000_000))
     dialogue.say("call(work.code)")
@@ -182,6 +183,7 @@ def tiny(own: Path) -> Iterator[Path]:
         yield place
 
 
+@pytest.mark.long
 def test_F40_a_full_disk_while_capturing(tiny: Path, own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
     large = small.site / "large.bin"
     large.write_bytes(os.urandom(200_000_000))
@@ -202,7 +204,13 @@ def test_F27_a_full_disk_while_restoring(tiny: Path, own: Path, small: SmallEnvi
     assert dialogue.ask("call(work.code)") == "'first'"
 
 
-@pytest.mark.parametrize("kinds", [("packs",), ("units",), ("snapshots",), ("snapshots", "units", "packs")])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("snapshots", "units", "packs"),
+        *(pytest.param((kind,), marks=pytest.mark.long) for kind in ("packs", "units", "snapshots")),
+    ],
+)
 def test_F29_F42_what_was_altered_in_the_store_is_captured_again_by_the_run(
     own: Path, small: SmallEnvironment, warmed: Dialogue, kinds: tuple[str, ...]
 ) -> None:

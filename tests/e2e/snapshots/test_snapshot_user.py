@@ -124,6 +124,7 @@ def test_a_user_without_rights_gets_mounts_and_keeps_the_interpreter_when_a_pack
     assert said[:6] == ["two", uid, gid, 0, True, True], said
 
 
+@pytest.mark.long
 def test_a_user_without_rights_gets_links(user: User) -> None:
     for warm in (False, True):
         said = user.run(SERVERLESS_GPU_RESTORE="links")

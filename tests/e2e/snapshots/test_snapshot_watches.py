@@ -95,7 +95,10 @@ WAYS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.long if way in ("written", "directory replaced") else ()) for way in WAYS],
+)
 def test_22C3_a_call_runs_what_was_written_before_it(
     own: Path, small: SmallEnvironment, watched: Dialogue, tmp_path: Path, way: str
 ) -> None:
@@ -104,7 +107,7 @@ def test_22C3_a_call_runs_what_was_written_before_it(
     assert watched.ask("call(work.value)") == "'two'"
 
 
-@pytest.mark.parametrize("victim", ["sgpu-watch", "sgpu-snapshots"])
+@pytest.mark.parametrize("victim", ["sgpu-watch", pytest.param("sgpu-snapshots", marks=pytest.mark.long)])
 def test_22C3_a_killed_process_loses_no_change(
     own: Path, small: SmallEnvironment, watched: Dialogue, victim: str
 ) -> None:
@@ -116,6 +119,7 @@ def test_22C3_a_killed_process_loses_no_change(
     assert watched.ask("call(work.value)") == "'two'"
 
 
+@pytest.mark.long
 def test_22C3_a_forked_child_of_a_watched_caller_runs_what_it_wrote(
     own: Path, small: SmallEnvironment, watched: Dialogue
 ) -> None:

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -91,6 +93,7 @@ def test_an_unchanged_environment_is_captured_once_and_warm(own: Path, dialogue:
     assert dialogue.close().count("capturing the environment") == 1
 
 
+@pytest.mark.long
 def test_variables_name_the_restored_copy(own: Path, small: SmallEnvironment) -> None:
     own_bin = small.python.parent
     caller = Dialogue(small, "work", VIRTUAL_ENV=str(own_bin.parent), PATH=f"{own_bin}:/usr/bin")
@@ -124,6 +127,7 @@ def test_a_package_upgraded_between_two_calls(own: Path, small: SmallEnvironment
     assert golden("snapshots.snapshots.environment-changed-toy") in said
 
 
+@pytest.mark.long
 def test_a_package_that_runs_code_at_start_needs_another_zygote(
     own: Path, small: SmallEnvironment, dialogue: Dialogue
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_file_edited_in_place_is_found_and_said_at_the_next_call(
     assert sorted(receipt["state"] for receipt in runs) == ["SUCCEEDED"] * 2, "the withdrawn launch is not there"
 
 
+@pytest.mark.long
 def test_every_edit_of_the_same_file_is_said_and_that_it_was_put_back(
     own: Path, small: SmallEnvironment, dialogue: Dialogue
 ) -> None:
@@ -176,6 +181,7 @@ def test_every_edit_of_the_same_file_is_said_and_that_it_was_put_back(
     assert "nothing new" in said[-1]
 
 
+@pytest.mark.long
 def test_what_changed_between_two_programs_is_said(own: Path, small: SmallEnvironment) -> None:
     for said, version in (("done once", "1.0"), ("environment changed: toy 1.0 → 2.0", "2.0")):
         small.install("toy", version, {"toy/__init__.py": "VALUE = 'x'\n"})
@@ -184,6 +190,7 @@ def test_what_changed_between_two_programs_is_said(own: Path, small: SmallEnviro
         assert said in caller.close()
 
 
+@pytest.mark.long
 def test_links_where_they_are_asked_for(own: Path, small: SmallEnvironment) -> None:
     caller = Dialogue(small, "work", SERVERLESS_GPU_RESTORE="links")
     try:
@@ -209,6 +216,7 @@ def test_a_way_to_restore_that_does_not_exist_is_refused(own: Path, small: Small
         caller.close()
 
 
+@pytest.mark.long
 def test_the_run_is_reproduced_by_hand_in_the_live_environment_and_says_so(
     own: Path, small: SmallEnvironment, dialogue: Dialogue
 ) -> None:
@@ -220,6 +228,7 @@ def test_the_run_is_reproduced_by_hand_in_the_live_environment_and_says_so(
     assert str(small.site / "toy" / "__init__.py") in done.stdout
 
 
+@pytest.mark.long
 def test_a_session_and_a_map(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
     """One look at the environment serves all items of a map."""
     line = "[s := session(gpus=1, gpu_type='CPU', env='snapshot', quiet=True), s.distributed(work.code), s.close()][1]"
@@ -252,6 +261,7 @@ def test_the_original_may_be_gone_when_a_rank_starts(
     assert value == "one" and toy.startswith(view) and module.startswith(view) and cwd.startswith(f"{view}/code/")
 
 
+@pytest.mark.long
 def test_two_callers_restore_a_new_environment_once(own: Path, small: SmallEnvironment) -> None:
     first, second = Dialogue(small, "work"), Dialogue(small, "work")
     try:
@@ -279,6 +289,7 @@ def test_a_caller_has_one_service_which_ends_with_it(own: Path, small: SmallEnvi
     os.killpg(dialogue.process.pid, 9)  # its child: the session is the test's own
 
 
+@pytest.mark.long
 def test_a_forked_caller_has_a_service_of_its_own(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
     assert dialogue.ask("call(work.code)") == "'first'"
     line = (

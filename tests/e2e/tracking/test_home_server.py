@@ -84,7 +84,6 @@ def ended(place: ServerFiles, version: str) -> None:
     database.close()
 
 
-@pytest.mark.spot
 def test_what_was_tracked_is_there_after_a_restart_at_the_same_address(there: Home) -> None:
     uri = ready(there)
     place = place_of(there)

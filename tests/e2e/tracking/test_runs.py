@@ -87,7 +87,6 @@ def driver(
     cancel_all(home)
 
 
-@pytest.mark.spot
 def test_usage_2_every_rank_logs_without_start_run(driver: Driver) -> None:
     done = driver.run(
         """
@@ -114,6 +113,7 @@ def test_usage_2_every_rank_logs_without_start_run(driver: Driver) -> None:
     assert any(key.startswith("system/node_0/") for key in run.metrics), run.metrics
 
 
+@pytest.mark.spot
 def test_usage_3_a_named_run_with_artifacts_on_all_ranks(driver: Driver) -> None:
     done = driver.run(
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,10 +22,19 @@ __all__ = ["shared_pools"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests marked `any_database` on PostgreSQL to `make test-long`."""
+    """Leave to `make test-long` what PostgreSQL adds little to: tests marked `any_database`, and cases after the first.
+
+    A test has all its cases on SQLite, and its first one on PostgreSQL, unless it is marked `every_case`.
+    """
+    begun: set[str] = set()
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if item.get_closest_marker("any_database") and parameters.get("database_url") == "postgresql":
+        if parameters.get("database_url") != "postgresql":
+            continue
+        test = item.nodeid.partition("[")[0]
+        is_later = test in begun and not item.get_closest_marker("every_case")
+        begun.add(test)
+        if is_later or item.get_closest_marker("any_database"):
             item.add_marker("long")
 
 
@@ -45,11 +55,22 @@ def postgres_template(postgres: Cluster) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a database file that has the tables and nothing in them."""
+    path = tmp_path_factory.mktemp("template") / "server.db"
+    database = Database(f"sqlite:///{path}", clock=SystemClock())
+    database.migrate()
+    database.close()
+    return path
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Yield the url of an empty database, of each kind in turn."""
+    """Yield the url of a database that has the tables and nothing in them, of each kind in turn."""
     if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/server.db"
+        template: Path = request.getfixturevalue("sqlite_template")
+        yield f"sqlite:///{shutil.copy(template, tmp_path / 'server.db')}"
         return
     postgres: Cluster = request.getfixturevalue("postgres")
     name = postgres.new_database(request.getfixturevalue("postgres_template"))

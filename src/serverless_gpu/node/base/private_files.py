@@ -91,7 +91,8 @@ def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
 
 def _token() -> str:
-    """Return random hexadecimal digits. The module `secrets` would import `random`, which a user's file may replace."""
+    """Return random hexadecimal digits."""
+    # The module `secrets` would import `random`, which a user's file may replace.
     return os.urandom(8).hex()
 
 

@@ -101,7 +101,7 @@ def keep(home: Home, profile: Path, environ: Mapping[str, str], stop: int, *, sa
 
 
 def _is_enrolled(path: Path, wanted: UplinkProfile, keys: NodeKeyFile) -> bool:
-    """Return True if the server accepts the token and the key of this machine, or if the server does not answer."""
+    """Return True if the server accepts this machine's token and key, or if it does not answer."""
     try:
         profile = read_profile(path)
     except InvalidValue:

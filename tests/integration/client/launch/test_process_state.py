@@ -170,6 +170,7 @@ CASES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_23A1_a_rank_knows_whether_it_trained_without_the_others() -> None:
     said = run_rank(

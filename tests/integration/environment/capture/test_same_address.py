@@ -69,7 +69,9 @@ def test_pip_and_uv_give_equal_units_in_equal_roots_under_two_prefixes(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link_mode", ["symlink", "hardlink", "copy"])
+@pytest.mark.parametrize(
+    "link_mode", ["hardlink", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("symlink", "copy"))]
+)
 def test_every_link_mode_of_uv_gives_the_units_of_pip(tmp_path: Path, wheels: list[Path], link_mode: str) -> None:
     by_pip, by_uv = Venv(tmp_path / "pip"), Venv(tmp_path / "uv")
     by_pip.install_with_pip(*wheels)
@@ -79,7 +81,7 @@ def test_every_link_mode_of_uv_gives_the_units_of_pip(tmp_path: Path, wheels: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("installer", ["uv", pytest.param("pip", marks=pytest.mark.long)])
 def test_a_target_directory_has_the_units_of_an_environment(tmp_path: Path, wheels: list[Path], installer: str) -> None:
     venv, empty, target = Venv(tmp_path / "venv"), Venv(tmp_path / "empty"), tmp_path / "deps"
     venv.install_with_pip(*wheels)

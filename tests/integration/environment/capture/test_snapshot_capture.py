@@ -67,6 +67,7 @@ _REWRITING = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["one file of 1 GB", "30,000 files"])
 def test_memory_stays_below_256_mb(tmp_path: Path, shape: str) -> None:

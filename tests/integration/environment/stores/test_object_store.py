@@ -63,6 +63,7 @@ def test_what_is_not_ours_is_not_listed(server: str, prefix: str) -> None:
     assert [stored.key for stored in store.list("packs")] == [pack_key(b"1")]
 
 
+@pytest.mark.parametrize("server", ["rclone", pytest.param("moto", marks=pytest.mark.long)], indirect=True)
 def test_more_objects_than_a_page(server: str, prefix: str) -> None:
     store = open_store(f"s3://{BUCKET}/{prefix}", variables(server))
     keys = [pack_key(b"%d" % number) for number in range(1100)]

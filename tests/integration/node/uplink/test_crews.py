@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
@@ -83,6 +84,7 @@ def assert_nothing_is_left(nodes: list[Node]) -> None:
 # --- meeting and running ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_nodes_with_two_ranks_each_add_up_over_gloo(nodes: list[Node]) -> None:
     gang = order_gang(nodes[0].server, add_up).settled()
     assert [crew.reason for crew in gang.crews] == [Reason.COMPLETED] * 2
@@ -144,6 +146,7 @@ def test_F06_a_rank_that_raises_on_one_node_ends_those_on_the_other(nodes: list[
     assert_nothing_is_left(nodes)
 
 
+@pytest.mark.long
 def test_F01_a_crash_on_one_node_is_the_story_whatever_ranks_on_the_other_say_of_it(nodes: list[Node]) -> None:
     gang = order_gang(nodes[0].server, add_up_until_one_dies).settled()
     first, second = gang.crews

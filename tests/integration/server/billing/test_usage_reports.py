@@ -132,6 +132,7 @@ def unseen(amounts: Amounts) -> Amounts:
     return msgspec.structs.replace(amounts, observed_ms=0, busy_ms=0)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("folded", ["nothing", "some", "all", "accounts are many"])
 def test_any_grouping_adds_up_to_the_same(services: Services, folded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if folded == "accounts are many":

@@ -132,6 +132,7 @@ def then_cancelled(run: Run) -> Run:
     return advance(run, StopAsked(StopReason.CANCEL))[0]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("seed", range(20))
 def test_F63_cancel_and_completion_at_once_have_one_winner(services: Services, database: Database, seed: int) -> None:
     run_id = add_run(database)
