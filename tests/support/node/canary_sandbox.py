@@ -26,7 +26,7 @@ from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.processes.spawn import PACKAGE, load_inside
 from tests.support.local.observe import wait_for
 
-UID = 1_900_060_000
+UID = 1_899_960_000  # Outside of the default range, to which network rules of other tests apply.
 _ENDED_S = 60.0
 _TMPFS_BYTES = 1 << 20
 _PROGRAM = """\
