@@ -108,7 +108,6 @@ class Program(NamedTuple):
 
 # Each takes less than five seconds.
 PLAIN = (
-    Program("process_pools"),
     Program(
         "tqdm_bar", r"\[rank 0\] step 0\n.*step 2\ndone\n", r"\[rank 0\] training: 100%\|█+\| 3/3 .*loss=0\.333\] *\n"
     ),
@@ -120,7 +119,6 @@ PLAIN = (
         r"the call to total .*argument `numbers` -> generator\n.*hint: create the object inside .*\ndone\n",
     ),
     Program("numpy_closure"),
-    Program("figure"),
     Program("subprocesses", r"\[rank 0\] a line of a program\ndone\n"),
     Program("asyncio_rank"),
     Program("signal_handlers"),
@@ -142,6 +140,8 @@ PLAIN = (
 
 # Others take longer, or need packages of the `programs` extra. Libraries say much on stderr.
 HEAVY = (
+    Program("process_pools"),
+    Program("figure"),
     Program("dataloader_workers"),
     Program("mp_spawn"),
     Program("sklearn_search"),

@@ -100,6 +100,7 @@ def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
     assert runs_of(tmp_path / "second") == 1
 
 
+@pytest.mark.long
 def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_runs_go_on(
     systemd_unit: Unit, home: Path, tmp_path: Path
 ) -> None:

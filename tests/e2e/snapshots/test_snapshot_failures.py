@@ -263,6 +263,7 @@ def packs(home: Path) -> list[Path]:
     return [path for path in (home / "environments" / "store" / "packs").rglob("*") if path.is_file()]
 
 
+@pytest.mark.long
 def test_a_snapshot_collected_from_the_store_does_not_touch_a_run_that_uses_it(
     own: Path, small: SmallEnvironment, warmed: Dialogue, where: str
 ) -> None:

@@ -49,6 +49,7 @@ def test_ranks_import_the_restored_copy(own: Path, small: SmallEnvironment, dial
     )
 
 
+@pytest.mark.long
 def test_a_file_that_git_ignores_is_said_and_its_absence_explained(own: Path, small: SmallEnvironment) -> None:
     small.write(".gitignore", "data/\n_version.py\n")
     for name in ("data", "made"):
@@ -277,6 +278,7 @@ def test_two_callers_restore_a_new_environment_once(own: Path, small: SmallEnvir
         second.close()
 
 
+@pytest.mark.long
 def test_a_caller_has_one_service_which_ends_with_it(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
     """Also where a process that the caller forked lives on."""
     line = "[os.getpid(), call(work.code), call(work.code), (child := os.fork()) or __import__('time').sleep(60)][0]"

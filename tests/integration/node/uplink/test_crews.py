@@ -170,6 +170,7 @@ def test_ranks_that_returned_wait_for_those_on_the_other_node(nodes: list[Node],
     assert first.halt is None and second.halt is None
 
 
+@pytest.mark.long
 def test_a_crew_that_is_stopped_while_it_waits_for_the_others_does_not_wait(nodes: list[Node], where: str) -> None:
     gang = order_gang(nodes[0].server, second_stays, where)
     first, second = gang.crews
@@ -179,6 +180,7 @@ def test_a_crew_that_is_stopped_while_it_waits_for_the_others_does_not_wait(node
     assert (second.reason, first.reason) == (Reason.CANCELLED, Reason.PEER_FAILED)
 
 
+@pytest.mark.long
 def test_a_stop_that_comes_after_all_have_returned_ends_no_crew(nodes: list[Node], where: str) -> None:
     """One is told by the order to stop, before anything else; the other one by an answer that says both."""
     server = nodes[0].server
@@ -239,6 +241,7 @@ def test_F18_a_lease_that_ends_in_the_meeting_ends_the_crew(nodes: list[Node], w
     assert [crew.reason for crew in gang.crews] == [Reason.NODE_PARTITIONED] * 2
 
 
+@pytest.mark.long
 def test_a_supervisor_killed_in_the_meeting_ends_both(nodes: list[Node], where: str) -> None:
     gang = order_gang(nodes[0].server, stay, where)
     gang.holds_offers = True
@@ -280,6 +283,7 @@ def test_F15_an_uplink_killed_in_the_meeting_is_not_missed(nodes: list[Node], wh
     assert [crew.reason for crew in gang.settled().crews] == [Reason.COMPLETED] * 2
 
 
+@pytest.mark.long
 def test_F15_an_uplink_killed_before_the_release_is_not_missed(nodes: list[Node], where: str) -> None:
     gang = order_gang(nodes[0].server, second_stays, where)
     gang.holds_release = True

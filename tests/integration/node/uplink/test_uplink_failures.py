@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
@@ -156,6 +157,7 @@ def test_an_attempt_that_is_over_before_it_begins_never_begins(node: Node, where
     assert not Path(where, "rank0").exists() and attempt.reports == []
 
 
+@pytest.mark.long
 def test_an_attempt_that_is_over_for_the_server_is_ended_also_when_the_uplink_is_killed_meanwhile(
     node: Node, where: str
 ) -> None:
@@ -210,6 +212,7 @@ def test_an_attempt_whose_directory_cannot_be_read_is_neither_refused_nor_starte
     assert attempt.settled().reason is Reason.COMPLETED and attempt.endings == 1
 
 
+@pytest.mark.long
 def test_an_attempt_whose_lock_cannot_be_looked_at_is_not_refused_it_may_be_running(node: Node, where: str) -> None:
     attempt = node.run(talk, where).running()
     node.uplink().kill()
@@ -256,6 +259,7 @@ def test_F18_a_node_cut_off_for_longer_than_the_grace_stops_its_ranks_by_itself(
     assert attempt.ending is None and (node.directory(attempt) / "logs" / "0.stdout").exists()
 
 
+@pytest.mark.long
 def test_F18_also_with_the_uplink_killed(node: Node, where: str) -> None:
     attempt = node.run(talk, where, partition_grace_s=5.0).running()
     rank, _ = announced(Path(where), "rank0")
@@ -266,6 +270,7 @@ def test_F18_also_with_the_uplink_killed(node: Node, where: str) -> None:
     assert attempt.reason is Reason.NODE_PARTITIONED and attempt.ending is not None and attempt.ending.began
 
 
+@pytest.mark.long
 def test_F18_a_node_that_stood_still_for_longer_than_the_grace_stops_its_ranks_when_it_goes_on(
     node: Node, where: str
 ) -> None:
@@ -366,6 +371,7 @@ def test_F43_results_that_cannot_be_sent_are_no_success_and_stay_on_the_node(ser
     assert (from_now_on.directory(attempt) / "results" / "0.pkl").stat().st_size > 1 << 20
 
 
+@pytest.mark.long
 def test_F43_a_cancel_gives_up_results_that_do_not_get_to_the_server(node: Node, where: str) -> None:
     node.server.refuse_parts = True
     attempt = node.run(large_result, where)
@@ -386,6 +392,7 @@ def test_F43_a_cancel_gives_up_results_that_do_not_get_to_the_server(node: Node,
     assert (node.directory(attempt) / "results" / "0.pkl").stat().st_size > 1 << 20
 
 
+@pytest.mark.long
 def test_F40_a_server_without_room_for_output_does_not_hold_a_run_and_is_told_what_it_lacks(
     node: Node, where: str
 ) -> None:
@@ -433,6 +440,7 @@ def test_22A8_a_killed_supervisor_is_billed_and_an_ending_once_its_ranks_are_gon
     assert attempt.facts[max(attempt.facts)] == "alive", "the server has its last sign of life"
 
 
+@pytest.mark.long
 def test_a_supervisor_killed_with_everything_else_is_an_ending_of_the_next_uplink(node: Node, where: str) -> None:
     attempt = node.run(stay, where).running()
     rank, _ = announced(Path(where), "rank0")
@@ -490,6 +498,7 @@ def test_F69_a_token_that_ended_meanwhile_is_replaced_and_the_log_goes_on(node: 
     assert b"sgpa_the_next_one" in (node.directory(attempt) / "remote.json").read_bytes()
 
 
+@pytest.mark.long
 def test_F69_a_token_that_comes_with_an_answer_is_used_and_outlives_the_uplink(node: Node, where: str) -> None:
     attempt = node.run(talk, where).running()
     attempt.next_token = "sgpa_the_next_one"

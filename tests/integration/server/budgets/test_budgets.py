@@ -498,6 +498,7 @@ def test_22D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that
     assert not any(golden("server.budgets.one-goes") in sentence for _, sentence in spent.told(second))
 
 
+@pytest.mark.long
 @pytest.mark.any_database
 def test_22D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: Spent) -> None:
     """Each would hold a minute; eight at once would close it at a fifth."""

@@ -141,6 +141,7 @@ def test_a_server_that_is_started_while_room_is_made_goes_on_with_it(world: Worl
     assert [run_id for run_id in cheap if reasons(world, run_id) != [None]] == leaving
 
 
+@pytest.mark.long
 def test_F81_a_large_gang_among_small_ones_starts_by_the_time_that_it_was_told(world: World) -> None:
     world.work = lambda start: SimulatedWork(run_s=100)
     first = [world.submit(1, timeout_s=120.0, grace_s=5.0) for _ in range(8)]
