@@ -53,7 +53,7 @@ def abnormal_end(stopped: Stopped | None) -> str:
     return ""
 
 
-class Usage(NamedTuple):
+class ZygoteUsage(NamedTuple):
     """Use of one zygote. `is_kept` is True for the zygote of an open session, which does not end."""
 
     key: Key
@@ -62,7 +62,7 @@ class Usage(NamedTuple):
     is_kept: bool = False
 
 
-def excess(zygotes: Sequence[Usage], memory_max: int) -> dict[Key, str]:
+def excess(zygotes: Sequence[ZygoteUsage], memory_max: int) -> dict[Key, str]:
     """Return the zygotes that end because there are too many or they use too much memory, with the reason.
 
     The zygote that was used last never ends for another zygote's memory. Of zygotes used at the same time, the first in

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.agent.environments import RestoredEnvironment
-from serverless_gpu.node.agent.zygote_policy import MEMORY_BYTES_MIN, MEMORY_SHARE, Usage, abnormal_end, excess
+from serverless_gpu.node.agent.zygote_policy import MEMORY_BYTES_MIN, MEMORY_SHARE, ZygoteUsage, abnormal_end, excess
 from serverless_gpu.node.agent.zygotes import Containment, Key, ProblemTaker, Zygote, ZygoteRequest, first_run, kill
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem, Stopped, ZygoteStatus
@@ -267,16 +267,16 @@ class ZygotePool:
     def _warm(self, key: Key, request: ZygoteRequest) -> Zygote:
         if key in self._zygotes:
             return self._zygotes[key]
-        self._bound(Usage(key, self._clock.boottime_ns(), 0))
+        self._bound(ZygoteUsage(key, self._clock.boottime_ns(), 0))
         zygote = self._zygotes[key] = self._spawn(request, self._preload)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
         return zygote
 
-    def _bound(self, *starting: Usage) -> None:
+    def _bound(self, *starting: ZygoteUsage) -> None:
         """End the zygotes that are too many or use too much memory. `starting` are zygotes about to start."""
         usages = [
-            Usage(key, zygote.used_ns, zygote.memory_bytes, key.elsewhere() in self._kept)
+            ZygoteUsage(key, zygote.used_ns, zygote.memory_bytes, key.elsewhere() in self._kept)
             for key, zygote in self._zygotes.items()
         ]
         for key, why in excess([*usages, *starting], self._memory_max).items():

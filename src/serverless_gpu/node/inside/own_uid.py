@@ -74,7 +74,7 @@ def _show(view: sandbox.View) -> None:
     A cover shows only the environment.
     """
     mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
-    root = sandbox.Root(view.at)
+    root = sandbox.PrivateRoot(view.at)
     for path in (*view.shown, *sandbox.interpreter_parts(view.python)):
         root.show(path)
     covers = [

@@ -44,8 +44,8 @@ from collections.abc import Callable
 
 VERSION = 9
 
-USER, SANDBOX = "user", "sandbox"
-"""Isolation levels of a principal's zygote, as in `model/isolation.py`."""
+SANDBOX = "sandbox"
+"""Isolation level `sandbox`, as in `model/isolation.py`."""
 
 # A rank answers STACK_SIGNAL and PASS_SIGNAL by writing its Python stack to the memfd STACK_FILE. A C handler answers
 # STACK_SIGNAL (SIGRTMAX-7) at any time. A Python handler answers PASS_SIGNAL when the main thread next runs Python

@@ -183,7 +183,7 @@ def enter_attempt(shared_bytes_max: int, scratch_bytes_max: int, trees: Iterable
 
 def _make_root(view: View) -> None:
     mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
-    root = Root(view.at)
+    root = PrivateRoot(view.at)
     for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *view.shown, *interpreter_parts(view.python)):
         root.show(path)
     gid = view.gid or view.uid
@@ -226,7 +226,7 @@ def _octal(match: re.Match[str]) -> str:
     return chr(int(match[1], 8))  # The kernel writes blanks in paths as octal numbers.
 
 
-class Root:
+class PrivateRoot:
     """A directory that becomes the root of a sandbox. Paths are paths in the sandbox."""
 
     def __init__(self, at: str) -> None:

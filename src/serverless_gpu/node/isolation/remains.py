@@ -32,7 +32,7 @@ class RemainKind(StrEnum):
     USER_UNIT = "user service manager"
 
 
-class Action(StrEnum):
+class RemainAction(StrEnum):
     """The sweeper's reaction to a remain."""
 
     KEEP = "keep"
@@ -52,34 +52,38 @@ class Remain(NamedTuple):
     is_removable: bool = True
 
 
-class Verdict(NamedTuple):
+class RemainVerdict(NamedTuple):
     """Reaction of the sweeper to a remain, with the sentence for operators."""
 
     remain: Remain
-    action: Action
+    action: RemainAction
     sentence: str
 
 
-def judge(remains: Iterable[Remain], owners: Mapping[int, str]) -> list[Verdict]:
+def judge(remains: Iterable[Remain], owners: Mapping[int, str]) -> list[RemainVerdict]:
     """Return a verdict for each remain. `owners` maps the uids of this node's principals to their names."""
     found = list(remains)
     busy = {each.uid for each in found if each.kind is RemainKind.PROCESS}
     return [_judge(each, owners.get(each.uid), is_busy=each.uid in busy) for each in found]
 
 
-def _judge(remain: Remain, owner: str | None, *, is_busy: bool) -> Verdict:
+def _judge(remain: Remain, owner: str | None, *, is_busy: bool) -> RemainVerdict:
     whose = f"uid {remain.uid}, which no principal has," if owner is None else f"{owner} (uid {remain.uid})"
     what = f"{remain.kind} {remain.name} of {whose}"
     match remain.kind:
         case RemainKind.PROCESS:
-            action = Action.KEEP if remain.is_expected else Action.REPORT
-            return Verdict(remain, action, f"{what} runs outside of a sandbox. End it: kill {remain.name.split()[0]}")
+            action = RemainAction.KEEP if remain.is_expected else RemainAction.REPORT
+            return RemainVerdict(
+                remain, action, f"{what} runs outside of a sandbox. End it: kill {remain.name.split()[0]}"
+            )
         case RemainKind.SCHEDULE | RemainKind.USER_UNIT:
-            return Verdict(remain, Action.REPORT, f"{what} can start processes outside of a sandbox. Remove it")
+            return RemainVerdict(
+                remain, RemainAction.REPORT, f"{what} can start processes outside of a sandbox. Remove it"
+            )
     if is_busy or remain.age_s < LEFT_S:
-        return Verdict(remain, Action.KEEP, f"{what} may be in use")
+        return RemainVerdict(remain, RemainAction.KEEP, f"{what} may be in use")
     if owner is None:
-        return Verdict(remain, Action.REPORT, f"{what} remains. Remove it, or choose another range of uids")
+        return RemainVerdict(remain, RemainAction.REPORT, f"{what} remains. Remove it, or choose another range of uids")
     if not remain.is_removable:
-        return Verdict(remain, Action.REPORT, f"{what} cannot be removed safely. Remove it")
-    return Verdict(remain, Action.REMOVE, f"{what} was left behind")
+        return RemainVerdict(remain, RemainAction.REPORT, f"{what} cannot be removed safely. Remove it")
+    return RemainVerdict(remain, RemainAction.REMOVE, f"{what} was left behind")

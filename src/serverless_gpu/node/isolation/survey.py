@@ -3,7 +3,7 @@
 Sandboxes hide the shared places of the node. Remains therefore come from runs without namespaces, from operators, or
 from an earlier use of the same uids.
 
-Failure cases: A place with too many files, or an unreadable place, is named in `Survey.unknown`. A process or a file
+Failure cases: `RemainSurvey.unknown` names a place with too many files and an unreadable place. A process or a file
 that disappears meanwhile is not in the survey.
 """
 
@@ -41,16 +41,16 @@ _DEPTH_MAX = 8
 _ANSWER_BYTES_MAX = 1 << 20
 
 
-class Survey(msgspec.Struct):
+class RemainSurvey(msgspec.Struct):
     """Everything that belongs to uids, and sentences about places that could not be looked at."""
 
     found: list[Remain] = []
     unknown: list[str] = []
 
 
-def survey(uids: Container[int], shared: Sequence[str] = SHARED_PLACES) -> Survey:
+def survey(uids: Container[int], shared: Sequence[str] = SHARED_PLACES) -> RemainSurvey:
     """Return what belongs to `uids` outside of the places that the node gave to its principals."""
-    result = Survey()
+    result = RemainSurvey()
     now_s = SystemClock().wall_ns() / 1e9
     result.found += _processes(uids)
     for place in shared:
@@ -87,7 +87,7 @@ def _processes(uids: Container[int]) -> Iterator[Remain]:
             yield Remain(RemainKind.PROCESS, found[0], name, is_expected=inner or "/serverless_gpu-" in cgroup)
 
 
-def _files(place: str, uids: Container[int], now_s: float, result: Survey) -> None:
+def _files(place: str, uids: Container[int], now_s: float, result: RemainSurvey) -> None:
     """Add the files of `uids` in a directory that all users can write, and in such directories below it."""
     left, queue = _ENTRIES_MAX, [(place, 0)]
     while queue:

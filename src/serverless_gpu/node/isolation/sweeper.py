@@ -30,7 +30,7 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.isolation.principals import MAP, PrincipalMap
-from serverless_gpu.node.isolation.remains import Action, Remain, RemainKind, judge
+from serverless_gpu.node.isolation.remains import Remain, RemainAction, RemainKind, judge
 from serverless_gpu.node.isolation.survey import SHARED_PLACES, posix_queues, survey
 
 FIRST_S, EVERY_S = 10.0, 900.0
@@ -70,9 +70,9 @@ def sweep(known: PrincipalMap, shared: Sequence[str] = SHARED_PLACES) -> SweepFi
     owners = {uid: owner for owner, uid in known.read().items()}
     removed, reported = [], []
     for verdict in judge(looked.found, owners):
-        if verdict.action is Action.REPORT:
+        if verdict.action is RemainAction.REPORT:
             reported.append(verdict.sentence)
-        elif verdict.action is Action.REMOVE:
+        elif verdict.action is RemainAction.REMOVE:
             problem = _remove(verdict.remain)
             if problem:
                 reported.append(f"{verdict.sentence}, and cannot be removed: {problem}")

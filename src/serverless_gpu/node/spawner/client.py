@@ -29,6 +29,7 @@ from serverless_gpu.node.spawner import VARIABLE, messages
 from serverless_gpu.node.spawner.verbs import RootSpawner, Spawner, ZygoteOrder, ZygoteProcess
 
 _ANSWER_S = 60.0
+_UNEXPECTED = "the node's spawner gave an answer of another kind"
 _ANSWER = msgspec.json.Decoder(messages.Answer)
 
 
@@ -172,6 +173,3 @@ class SpawnerClient:
             connection.close()
             raise
         return Channel(connection)
-
-
-_UNEXPECTED = "the node's spawner gave an answer of another kind"

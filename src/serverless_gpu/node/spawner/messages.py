@@ -17,22 +17,22 @@ from serverless_gpu.node.isolation.levels import OfferedLevel
 from serverless_gpu.node.isolation.principals import Principal
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
+class SpawnerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     """A request or an answer."""
 
 
-class AskLevel(Message, frozen=True, kw_only=True, tag="measure"):
+class AskLevel(SpawnerMessage, frozen=True, kw_only=True, tag="measure"):
     """Request for the offered level. The answer is `LevelAnswer`."""
 
 
-class AskPrincipal(Message, frozen=True, kw_only=True, tag="principal"):
+class AskPrincipal(SpawnerMessage, frozen=True, kw_only=True, tag="principal"):
     """Request for a principal, with the home directory of the node. The answer is `PrincipalAnswer`."""
 
     owner: str
     home: str
 
 
-class AskZygote(Message, frozen=True, kw_only=True, tag="zygote"):
+class AskZygote(SpawnerMessage, frozen=True, kw_only=True, tag="zygote"):
     """Request to start a zygote, with descriptors of its channel and log. The answer is `ZygoteAnswer`."""
 
     owner: str
@@ -46,7 +46,7 @@ class AskZygote(Message, frozen=True, kw_only=True, tag="zygote"):
     preload: tuple[str, ...]
 
 
-class AskEnvironment(Message, frozen=True, kw_only=True, tag="environment"):
+class AskEnvironment(SpawnerMessage, frozen=True, kw_only=True, tag="environment"):
     """Request to mount an environment. The answer is `Done` with a descriptor."""
 
     overlays: tuple[dict[str, object], ...]
@@ -62,19 +62,19 @@ class ShownFile(msgspec.Struct, frozen=True):
     owner: int | None = None
 
 
-class AskShow(Message, frozen=True, kw_only=True, tag="show"):
+class AskShow(SpawnerMessage, frozen=True, kw_only=True, tag="show"):
     """Request to mount files for a stem, with its pidfd. The answer is `Done` with a descriptor."""
 
     shown: tuple[ShownFile, ...]
 
 
-class AskHide(Message, frozen=True, kw_only=True, tag="hide"):
+class AskHide(SpawnerMessage, frozen=True, kw_only=True, tag="hide"):
     """Request to unmount the files below a directory, with a mount namespace. The answer is `Done`."""
 
     directory: str
 
 
-class AskGive(Message, frozen=True, kw_only=True, tag="give"):
+class AskGive(SpawnerMessage, frozen=True, kw_only=True, tag="give"):
     """Request to let a principal use a file or directory. The answer is `Done`."""
 
     uid: int
@@ -82,32 +82,32 @@ class AskGive(Message, frozen=True, kw_only=True, tag="give"):
     writable: bool
 
 
-class AskTake(Message, frozen=True, kw_only=True, tag="take"):
+class AskTake(SpawnerMessage, frozen=True, kw_only=True, tag="take"):
     """Request to take files back from a principal. The answer is `Done`."""
 
     uid: int
     path: str
 
 
-class AskDevices(Message, frozen=True, kw_only=True, tag="devices"):
+class AskDevices(SpawnerMessage, frozen=True, kw_only=True, tag="devices"):
     """Request to limit the devices of a cgroup. The answer is `NoteAnswer`."""
 
     cgroup: str
     nodes: tuple[str, ...]
 
 
-class AskStack(Message, frozen=True, kw_only=True, tag="stack"):
+class AskStack(SpawnerMessage, frozen=True, kw_only=True, tag="stack"):
     """Request to open the file of a rank's stack. The answer is `Done` with a descriptor."""
 
     pid: int
     number: int
 
 
-class AskKernelLog(Message, frozen=True, kw_only=True, tag="kernel_log"):
+class AskKernelLog(SpawnerMessage, frozen=True, kw_only=True, tag="kernel_log"):
     """Request to open the kernel log. The answer is `Done` with a descriptor."""
 
 
-class LevelAnswer(Message, frozen=True, kw_only=True, tag="level"):
+class LevelAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="level"):
     """The level that the node offers."""
 
     level: Level
@@ -119,29 +119,29 @@ class LevelAnswer(Message, frozen=True, kw_only=True, tag="level"):
         return OfferedLevel(self.level, self.problem)
 
 
-class PrincipalAnswer(Message, frozen=True, kw_only=True, tag="found"):
+class PrincipalAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="found"):
     """A principal of the node."""
 
     principal: Principal
 
 
-class ZygoteAnswer(Message, frozen=True, kw_only=True, tag="started"):
+class ZygoteAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="started"):
     """The pid of a started zygote."""
 
     pid: int
 
 
-class NoteAnswer(Message, frozen=True, kw_only=True, tag="note"):
+class NoteAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="note"):
     """The spawner has executed the request, with a note for the receipt, or ""."""
 
     note: str
 
 
-class Done(Message, frozen=True, kw_only=True, tag="done"):
+class Done(SpawnerMessage, frozen=True, kw_only=True, tag="done"):
     """The spawner has executed the request."""
 
 
-class Problem(Message, frozen=True, kw_only=True, tag="problem"):
+class Problem(SpawnerMessage, frozen=True, kw_only=True, tag="problem"):
     """The spawner could not or may not execute the request."""
 
     message: str

@@ -47,7 +47,7 @@ _BACKLOG = 128
 _REQUEST = msgspec.json.Decoder(messages.Request)
 
 
-class Account(NamedTuple):
+class AgentAccount(NamedTuple):
     """The account of the node's agent."""
 
     name: str
@@ -55,7 +55,7 @@ class Account(NamedTuple):
     gid: int
 
 
-def find_account(name: str) -> Account:
+def find_account(name: str) -> AgentAccount:
     """Return an account by its name or uid. Raises InvalidValue for root and for unknown accounts."""
     try:
         found = pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)
@@ -64,10 +64,10 @@ def find_account(name: str) -> Account:
         raise InvalidValue(f"this machine has no account {name!r}", hint=hint) from None
     if found.pw_uid == 0:
         raise InvalidValue("the account of the agent must not be root", hint="name another account with --account")
-    return Account(found.pw_name, found.pw_uid, found.pw_gid)
+    return AgentAccount(found.pw_name, found.pw_uid, found.pw_gid)
 
 
-def listen(path: Path, account: Account) -> socket.socket:
+def listen(path: Path, account: AgentAccount) -> socket.socket:
     """Return the listening socket, which only root and the account's group may use. Raises StorageError.
 
     A socket file of an ended spawner is replaced.
@@ -97,7 +97,7 @@ def listen(path: Path, account: Account) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, account: Account, environ: Mapping[str, str]) -> NoReturn:
+def serve(listener: socket.socket, account: AgentAccount, environ: Mapping[str, str]) -> NoReturn:
     """Serve connections until a signal ends the process."""
     workers: set[int] = set()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -127,7 +127,7 @@ def _peer(connection: socket.socket) -> int:
     return uid
 
 
-def _work(connection: socket.socket, account: Account, environ: Mapping[str, str]) -> NoReturn:
+def _work(connection: socket.socket, account: AgentAccount, environ: Mapping[str, str]) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

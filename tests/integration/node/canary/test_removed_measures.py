@@ -67,10 +67,10 @@ class System:
 sandbox.os = System()
 """
 _ALL_OF_SYS = """
-show = sandbox.Root.mount
+show = sandbox.PrivateRoot.mount
 def show_all(self, source, at, attributes, *, recursive=True):
     show(self, source, at, attributes)
-sandbox.Root.mount = show_all
+sandbox.PrivateRoot.mount = show_all
 """
 _KEEP_CAPABILITIES = """
 reduce = seal.set_capabilities

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, Stopped
-from serverless_gpu.node.agent.zygote_policy import ALL_ZYGOTES_MAX, ZYGOTES_MAX, Usage, abnormal_end, excess
+from serverless_gpu.node.agent.zygote_policy import ALL_ZYGOTES_MAX, ZYGOTES_MAX, ZygoteUsage, abnormal_end, excess
 from serverless_gpu.node.agent.zygotes import Key
 from tests.support.golden import golden
 
@@ -44,12 +44,12 @@ def test_the_reason_says_how_the_attempt_ended() -> None:
     ]
 
 
-def usage(number: int, owner: str = "", memory: int = 0, *, is_kept: bool = False) -> Usage:
+def usage(number: int, owner: str = "", memory: int = 0, *, is_kept: bool = False) -> ZygoteUsage:
     """Return the zygote that was used last but `number`."""
-    return Usage(Key(f"/python{number}", (), (), owner=owner), 1_000 - number, memory, is_kept)
+    return ZygoteUsage(Key(f"/python{number}", (), (), owner=owner), 1_000 - number, memory, is_kept)
 
 
-def ending(*zygotes: Usage) -> list[str]:
+def ending(*zygotes: ZygoteUsage) -> list[str]:
     return sorted(key.python for key in excess(zygotes, MEMORY_MAX))
 
 
@@ -68,7 +68,7 @@ def ending(*zygotes: Usage) -> list[str]:
         ([usage(0, "a", 1_001), usage(1, "b", 900)], ["/python0"]),
     ],
 )
-def test_the_least_recently_used_zygotes_end(zygotes: list[Usage], expected: list[str]) -> None:
+def test_the_least_recently_used_zygotes_end(zygotes: list[ZygoteUsage], expected: list[str]) -> None:
     assert ending(*zygotes) == ending(*reversed(zygotes)) == expected
 
 

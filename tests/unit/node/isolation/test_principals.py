@@ -12,7 +12,7 @@ from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER
 from serverless_gpu.node.isolation.principals import PLACE, RANGE, UIDS, Principals, free_uid, uid_range
 from serverless_gpu.node.isolation.remains import Remain, RemainKind
-from serverless_gpu.node.isolation.survey import Survey
+from serverless_gpu.node.isolation.survey import RemainSurvey
 from tests.support.golden import golden
 
 
@@ -20,7 +20,7 @@ from tests.support.golden import golden
 def own_uids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all homes belong to the user of the test, who may not be root, and nothing else to the uids."""
     monkeypatch.setattr(os, "chown", lambda path, uid, gid: None)
-    monkeypatch.setattr("serverless_gpu.node.isolation.principals.survey", lambda uids: Survey())
+    monkeypatch.setattr("serverless_gpu.node.isolation.principals.survey", lambda uids: RemainSurvey())
 
 
 def of(place: Path, uids: str = "5000-5002") -> Principals:
@@ -38,7 +38,7 @@ def test_27_a_uid_to_which_something_belongs_goes_to_no_new_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Remain(RemainKind.PROCESS, 5000, "7 (sleep)")
-    monkeypatch.setattr("serverless_gpu.node.isolation.principals.survey", lambda uids: Survey([process]))
+    monkeypatch.setattr("serverless_gpu.node.isolation.principals.survey", lambda uids: RemainSurvey([process]))
     (tmp_path / "5001").mkdir()
     assert of(tmp_path).of("alice").uid == 5002
     assert of(tmp_path).of("alice").uid == 5002

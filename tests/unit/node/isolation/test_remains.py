@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from serverless_gpu.node.isolation.remains import LEFT_S, Action, Remain, RemainKind, judge
+from serverless_gpu.node.isolation.remains import LEFT_S, Remain, RemainAction, RemainKind, judge
 from tests.support.golden import golden
 
 OWNERS = {5000: "ana of s"}
@@ -20,17 +20,17 @@ OLD, YOUNG = LEFT_S, LEFT_S - 1
 @pytest.mark.parametrize(
     ("uid", "age_s", "is_busy", "is_removable", "action"),
     [
-        (5000, OLD, False, True, Action.REMOVE),
-        (5000, OLD, False, False, Action.REPORT),
-        (5000, OLD, True, True, Action.KEEP),
-        (5000, YOUNG, False, True, Action.KEEP),
-        (5001, OLD, False, True, Action.REPORT),
-        (5001, OLD, True, True, Action.KEEP),
-        (5001, YOUNG, False, True, Action.KEEP),
+        (5000, OLD, False, True, RemainAction.REMOVE),
+        (5000, OLD, False, False, RemainAction.REPORT),
+        (5000, OLD, True, True, RemainAction.KEEP),
+        (5000, YOUNG, False, True, RemainAction.KEEP),
+        (5001, OLD, False, True, RemainAction.REPORT),
+        (5001, OLD, True, True, RemainAction.KEEP),
+        (5001, YOUNG, False, True, RemainAction.KEEP),
     ],
 )
 def test_a_thing_is_removed_only_if_it_certainly_is_of_an_ended_attempt(
-    kind: RemainKind, uid: int, age_s: float, is_busy: bool, is_removable: bool, action: Action
+    kind: RemainKind, uid: int, age_s: float, is_busy: bool, is_removable: bool, action: RemainAction
 ) -> None:
     thing = Remain(kind, uid, "x", age_s, is_removable=is_removable)
     process = Remain(RemainKind.PROCESS, uid if is_busy else 5999, "7 (sleep)", is_expected=True)
@@ -41,7 +41,9 @@ def test_every_kind_has_a_verdict_and_processes_and_schedules_are_never_removed(
     for kind, uid, expected in itertools.product(RemainKind, (5000, 5001), (False, True)):
         (verdict,) = judge([Remain(kind, uid, "7 (x)", OLD, is_expected=expected)], OWNERS)
         if kind not in THINGS:
-            assert verdict.action is (Action.KEEP if expected and kind is RemainKind.PROCESS else Action.REPORT)
+            assert verdict.action is (
+                RemainAction.KEEP if expected and kind is RemainKind.PROCESS else RemainAction.REPORT
+            )
 
 
 def test_a_finding_names_the_thing_its_owner_and_the_remedy() -> None:

@@ -12,7 +12,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.shmat.restype = ctypes.c_long
 
 
-class Unavailable(Exception):
+class NoTarget(Exception):
     """The node has no target for an attempt."""
 
 
@@ -23,17 +23,17 @@ class Targets:
         self._found = found
 
     def text(self, name: str) -> str:
-        """Return a target, such as a path. Raises Unavailable."""
+        """Return a target, such as a path. Raises NoTarget."""
         found = self._found.get(name)
         if not isinstance(found, str) or not found:
-            raise Unavailable(f"the node has no target {name!r}")
+            raise NoTarget(f"the node has no target {name!r}")
         return found
 
     def number(self, name: str) -> int:
-        """Return a target that is a number, such as a pid. Raises Unavailable."""
+        """Return a target that is a number, such as a pid. Raises NoTarget."""
         found = self._found.get(name)
         if not isinstance(found, int) or found <= 0:
-            raise Unavailable(f"the node has no target {name!r}")
+            raise NoTarget(f"the node has no target {name!r}")
         return found
 
     def optional_number(self, name: str) -> int:
@@ -42,15 +42,15 @@ class Targets:
         return found if isinstance(found, int) else 0
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of targets. Raises Unavailable for an empty list."""
+        """Return a list of targets. Raises NoTarget for an empty list."""
         found = self._found.get(name)
         if not isinstance(found, list) or not found:
-            raise Unavailable(f"the node has no target {name!r}")
+            raise NoTarget(f"the node has no target {name!r}")
         return [str(each) for each in found]
 
 
 Attempt = Callable[[Targets], None]
-"""Returns if the attempt succeeds. Raises OSError if the machine refuses it, or Unavailable without a target."""
+"""Returns if the attempt succeeds. Raises OSError if the machine refuses it, or NoTarget without a target."""
 
 # Numbers of system calls on x86_64 and aarch64.
 _NUMBERS = {
@@ -75,10 +75,10 @@ _MACHINES = ("x86_64", "aarch64")
 
 
 def system_call(name: str, *arguments: object) -> int:
-    """Call the kernel. Return the result, which is negative after a failure. Raises Unavailable."""
+    """Call the kernel. Return the result, which is negative after a failure. Raises NoTarget."""
     machine = platform.machine()
     if machine not in _MACHINES:
-        raise Unavailable(f"the system calls of the processor {machine} are not known")
+        raise NoTarget(f"the system calls of the processor {machine} are not known")
     return int(libc.syscall(_NUMBERS[name][_MACHINES.index(machine)], *arguments))
 
 

@@ -14,7 +14,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 
-from .base import Attempt, Targets, Unavailable, check, libc, open_for_writing, read_byte, system_call, try_each
+from .base import Attempt, NoTarget, Targets, check, libc, open_for_writing, read_byte, system_call, try_each
 
 _NAMESPACES = {"user": 0x10000000, "mount": 0x20000, "pid": 0x20000000, "net": 0x40000000}
 _MS_NODEV_NOSUID_NOEXEC = 0x2 | 0x4 | 0x8
@@ -104,7 +104,7 @@ def _setuid_program(_: Targets) -> None:
     paths = [f"{place}/{name}" for name in _SETUID_PROGRAMS for place in _SETUID_PLACES]
     found = [path for path in paths if _is_setuid(path)]
     if not found:
-        raise Unavailable("the machine has no setuid program")
+        raise NoTarget("the machine has no setuid program")
     kept_in, _kept_out = os.pipe()  # The program waits for a password until this process ends.
     pid = os.fork()
     if pid == 0:
@@ -207,7 +207,7 @@ def _read_cgroup(targets: Targets) -> None:
 def _port_rights(_: Targets) -> None:
     """Reach the processor's I/O ports (x86 only)."""
     if platform.machine() != "x86_64":
-        raise Unavailable("only x86 has I/O ports")
+        raise NoTarget("only x86 has I/O ports")
     check(libc.ioperm(0x80, 1, 1))
 
 

@@ -9,7 +9,7 @@ import os
 import resource
 from collections.abc import Callable, Mapping
 
-from .base import Attempt, Targets, Unavailable, check, libc, read_byte, system_call
+from .base import Attempt, NoTarget, Targets, check, libc, read_byte, system_call
 
 _PTRACE_DETACH, _PTRACE_SEIZE = 17, 0x4206
 _CLONE_NEWNS = 0x20000
@@ -112,7 +112,7 @@ def _trace_stem(targets: Targets) -> None:
             break
         pid = int(fields["PPid"])
     if pid == 0:
-        raise Unavailable("no process above this process is a stem")
+        raise NoTarget("no process above this process is a stem")
     _trace(pid)
 
 

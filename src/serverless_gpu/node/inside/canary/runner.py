@@ -15,7 +15,7 @@ import select
 import signal
 
 from . import communication, exhaustion, files, kernel, leftovers, network, processes
-from .base import Attempt, Targets, Unavailable
+from .base import Attempt, NoTarget, Targets
 
 ATTEMPTS: dict[str, Attempt] = {
     **files.ATTEMPTS,
@@ -77,7 +77,7 @@ def _try(attempt: Attempt, targets: Targets) -> tuple[str, str]:
 def _outcome(attempt: Attempt, targets: Targets) -> str:
     try:
         attempt(targets)
-    except Unavailable as error:
+    except NoTarget as error:
         return f"{NO_TARGET} {error}"
     except OSError as error:
         return f"{REFUSED} {type(error).__name__}: {error.strerror or error}"
