@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from serverless_gpu.server.composition import all_routes
+from serverless_gpu.server.composition import api_routes
 from serverless_gpu.server.http.openapi import document
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"
 
 def text() -> str:
     """Return the expected text of the page."""
-    return json.dumps(document(all_routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(document(api_routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def main() -> int:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from serverless_gpu.server.identity.uid_sharing import Exposure
     from serverless_gpu.server.process import UvicornServer
 
-_NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client", "jinja2")
 _LOOK_S = 0.5
 _HOME_REASON = "the server stores its files in the home directory"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -116,6 +116,8 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 )
 @click.option("--mlflow-url", metavar="URL", help="MLflow address for other machines, such as a proxy address.")
 @click.option("--webhook", metavar="URL", help="URL that receives budget notices and alarms.")
+@click.option("--ui/--no-ui", default=None, help="Serve web pages (default).")
+@click.option("--path-prefix", metavar="PATH", help="Path below which a proxy serves this server, such as /gpu.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),

@@ -35,11 +35,12 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
-from serverless_gpu.server.http.auth_middleware import Authenticate, AuthMiddleware, Reach
+from serverless_gpu.server.http.auth_middleware import Authenticate, Authenticator, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
-from serverless_gpu.server.http.routing import Route, Routes
-from serverless_gpu.server.identity import principal_service
+from serverless_gpu.server.http.routing import JSON_API, Route, Routes
+from serverless_gpu.server.identity import principal_service, session_service
 from serverless_gpu.server.identity.principal_service import PrincipalService
+from serverless_gpu.server.identity.session_service import SessionService
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
@@ -79,7 +80,9 @@ from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import EnvironmentStore
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
-from serverless_gpu.wire.base import API
+from serverless_gpu.server.web import pages
+from serverless_gpu.server.web.api_calls import ApiCalls
+from serverless_gpu.server.web.site import Site
 from serverless_gpu.wire.nodes import RayPool
 
 T = TypeVar("T")
@@ -153,6 +156,8 @@ class Services(ServerResources):
     principals: PrincipalService
     owner_suspension: OwnerSuspension
     secrets: SecretService
+    sessions: SessionService
+    authenticator: Authenticator
 
     # Nodes and pools
     node_admission: NodeAdmission
@@ -183,6 +188,10 @@ class Services(ServerResources):
     estimates: EstimateService
     queue_views: QueueViews
     run_queries: RunQueries
+
+    # Web pages
+    api_calls: ApiCalls
+    site: Site
 
     def make(self, kind: Callable[..., T], **own: object) -> T:
         """Build an unshared component, such as a loop. `own` contains additional constructor arguments."""
@@ -255,13 +264,19 @@ ROUTES: tuple[Routes, ...] = (
     run_service.routes,
     secrets.routes,
     server_status.routes,
+    session_service.routes,
     usage_reports.routes,
 )
-"""Routes of all modules. Add each new route module to this list."""
+"""Routes of the JSON API. Add each new route module to this list."""
 
 
 def all_routes() -> list[Route]:
     """Return every route of the server."""
+    return [route for routes in (*ROUTES, *pages.ROUTES) for route in routes.all]
+
+
+def api_routes() -> list[Route]:
+    """Return the routes of the JSON API."""
     return [route for routes in ROUTES for route in routes.all]
 
 
@@ -269,7 +284,7 @@ def application(routes: Sequence[Route]) -> Starlette:
     """Return the ASGI application without middleware."""
     declared = []
     for route in routes:
-        served = starlette.routing.Route(API + route.path, route.serve, methods=[route.method])
+        served = starlette.routing.Route(route.full_path, route.serve, methods=[route.method])
         # Starlette adds HEAD to GET routes, but `AuthMiddleware` knows only the declared methods.
         served.methods = {route.method}
         declared.append(served)
@@ -287,10 +302,18 @@ def guarded(
     hosts: Sequence[str],
     authenticate: Authenticate,
     reach: Reach,
+    authenticate_session: Authenticate | None = None,
     proxies: tuple[str, ...] = (),
+    base: str = "",
 ) -> AccessLogMiddleware:
-    """Return the application behind the access log, proxy and authentication middleware."""
-    routes = [route.bound(provided) for route in all_routes()]
+    """Return the application behind the access log, proxy and authentication middleware.
+
+    Without `authenticate_session`, the application serves no web pages.
+    """
+    routes = [route.bound(provided) for route in all_routes() if authenticate_session or route.mount is JSON_API]
+    api_calls = provided[ApiCalls]
+    assert isinstance(api_calls, ApiCalls)
+    api_calls.bind(routes)
     authenticated = AuthMiddleware(
         application(routes),
         clock=clock,
@@ -299,5 +322,7 @@ def guarded(
         hosts=hosts,
         authenticate=authenticate,
         reach=reach,
+        authenticate_session=authenticate_session,
+        base=base,
     )
     return AccessLogMiddleware(ProxyMiddleware(authenticated, hub=hub, proxies=proxies), measures=measures, clock=clock)

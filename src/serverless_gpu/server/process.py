@@ -272,7 +272,9 @@ def serve(
                 hosts=(*LOOPBACK, *host_names(settings, certificate.in_use.names if certificate else ())),
                 authenticate=assembly.authenticator.authenticate,
                 reach=assembly.authenticator.reach,
+                authenticate_session=assembly.authenticator.authenticate_session if settings.ui else None,
                 proxies=settings.behind_proxy,
+                base=settings.path_prefix,
             )
             running = UvicornServer(
                 _configuration(app),

@@ -226,7 +226,7 @@ def assembled(
         yield AssembledServer(
             leader_lock=database.leader_lock,
             services=services,
-            authenticator=Authenticator(database, clock=clock, keys=keys),
+            authenticator=services.authenticator,
             tokens=tokens,
             warnings=warnings,
         )

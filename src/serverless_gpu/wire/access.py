@@ -164,6 +164,49 @@ class TokenList(Answer, frozen=True, kw_only=True):
     tokens: tuple[TokenView, ...]
 
 
+class SignInLink(Answer, frozen=True, kw_only=True):
+    """A link that signs its first user in to the web pages, as the caller.
+
+    Attributes:
+        path: path and query of the link, below the server's address.
+        expires_ns: end of the link's validity, nanoseconds since 1970.
+    """
+
+    path: str
+    expires_ns: int
+
+
+class SessionOrigin(Answer, frozen=True, kw_only=True):
+    """The way, the browser and the address with which a session began.
+
+    Attributes:
+        method: link, password, or the name of an identity provider.
+        browser: text of the browser's `User-Agent` header, shortened.
+        address: network address of the browser.
+    """
+
+    method: str
+    browser: str = ""
+    address: str = ""
+
+
+class SessionView(Answer, frozen=True, kw_only=True):
+    """An open session of a browser."""
+
+    id: str
+    principal: str
+    origin: SessionOrigin
+    created_ns: int
+    expires_ns: int
+    used_ns: int | None
+
+
+class SessionList(Answer, frozen=True, kw_only=True):
+    """A list of open sessions, newest first."""
+
+    sessions: tuple[SessionView, ...]
+
+
 class SecretRequest(Request, frozen=True, kw_only=True):
     """Set a secret.
 

@@ -15,7 +15,7 @@ from serverless_gpu.model.telemetry import Header, Sample
 from serverless_gpu.node.base.protocol import PROTOCOL as NODE_PROTOCOL
 from serverless_gpu.node.base.protocol import AnyMessage
 from serverless_gpu.node.inside.protocol import VERSION as RANKS_PROTOCOL
-from serverless_gpu.server.composition import all_routes
+from serverless_gpu.server.composition import api_routes
 from serverless_gpu.server.http.openapi import document
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 
@@ -49,4 +49,4 @@ STORED = {
 
 def openapi() -> dict[str, object]:
     """Return the description of the server's routes."""
-    return document(all_routes())
+    return document(api_routes())

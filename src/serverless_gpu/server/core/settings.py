@@ -70,6 +70,7 @@ _NEVER = "never"
 _USUAL = QueuePolicy()
 _DEFAULT = "default"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # Matches passwords and other secrets in URLs.
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
@@ -134,6 +135,8 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mlflow_store: str = ""
     mlflow_url: str = ""
     webhook: str = ""
+    ui: bool = True
+    path_prefix: Annotated[str, msgspec.Meta(max_length=200)] = ""
     queue_half_life: str = _typed(_USUAL.half_life_s)
     queue_entry_penalty: str = _typed(_USUAL.entry_penalty_s)
     queue_reservations: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.reservations
@@ -181,6 +184,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         mlflow_store: url or path of the MLflow store; "" for the MLflow store in the home.
         mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback.
         webhook: URL to which the server posts notices of budgets and alarms; "" for none.
+        ui: True if the server serves web pages.
+        path_prefix: path below which a proxy serves this server, such as "/gpu"; "" for the root.
         stopping_s: time for running requests to finish when the server stops. A stopping server refuses new requests.
         queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
     """
@@ -217,6 +222,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mlflow_store: str = ""
     mlflow_url: str = ""
     webhook: str = ""
+    ui: bool = True
+    path_prefix: str = ""
     stopping_s: float = 30.0
     queue: QueuePolicy = _USUAL
 
@@ -291,6 +298,8 @@ def read_settings(
         mlflow_store=str(Path(store).absolute()) if store and ":" not in store else store,
         mlflow_url=checked.mlflow_url(merged),
         webhook=checked.webhook(merged),
+        ui=merged.ui,
+        path_prefix=checked.path_prefix(merged),
         stopping_s=checked.stop_within_s(merged),
         queue=checked.queue(merged),
     )
@@ -415,6 +424,13 @@ class _Checked:
     def max_run_s(self, said: _Options) -> float | None:
         limit_s = self._duration_or_never("max_run", said.max_run, 1.0)
         return None if math.isinf(limit_s) else limit_s
+
+    def path_prefix(self, said: _Options) -> str:
+        prefix = said.path_prefix.rstrip("/")
+        if prefix and not _PATH.fullmatch(prefix):
+            origin = self._origins.get("path_prefix", _DEFAULT)
+            raise InvalidOption(f"{origin}: {prefix!r} is not a path prefix", hint="write a path like /gpu")
+        return prefix
 
     def stop_within_s(self, said: _Options) -> float:
         return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)

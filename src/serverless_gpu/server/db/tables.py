@@ -61,6 +61,10 @@ tokens = sa.Table(
     sa.Column("revoked_ns", sa.BigInteger),
     sa.Column("used_ns", sa.BigInteger),  # Time of the token's last use, updated at most once per minute.
     sa.Column("renews", sa.Boolean),  # True if each use extends the token's validity.
+    # Kind of the token: NULL for a token of the API, "session" for a browser's session.
+    sa.Column("kind", sa.String(16)),
+    # How and where a session began: the way of signing in, the browser and the address, as JSON; NULL for API tokens.
+    sa.Column("origin_json", sa.Text),
 )
 
 pools = sa.Table(

@@ -8,8 +8,8 @@ The order of the checks matters. The Host check refuses requests from foreign we
 Callers without a token cannot learn which paths exist. The server reads a request body only after authorizing the
 caller. The request body must have the route's content type and must not exceed the route's size limit.
 
-`PUBLIC_ROUTES` lists all routes that need no token. The server does not start if `PUBLIC_ROUTES` differs from the
-routes declared with `needs=PUBLIC`. The authentication middleware refuses WebSocket connections.
+`PUBLIC_ROUTES` and `PUBLIC_PAGES` list all routes that need no token. The server does not start if the lists differ
+from the routes declared with `needs=PUBLIC`. The authentication middleware refuses WebSocket connections.
 
 The authentication middleware stores the route and the caller in the request's ASGI scope. A route serves only requests
 that the middleware admitted for exactly this route. If middleware and application parse a path differently, the server
@@ -19,12 +19,14 @@ therefore refuses the request.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
+import sqlalchemy as sa
 from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.routing import compile_path
@@ -49,20 +51,27 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import (
     ANY_CALLER,
     ATTEMPT,
+    BASE,
     CALL,
+    JSON_API,
     PROOF,
     PUBLIC,
     ROUTE,
     Call,
+    Mount,
     Need,
     Route,
-    problem_response,
     writing,
 )
 from serverless_gpu.server.records import principals
 from serverless_gpu.wire.base import API
 
 PUBLIC_ROUTES = frozenset({("GET", f"{API}/health"), ("GET", f"{API}/version")})
+PUBLIC_PAGES = frozenset(
+    {("GET", "/"), ("GET", "/ui/assets/{digest}/{name}"), ("GET", "/ui/sign-in"), ("POST", "/ui/sign-in")}
+)
+COOKIE = "sgpu_session"
+"""Cookie with the secret of a session."""
 HEADERS_MAX = 100
 HEADER_BYTES_MAX = 32 << 10
 PATH_BYTES_MAX = 4 << 10
@@ -114,18 +123,22 @@ class AuthMiddleware:
         hosts: Sequence[str],
         authenticate: Authenticate,
         reach: Reach,
+        authenticate_session: Authenticate | None = None,
+        base: str = "",
     ) -> None:
-        public = {(route.method, API + route.path) for route in routes if route.needs == PUBLIC}
-        if public != PUBLIC_ROUTES:
-            raise ServerProblem(
-                f"the declared public routes differ from PUBLIC_ROUTES: {sorted(public ^ PUBLIC_ROUTES)}"
-            )
+        public = {(route.method, route.full_path) for route in routes if route.needs == PUBLIC}
+        if not PUBLIC_ROUTES <= public <= PUBLIC_ROUTES | PUBLIC_PAGES:
+            named = sorted((public | PUBLIC_ROUTES) - (public & (PUBLIC_ROUTES | PUBLIC_PAGES)))
+            raise ServerProblem(f"the declared public routes differ from PUBLIC_ROUTES: {named}")
         self._app = app
         self._clock = clock
         self._measures = measures
         self._hosts = frozenset(host.lower() for host in hosts)
         self._authenticate = authenticate
+        self._authenticate_session = authenticate_session or _refuse_session
         self._reach = reach
+        self._base = base
+        self._mounts = sorted({route.mount for route in routes}, key=lambda mount: len(mount.prefix), reverse=True)
         self._table = _Table(routes)
         self._asking = CapacityLimiter(AUTHENTICATING_MAX)
 
@@ -142,10 +155,14 @@ class AuthMiddleware:
         return Call(route, who, reach, clock=self._clock, measures=self._measures)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[BASE] = self._base
+        if self._base and scope["path"].startswith(f"{self._base}/"):
+            scope["path"] = scope["path"][len(self._base) :]
+        mount = self._mount_of(scope["path"])
         try:
-            call = await self._admitted(scope)
+            call = await self._admitted(scope, mount)
         except ServerlessGpuError as error:
-            answer = problem_response(error, close=_has_body(scope))
+            answer = mount.respond(error, scope, _has_body(scope))
             if isinstance(error, WrongMethod):
                 answer.headers["Allow"] = error.possible
             await answer(scope, receive, send)
@@ -153,16 +170,25 @@ class AuthMiddleware:
         scope[CALL] = call
         await self._app(scope, _Bounded(receive, call.route.limit).receive, send)
 
-    async def _admitted(self, scope: Scope) -> Call:
+    def _mount_of(self, path: str) -> Mount:
+        matching = (mount for mount in self._mounts if path == mount.prefix or path.startswith(f"{mount.prefix}/"))
+        return next((mount for mount in matching if mount.prefix), JSON_API)
+
+    async def _admitted(self, scope: Scope, mount: Mount) -> Call:
         request = HttpRequest(scope)
         _check_bounds(scope)
         self._check_host(request)
+        if mount.session and scope["method"] != "GET" and not request.headers.get("origin"):
+            # All browsers send the header with a form. It shows that a page of this server contains the form.
+            raise NotAllowed("the request does not name the page that sent it", hint="use a current browser")
         routes = self._table.find(scope["path"])
         route = routes.get(scope["method"])
         if route is not None and route.needs == PUBLIC:
+            _check_body(request, route)
             return self._call(route, ANONYMOUS, "none")
-        token = _token(request)
-        who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
+        token = _session(request) if mount.session else _token(request)
+        authenticate = self._authenticate_session if mount.session else self._authenticate
+        who = await to_thread.run_sync(authenticate, token, limiter=self._asking)
         server_log.note(principal=who.name)
         if not routes:
             raise NotFound(
@@ -172,9 +198,10 @@ class AuthMiddleware:
             raise WrongMethod(scope["method"], routes)
         scope[ROUTE] = route  # The access log needs the route even if the middleware refuses the caller.
         call = self._call(route, who, self._reach_of(who, route, scope["path"]))
+        call.csrf = csrf_token(token) if mount.session else ""
 
         def admit_again() -> None:
-            call.who = self._authenticate(token)
+            call.who = authenticate(token)
             call.reach = self._reach_of(call.who, route, scope["path"])
 
         call.again = admit_again
@@ -226,7 +253,7 @@ class _Table:
         self._fixed: dict[str, dict[str, Route]] = {}
         patterns: dict[str, tuple[re.Pattern[str], dict[str, Route]]] = {}
         for route in routes:
-            path = API + route.path
+            path = route.full_path
             if "{" not in path:
                 self._fixed.setdefault(path, {})[route.method] = route
                 continue
@@ -299,6 +326,22 @@ def _token(request: HttpRequest) -> str:
     return token
 
 
+def _session(request: HttpRequest) -> str:
+    secret = request.cookies.get(COOKIE, "")
+    if not secret or len(secret) > TOKEN_CHARACTERS_MAX or not secret.isascii():
+        raise NotAuthenticated("you are not signed in", hint="sign in")
+    return secret
+
+
+def _refuse_session(_secret: str) -> Caller:
+    raise NotAuthenticated("this server has no web pages")
+
+
+def csrf_token(secret: str) -> str:
+    """Return the token that forms of a session must contain. Other sites cannot compute the token."""
+    return hashlib.sha256(f"csrf {secret}".encode()).hexdigest()
+
+
 def _check_body(request: HttpRequest, route: Route) -> None:
     if not route.content_type:
         if _has_body(request.scope):
@@ -339,10 +382,19 @@ class Authenticator:
 
     def authenticate(self, secret: str) -> Caller:
         """Return the caller of a token (blocking)."""
-        now_ns = self._clock.wall_ns()
-        who = self._database.read(
-            lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
+        return self._noted_caller(
+            lambda connection, now_ns: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
         )
+
+    def authenticate_session(self, secret: str) -> Caller:
+        """Return the caller of a browser's session (blocking)."""
+        return self._noted_caller(
+            lambda connection, now_ns: principals.authenticate_session(connection, secret, now_ns=now_ns)
+        )
+
+    def _noted_caller(self, find: Callable[[sa.Connection, int], Caller]) -> Caller:
+        now_ns = self._clock.wall_ns()
+        who = self._database.read(lambda connection: find(connection, now_ns))
         if who.token_id and self._is_due(who.token_id):
             try:
                 self._database.write(lambda connection: principals.note_use(connection, [who.token_id], now_ns=now_ns))

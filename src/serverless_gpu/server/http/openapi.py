@@ -17,7 +17,7 @@ from starlette.routing import compile_path
 
 from serverless_gpu.server.http.routing import EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.base import API, Problem
+from serverless_gpu.wire.base import Problem
 
 _REFERENCE = "#/components/schemas/{name}"
 _BINARY = {"type": "string", "format": "binary"}
@@ -37,7 +37,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     by_type = dict(zip(unique, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        path = compile_path(API + route.path)[1]
+        path = compile_path(route.full_path)[1]
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_type)
     return {
         "openapi": "3.1.0",

@@ -36,6 +36,18 @@ A handler returns a `wire` struct (200), `None` (204), `Stream` (server-sent eve
 response. Exceptions of `errors.py` become a `wire.base.Problem` with the status of their class. The server logs any
 other exception and answers with status 500. Raise `NotFound` for objects that the caller may not see.
 
+A `Mount` groups routes with one path prefix: the JSON API below `/api/v1`, and the web pages below `/ui`. The mount
+decides how a caller proves its identity and in which form the caller receives errors. A web page's handler returns a
+`Renders` object, and takes a `Form` as its body:
+
+    routes = Routes("web", mount=WEB)
+
+    class CancelForm(Form, frozen=True, kw_only=True):
+        reason: str = ""
+
+    @routes.post("/runs/{run}/cancel", needs=writing("runs"))
+    def cancel(call: Call, api: ApiCalls, run: str, body: CancelForm) -> Redirect: ...
+
 `needs` names the access requirement that `AuthMiddleware` checks before reading the body:
 
     reading(noun), writing(noun)   access to a resource of `model.access_control`
@@ -51,6 +63,7 @@ The handler itself must check that the requested object is within the caller's r
 
 from __future__ import annotations
 
+import hmac
 import inspect
 import itertools
 import logging
@@ -58,17 +71,20 @@ import re
 import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from anyio import to_thread
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
 
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.errors import (
     InvalidValue,
     NoSuitableNode,
+    NotAllowed,
     NotAuthenticated,
     ServerlessGpuError,
     ServerProblem,
@@ -78,7 +94,7 @@ from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_metrics import ServerMetrics
-from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL, Problem, ShortageView
+from serverless_gpu.wire.base import API, BODY_BYTES_MAX, PROTOCOL, Problem, ShortageView
 
 RETRY_AFTER_S = 1
 
@@ -89,13 +105,20 @@ CALL = "sgpu.call"
 """ASGI scope key under which `AuthMiddleware` stores the `Call`."""
 ROUTE = "sgpu.route"
 """ASGI scope key of the requested route, set after the caller's authentication."""
+BASE = "sgpu.base"
+"""ASGI scope key of the path prefix under which a proxy serves this server, or ""."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
+FORM_FIELDS_MAX = 200
+FORM_BYTES_MAX = 256 << 10
 LOOP_BYTES_MAX = 64 << 10
 """Maximum body size in bytes that the event loop decodes without a thread."""
 CHECKED_S = 10.0
 """Seconds between two authorizations of a stream's reader."""
 EVENTS = "text/event-stream"
+FORM = "application/x-www-form-urlencoded"
+CSRF = "csrf"
+"""Field of a form, and suffix of a header, that contains the session's CSRF token."""
 _PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 Reader = Callable[[int, int], Iterator[bytes]]
@@ -164,6 +187,41 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base class of query parameters."""
 
 
+class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base class of the bodies that HTML forms send. A field with a tuple type accepts repeated names."""
+
+
+Respond = Callable[[ServerlessGpuError, Scope, bool], Response]
+"""Returns the response for an error to a request. The last argument is True if the connection must end."""
+
+
+class Mount(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A group of routes with one path prefix.
+
+    Attributes:
+        prefix: path prefix of the routes.
+        session: True if a cookie with a session identifies callers, False if a token in a header does.
+        respond: returns the response for an error.
+        headers: headers that the server adds to every response.
+    """
+
+    prefix: str
+    session: bool = False
+    respond: Respond
+    headers: typing.Mapping[str, str] = {}
+
+
+JSON_API = Mount(prefix=API, respond=lambda error, _scope, close: problem_response(error, close=close))
+
+
+class Renders(typing.Protocol):
+    """A handler's result that makes its response from the call, such as a stream or a web page."""
+
+    def response(self, call: Call) -> Response:
+        """Return the HTTP response."""
+        ...
+
+
 class Call:
     """An admitted request.
 
@@ -175,6 +233,9 @@ class Call:
         again: authorizes the caller again and updates `who` and `reach`. Blocks, and can raise `NotAuthenticated` or
             `NotAllowed`.
         look: check that the server repeats during a stream. Raises `NotFound` once the caller may not see the object.
+        scope: ASGI scope of the request.
+        csrf: token that forms of the caller's session must contain; "" without a session.
+        again_answer: calls the handler with the same arguments again, for a live page.
     """
 
     def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: ServerMetrics) -> None:
@@ -186,6 +247,9 @@ class Call:
         self.headers: typing.Mapping[str, str] = {}
         self.again: Callable[[], object] = lambda: None
         self.look: Callable[[], object] = lambda: None
+        self.scope: Scope = {}
+        self.csrf = ""
+        self.again_answer: Callable[[], object] = lambda: None
 
     def check(self) -> None:
         """Authorize the caller again, and raise an error if the caller has lost access."""
@@ -218,15 +282,19 @@ class Incoming:
 
 
 class Stream(Generic[T]):
-    """HTTP response with server-sent events, which contain one JSON object each.
+    """HTTP response with server-sent events, which contain one JSON object each, or text from another `encode`.
 
     `source` yields messages, and None as a keep-alive. `source` must end soon after the hub is closed. The server
     closes `source` when the reader disconnects or loses access. The server checks the reader's access every ten
     seconds.
     """
 
-    def __init__(self, source: AsyncIterator[T | None]) -> None:
+    def __init__(
+        self, source: AsyncIterator[T | None], *, encode: Callable[[T], bytes] = msgspec.json.encode, idle: bytes = b":"
+    ) -> None:
         self._source = source
+        self._encode = encode
+        self._idle = idle + b"\n\n"
 
     def response(self, call: Call) -> Response:
         """Return the event stream as an ASGI response."""
@@ -244,7 +312,7 @@ class Stream(Generic[T]):
                 if clock.boottime_ns() - checked_ns > CHECKED_S * 1e9:
                     await call.in_thread(call.check)
                     checked_ns = clock.boottime_ns()
-                yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
+                yield self._idle if message is None else b"data: " + self._encode(message) + b"\n\n"
         except ServerProblem as error:
             # The caller has lost access, or the database is unreachable. The reader receives the error only after a
             # reconnect, because the server has already sent the status.
@@ -257,11 +325,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One declared route.
 
     Attributes:
+        mount: group of the route.
         services: classes of the services that the handler needs, by parameter.
         arguments: the services themselves, once the route is bound to an application.
     """
 
     method: str
+    mount: Mount = JSON_API
     path: str
     needs: Need
     tag: str
@@ -275,10 +345,22 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     answer: Any = None
 
     @property
+    def full_path(self) -> str:
+        """Return the path with the prefix of the mount."""
+        return self.mount.prefix + self.path
+
+    @property
+    def is_form(self) -> bool:
+        """Return True if an HTML form sends the body."""
+        return inspect.isclass(self.body) and issubclass(self.body, Form)
+
+    @property
     def content_type(self) -> str:
         """Return the body's required content type, or "" for a route without a body."""
         if self.body is None:
             return ""
+        if self.is_form:
+            return FORM
         return BYTES if self.body in (bytes, Incoming) else JSON
 
     def bound(self, provided: typing.Mapping[type, object]) -> Route:
@@ -293,23 +375,30 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     async def serve(self, request: HttpRequest) -> Response:
         """Answer a request that `AuthMiddleware` has admitted to this route."""
+        response = await self._answer(request)
+        response.headers.update({name: value for name, value in self.mount.headers.items()})
+        return response
+
+    async def _answer(self, request: HttpRequest) -> Response:
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:
-            return problem_response(error)
+            return self.mount.respond(error, request.scope, False)
         except ClientDisconnect:
             return Response(status_code=499)  # The client has closed the connection.
         except Exception:  # Hide the details of server bugs from clients.
             _logger.exception("%s %s failed", self.method, self.path)
             found = server_log.current().get("request_id", "")
             hint = f"search the server's log for request {found}" if found else "read the server's log"
-            return problem_response(ServerProblem("an internal error occurred in the server", hint=hint))
+            problem = ServerProblem("an internal error occurred in the server", hint=hint)
+            return self.mount.respond(problem, request.scope, False)
 
     async def _serve(self, request: HttpRequest) -> Response:
         call = request.scope.get(CALL)
         if not isinstance(call, Call) or call.route is not self:
-            raise RuntimeError(f"AuthMiddleware did not admit this request to {self.method} {self.path}")
+            raise RuntimeError(f"AuthMiddleware did not admit this request to {self.method} {self.full_path}")
         call.headers = request.headers
+        call.scope = request.scope
         server_log.note(**_identified(request.path_params))
         arguments = dict(self.arguments)
         arguments |= {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
@@ -326,6 +415,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         def answer() -> Response:
             # This thread also decodes and encodes JSON, because large JSON bodies would block the event loop.
+            if self.method == "GET":
+                call.again_answer = lambda: self.handler(call, **arguments)
             return make_response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
@@ -342,6 +433,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return {}
         if self.body is bytes:
             return {"body": data}
+        if self.is_form:
+            return {"body": _decoded(lambda: _form(request, data, self.body))}
         try:
             return {"body": _decoded(lambda: from_json(data, self.body))}
         except InvalidValue as error:
@@ -351,8 +444,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class Routes:
     """Routes of one module."""
 
-    def __init__(self, tag: str) -> None:
+    def __init__(self, tag: str, *, mount: Mount = JSON_API) -> None:
         self._tag = tag
+        self._mount = mount
         self.all: list[Route] = []
 
     def get(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -392,6 +486,7 @@ class Routes:
             self.all.append(
                 Route(
                     method=method,
+                    mount=self._mount,
                     path=path,
                     needs=needs,
                     tag=self._tag,
@@ -435,6 +530,29 @@ def _query(request: HttpRequest, kind: Any) -> object:
     return from_builtins(asked, kind, strict=False)
 
 
+def _form(request: HttpRequest, data: bytes, kind: type[Form]) -> Form:
+    """Return a decoded HTML form, whose CSRF token must be the session's."""
+    given: dict[str, list[str]] = {}
+    try:
+        pairs = parse_qsl(data.decode(), keep_blank_values=True, max_num_fields=FORM_FIELDS_MAX, errors="strict")
+    except ValueError as error:
+        raise InvalidValue(f"the form is not readable: {error}") from error
+    for name, value in pairs:
+        given.setdefault(name, []).append(value.replace("\r\n", "\n"))
+    call = request.scope[CALL]
+    token = [*given.pop(CSRF, ()), *request.headers.getlist(f"x-{CSRF}")]
+    if call.csrf and not (token and all(hmac.compare_digest(one, call.csrf) for one in token)):
+        raise NotAllowed("the form does not belong to your session", hint="load the page again, and repeat the action")
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, object] = {}
+    for name, several in given.items():
+        is_list = name in fields and typing.get_origin(fields[name].type) is tuple
+        if len(several) > 1 and not is_list:
+            raise InvalidValue(f"the form contains {name[:64]!r} twice")
+        values[name] = several if is_list else several[0]
+    return from_builtins(values, kind, strict=False)
+
+
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
     """Return the path's run, node and attempt identifiers for the log."""
     named = {
@@ -457,8 +575,8 @@ def make_response(call: Call, answer: object) -> Response:
     """Return the HTTP response for a handler's result."""
     if isinstance(answer, Response):
         return answer
-    if isinstance(answer, Stream):
-        return answer.response(call)
+    if hasattr(answer, "response"):
+        return typing.cast("Renders", answer).response(call)
     if answer is None:
         return Response(status_code=204)
     return Response(msgspec.json.encode(answer), media_type=JSON)

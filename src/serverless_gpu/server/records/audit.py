@@ -72,6 +72,8 @@ class Action(StrEnum):
     TEAM_REMOVE = "team.remove"
     TOKEN_CREATE = "token.create"
     TOKEN_REVOKE = "token.revoke"
+    SESSION_OPEN = "session.open"
+    SESSION_END = "session.end"
     SERVER_DRAIN = "server.drain"
     SERVER_RESUME = "server.resume"
     SERVER_RESTORE = "server.restore"

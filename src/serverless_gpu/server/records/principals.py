@@ -14,6 +14,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -44,7 +45,15 @@ from serverless_gpu.server.db.tables import (
     tokens,
 )
 from serverless_gpu.server.records.crews import WITHOUT_REPORT
-from serverless_gpu.wire.access import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
+from serverless_gpu.wire.access import (
+    PrincipalRequest,
+    PrincipalView,
+    SessionOrigin,
+    SessionView,
+    TeamView,
+    TokenMade,
+    TokenView,
+)
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 
 PREFIX = "sgpu_"
@@ -52,6 +61,12 @@ TOKEN_EXPIRY_S = 90 * 86_400.0
 """Default lifetime of a principal's token, in seconds."""
 RENEWED_BELOW_S = 60 * 86_400.0
 """Remaining lifetime in seconds below which the server renews a node's token at use."""
+SESSION = "session"
+"""Kind of the tokens that identify browsers' sessions."""
+SESSION_S = 7 * 86_400.0
+"""Lifetime of a session, in seconds."""
+SESSION_IDLE_S = 86_400.0
+"""Seconds without a request after which a session ends."""
 USED_EVERY_NS = 60_000_000_000
 """Minimum nanoseconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
@@ -337,11 +352,63 @@ def token(connection: sa.Connection, identifier: str) -> TokenView:
 
 
 def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[TokenView, ...]:
-    """Return the tokens of one principal or of all principals, oldest first."""
-    query = sa.select(tokens).order_by(tokens.c.id)
+    """Return the API tokens of one principal or of all principals, oldest first."""
+    query = sa.select(tokens).where(tokens.c.kind.is_(None)).order_by(tokens.c.id)
     if principal is not None:
         query = query.where(tokens.c.principal == principal)
     return tuple(_token_view(row) for row in connection.execute(query))
+
+
+def sessions_of(connection: sa.Connection, principal: str | None = None, *, now_ns: int) -> tuple[SessionView, ...]:
+    """Return the open sessions of one principal or of all principals, newest first."""
+    used_ns = sa.func.coalesce(tokens.c.used_ns, tokens.c.created_ns)
+    is_open = sa.and_(
+        tokens.c.kind == SESSION,
+        tokens.c.revoked_ns.is_(None),
+        tokens.c.expires_ns > now_ns,
+        used_ns > now_ns - int(SESSION_IDLE_S * 1e9),
+    )
+    query = sa.select(tokens).where(is_open).order_by(tokens.c.id.desc())
+    if principal is not None:
+        query = query.where(tokens.c.principal == principal)
+    return tuple(
+        SessionView(
+            id=row.id,
+            principal=row.principal,
+            origin=from_json(row.origin_json, SessionOrigin),
+            created_ns=row.created_ns,
+            expires_ns=row.expires_ns,
+            used_ns=row.used_ns,
+        )
+        for row in connection.execute(query)
+    )
+
+
+def create_session(
+    connection: sa.Connection, principal_name: str, origin: SessionOrigin, *, secret: str, now_ns: int
+) -> str:
+    """Create a session of an enabled principal, and return the session's identifier."""
+    owner = principal(connection, principal_name)
+    if owner.disabled:
+        raise NotAuthenticated(f"{principal_name} is disabled", hint="ask an administrator to enable the user")
+    values = {
+        "id": token_id(secret),
+        "sha256": sha256(secret),
+        "principal": owner.name,
+        "label": "",
+        "scopes_json": "[]",
+        "created_ns": now_ns,
+        "expires_ns": now_ns + int(SESSION_S * 1e9),
+        "kind": SESSION,
+        "origin_json": msgspec.json.encode(origin).decode(),
+    }
+    connection.execute(sa.insert(tokens).values(values))
+    return str(values["id"])
+
+
+def is_session(connection: sa.Connection, identifier: str) -> bool:
+    """Return True if an identifier belongs to a session and not to an API token."""
+    return connection.scalar(sa.select(tokens.c.kind).where(tokens.c.id == identifier)) == SESSION
 
 
 def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> TokenView:
@@ -353,7 +420,8 @@ def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> 
 
 def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ...]:
     """Revoke every unrevoked token, and return the newly revoked tokens."""
-    good = tuple(each for each in tokens_of(connection) if each.revoked_ns is None)
+    rows = connection.execute(sa.select(tokens).where(tokens.c.revoked_ns.is_(None)).order_by(tokens.c.id))
+    good = tuple(_token_view(row) for row in rows)
     connection.execute(sa.update(tokens).where(tokens.c.revoked_ns.is_(None)).values(revoked_ns=now_ns))
     return good
 
@@ -418,12 +486,14 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         return _attempt(connection, secret, now_ns, keys)
     session = keys.node_session(secret) if keys is not None and secret.startswith(SESSION_PREFIX) else None
     identifier = session.token_id if session is not None else token_id(secret)
-    rows: Sequence[sa.Row[tuple[object, ...]]] = ()
+    rows: Sequence[sa.Row[Any]] = ()
     if identifier:  # Reject a malformed token without a database query.
         rows = connection.execute(_WHOSE, {"token": identifier}).all()
     if not rows or (session is None and not hmac.compare_digest(rows[0].sha256, sha256(secret))):
         raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     row = rows[0]
+    if row.token_kind is not None:  # A browser's session is valid only as a cookie.
+        raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     # Check for a disabled principal before a revoked token, because disabling a principal also revokes the principal's
     # tokens.
     if row.disabled_ns is not None:
@@ -452,10 +522,40 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
     )
 
 
+def authenticate_session(connection: sa.Connection, secret: str, *, now_ns: int) -> Caller:
+    """Authenticate the secret of a browser's session, and return the caller.
+
+    Raises:
+        NotAuthenticated: the session is unknown, signed out, expired or unused for `SESSION_IDLE_S`, or its owner is
+            disabled.
+    """
+    identifier = token_id(secret)
+    rows = connection.execute(_WHOSE, {"token": identifier}).all() if identifier else ()
+    if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)) or rows[0].token_kind != SESSION:
+        raise NotAuthenticated("you are not signed in", hint=_SIGN_IN)
+    row = rows[0]
+    if row.disabled_ns is not None:
+        raise NotAuthenticated(f"{row.principal} is disabled", hint="ask an administrator to enable the user")
+    if row.revoked_ns is not None:
+        raise NotAuthenticated("you have signed out, or someone has ended your session", hint=_SIGN_IN)
+    idle_ns = now_ns - (row.used_ns or row.created_ns)
+    if row.expires_ns <= now_ns or idle_ns > SESSION_IDLE_S * 1e9:
+        raise NotAuthenticated("your session has expired", hint=_SIGN_IN)
+    return Caller(
+        name=row.principal,
+        kind=row.kind,
+        role=row.role,
+        teams=tuple(sorted(one.team for one in rows if one.team is not None)),
+        token_id=row.id,
+    )
+
+
+_SIGN_IN = "sign in again"
 _SESSION = "the node opens another session with its key"
 _WHOSE = (
     sa.select(
-        tokens,
+        *(column for column in tokens.c if column.name != "kind"),
+        tokens.c.kind.label("token_kind"),
         principals.c.kind,
         principals.c.role,
         principals.c.disabled_ns,

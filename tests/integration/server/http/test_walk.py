@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.access_control import ROLES, AccessReach, reach
-from serverless_gpu.server.composition import all_routes
+from serverless_gpu.server.composition import api_routes
 from serverless_gpu.server.http.routing import ANY_CALLER, ATTEMPT, BYTES, PROOF, PUBLIC, Route, writing
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
@@ -38,7 +38,7 @@ def test_every_role_is_let_in_where_the_policy_says_and_nowhere_else(server: Ser
     admin = server.connection()
     for role in ROLES:
         made = admin.ask("POST", "/users", PrincipalRequest(name=f"a-{role}", role=role), answer=TokenMade)
-        for route in all_routes():
+        for route in api_routes():
             needs = writing("agents") if route.needs == PROOF else route.needs
             if needs == PUBLIC:
                 continue
@@ -59,7 +59,7 @@ def test_no_route_lets_in_a_token_that_is_wrong_revoked_or_expired_or_none(
     client.delete(f"{API}/tokens/{revoked.token.id}", headers={"Authorization": f"Bearer {server.token}"})
     wrong = server.token[:-3] + ("aaa" if not server.token.endswith("aaa") else "bbb")
     attempt = f"sgpa_{new_run_id()}_1_" + "a" * 43
-    for route in all_routes():
+    for route in api_routes():
         if route.needs != PUBLIC:
             for token in (revoked.secret, wrong, attempt, server.token.upper(), "sgpu_", "x"):
                 assert ask(client, route, token) == 401, (route.method, route.path, token[:5])
@@ -71,6 +71,6 @@ def test_no_route_lets_in_a_token_that_is_wrong_revoked_or_expired_or_none(
 def test_scopes_take_away_and_never_give(server: Served, client: httpx2.Client) -> None:
     admin = server.connection()
     read = admin.ask("POST", "/tokens", TokenRequest(scopes=("read",)), answer=TokenMade).secret
-    for route in all_routes():
+    for route in api_routes():
         if route.needs not in (PUBLIC, ANY_CALLER, ATTEMPT):
             assert (ask(client, route, read) == 403) == route.needs.write, (route.method, route.path)

@@ -13,7 +13,7 @@ from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.access_control import NodeIdentity
 from serverless_gpu.model.node_keys import order_text
 from serverless_gpu.node.uplink.node_key_file import PrivateKeys
-from serverless_gpu.server.composition import Services, all_routes
+from serverless_gpu.server.composition import Services, api_routes
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.routing import PROOF, PUBLIC
@@ -58,7 +58,7 @@ def bound_key(api: Api) -> str:
 
 def test_27_7_a_nodes_token_without_its_key_is_good_for_no_route(api: Api, node: KeyedNode) -> None:
     node_id = node.joined()
-    for route in all_routes():
+    for route in api_routes():
         if route.needs in (PUBLIC, PROOF):
             continue
         path = route.path.replace("{node}", node_id)

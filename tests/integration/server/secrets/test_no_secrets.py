@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.server.composition import all_routes
+from serverless_gpu.server.composition import api_routes
 from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
@@ -43,7 +43,7 @@ def force_errors(client: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> set[
     statuses.add(submitted(client, unknown=VALUE).status_code)
     statuses.add(submitted(client, spec=VALUE).status_code)
     statuses.add(client.post("/runs", content=VALUE.encode()).status_code)
-    for route in all_routes():
+    for route in api_routes():
         path = path_of(route).removeprefix(API)
         statuses.add(client.request("PATCH", path, params={"q": ARGUMENT}).status_code)
         statuses.add(client.request(route.method, f"{path}/{ARGUMENT}").status_code)

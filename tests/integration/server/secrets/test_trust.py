@@ -18,7 +18,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server.composition import all_routes
+from serverless_gpu.server.composition import api_routes
 from serverless_gpu.server.core.server_key import read_keys, sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -126,7 +126,7 @@ def test_a_pickle_in_every_place_for_bytes_is_kept_or_refused_and_never_opened(
     for token in (attempt, node, admin, admin):  # the last reads what the one before has put
         with audited.client(token) as client:
             for bomb in bombs(canary):
-                for route in all_routes():
+                for route in api_routes():
                     path = filled(route, run_id, bomb)
                     status = sent(client, route, path, bomb, run_id)
                     answered.setdefault(f"{route.method} {route.path}", set()).add(status)

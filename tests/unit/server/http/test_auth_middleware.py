@@ -86,7 +86,7 @@ def broken(call: Call) -> TeamView:
 
 
 def everything() -> list[Route]:
-    return [*application_module.all_routes(), *extra.all]
+    return [*application_module.api_routes(), *extra.all]
 
 
 def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) -> AuthMiddleware:

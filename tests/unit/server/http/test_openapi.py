@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts import openapi
-from serverless_gpu.server.composition import all_routes
+from serverless_gpu.server.composition import api_routes
 from serverless_gpu.server.http import openapi as openapi_module
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES
 from serverless_gpu.wire.base import API
@@ -17,7 +17,7 @@ from serverless_gpu.wire.base import API
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return openapi_module.document(all_routes())
+    return openapi_module.document(api_routes())
 
 
 def test_the_page_is_what_the_routes_say() -> None:
@@ -25,7 +25,7 @@ def test_the_page_is_what_the_routes_say() -> None:
 
 
 def test_every_route_is_described_with_its_parameters_its_answers_and_a_sentence(document: dict[str, Any]) -> None:
-    for route in all_routes():
+    for route in api_routes():
         said = document["paths"][API + route.path.replace(":path}", "}")][route.method.lower()]
         assert said["summary"].endswith("."), route
         assert {"default"} < set(said["responses"]), route

@@ -1,0 +1,14 @@
+"""Declares the web pages, one module for each page. `ROUTES` lists them."""
+
+from serverless_gpu.server.http.routing import Routes
+from serverless_gpu.server.web.pages import home, nodes, runs, shell, sign_in
+
+ROUTES: tuple[Routes, ...] = (
+    shell.root,
+    shell.routes,
+    sign_in.routes,
+    home.routes,
+    runs.routes,
+    nodes.routes,
+)
+"""Routes of all pages. Add each new page module to this list."""
