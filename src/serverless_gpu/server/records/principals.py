@@ -486,7 +486,7 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         return _attempt(connection, secret, now_ns, keys)
     session = keys.node_session(secret) if keys is not None and secret.startswith(SESSION_PREFIX) else None
     identifier = session.token_id if session is not None else token_id(secret)
-    rows: Sequence[sa.Row[Any]] = ()
+    rows: Sequence[Any] = ()
     if identifier:  # Reject a malformed token without a database query.
         rows = connection.execute(_WHOSE, {"token": identifier}).all()
     if not rows or (session is None and not hmac.compare_digest(rows[0].sha256, sha256(secret))):
