@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from serverless_gpu.errors import NotFound
 from serverless_gpu.model.egress import EGRESS, OPEN
 from serverless_gpu.model.isolation import LEVELS
 from serverless_gpu.server import pools
@@ -46,7 +47,7 @@ def show_pool(call: Call, site: Site, name: str) -> Page:
     there = site.ask(call, pools.list_pools).pools
     pool = next((one for one in there if one.name == name), None)
     if pool is None:
-        raise pools.unknown_name("pool", name, [one.name for one in there])
+        raise NotFound(f"there is no pool {name[:64]!r}")
     nodes = site.ask_if_allowed(call, node_service.list_nodes)
     others = [node.name for node in nodes.nodes if node.pool != name and node.pool] if nodes is not None else []
     return site.page(
