@@ -30,6 +30,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+!~-]{0,254}")
 NO_HASH = "-"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCHEME = re.compile(r"https?")
+_UNSAFE = re.compile(rb"[\x00-\x1f\x7f\\]")
 _FRAGMENT = re.compile(r"[A-Za-z0-9=&._+-]{0,300}")
 
 Signer = Callable[[str], str]
@@ -127,7 +128,7 @@ def _signed(*parts: str) -> str:
 def _canonical(path: str) -> str:
     """Return a path with one way of quoting. Raises ForeignLink."""
     segments = [unquote_to_bytes(segment) for segment in path.split("/")[1:]]
-    if not segments or any(segment in (b"", b".", b"..") or b"\0" in segment for segment in segments):
+    if not segments or any(segment in (b"", b".", b"..") or _UNSAFE.search(segment) for segment in segments):
         raise ForeignLink("invalid path")
     return "".join(f"/{quote(segment, safe='')}" for segment in segments)
 

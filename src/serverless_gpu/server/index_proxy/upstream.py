@@ -94,9 +94,9 @@ class UpstreamResponse:
 class Upstream:
     """Connections to indexes. Use within one event loop."""
 
-    def __init__(self, *, read_s: float = READ_S, backend: httpcore2.AsyncNetworkBackend | None = None) -> None:
+    def __init__(self) -> None:
         context = ssl.create_default_context()
-        inner = backend or httpcore2.AnyIOBackend()
+        inner = httpcore2.AnyIOBackend()
         # An index with permission for private addresses never shares connections with an index without it.
         self._pools = {
             private: httpcore2.AsyncConnectionPool(
@@ -108,7 +108,7 @@ class Upstream:
             )
             for private in (False, True)
         }
-        self._timeout = {"connect": CONNECT_S, "read": read_s, "write": read_s, "pool": CONNECT_S}
+        self._timeout = {"connect": CONNECT_S, "read": READ_S, "write": READ_S, "pool": CONNECT_S}
 
     async def __aenter__(self) -> Upstream:
         return self
@@ -192,9 +192,11 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
         found = await _addresses(host, port, within_s)
         permitted = [each for each in found if is_open_address(each, private=self._private)]
         if not permitted:
-            hint = "" if self._private else ", or define the index again with --private"
             raise UpstreamProblem(
-                502, "address", f"{host} has the address {found[0]}, which the proxy does not connect to{hint}"
+                502,
+                "address",
+                f"the proxy does not connect to {found[0]}, the address of {host}. An administrator can permit private "
+                "addresses for an index: sgpu index add --private",
             )
         problem: Exception = httpcore2.ConnectError("no address answers")
         for address in permitted[:ADDRESSES_MAX]:
