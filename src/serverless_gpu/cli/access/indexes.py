@@ -25,7 +25,7 @@ from serverless_gpu.wire.indexes import (
 
 @click.group()
 def index() -> None:
-    """List, add and remove package indexes.
+    """List, set and delete package indexes.
 
     The index proxy of the server serves the packages of these indexes to builds and runs.
     """
@@ -35,7 +35,7 @@ def index() -> None:
 @wide_option
 @json_option(IndexList)
 def list_indexes(wide: bool, as_json: bool) -> None:
-    """List package indexes and the address of the index proxy."""
+    """List package indexes and their proxy."""
     with server() as connection:
         found = connection.ask("GET", "/indexes", answer=IndexList)
     if as_json:
@@ -56,7 +56,7 @@ def list_indexes(wide: bool, as_json: bool) -> None:
     say(f"index proxy: {found.proxy}" if found.proxy else "the server has no index proxy: sgpu up --index-proxy")
 
 
-@index.command("add")
+@index.command("set")
 @click.argument("name", shell_complete=complete_index)
 @click.argument("url")
 @click.option(
@@ -82,7 +82,7 @@ def list_indexes(wide: bool, as_json: bool) -> None:
     help="Team that owns the secret (default: you).",
     shell_complete=complete_team,
 )
-def add_index(name: str, url: str, **said: Any) -> None:
+def set_index(name: str, url: str, **said: Any) -> None:
     """Add or replace a package index.
 
     URL is the URL of a simple repository (PEP 503), for example https://pypi.org/simple/. The index proxy connects to
@@ -101,13 +101,13 @@ def add_index(name: str, url: str, **said: Any) -> None:
     say(f"index {view.name} serves {view.url}{hosts}")
 
 
-@index.command("remove")
+@index.command("delete")
 @click.argument("name", shell_complete=complete_index)
-def remove_index(name: str) -> None:
-    """Remove a package index from the index proxy."""
+def delete_index(name: str) -> None:
+    """Delete a package index."""
     with server() as connection:
         view = connection.ask("DELETE", f"/indexes/{quote(name, safe='')}", answer=IndexView)
-    say(f"index {view.name} is removed")
+    say(f"index {view.name} is deleted")
 
 
 @index.command("token")

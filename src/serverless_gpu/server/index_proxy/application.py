@@ -53,6 +53,8 @@ from serverless_gpu.wire.indexes import IndexLogEntry
 PAGE_BYTES_MAX = 64 << 20
 PAGES_AT_ONCE = 4
 """Maximum number of pages in memory."""
+PAGE_S = 60.0
+"""Maximum seconds for a page, so that a slow index keeps no other index from its pages for long."""
 FILE_BYTES_MAX = 16 << 30
 PATH_BYTES_MAX = 8 << 10
 TOTAL_S = 3_600.0
@@ -314,10 +316,13 @@ class IndexProxy:
         }
         async with self._pages:
             url = f"{definition.url}{project}/"
-            async with self._fetched(target.served, "GET", url, headers) as response:
-                _check_status(response, target.served, project)
-                data = await response.decoded(PAGE_BYTES_MAX)
-                content_type = response.headers.get("content-type", "")
+            try:
+                async with asyncio.timeout(PAGE_S), self._fetched(target.served, "GET", url, headers) as response:
+                    _check_status(response, target.served, project)
+                    data = await response.decoded(PAGE_BYTES_MAX)
+                    content_type = response.headers.get("content-type", "")
+            except TimeoutError:
+                raise UpstreamProblem(504, "timeout", f"the page took longer than {PAGE_S:.0f} s") from None
             try:
                 page = await to_thread.run_sync(
                     lambda: pages.rewrite(

@@ -1,6 +1,6 @@
 """Validates definitions of package indexes, names of projects, and network addresses. Pure.
 
-    sgpu index add pypi https://pypi.org/simple/ --file-host files.pythonhosted.org
+    sgpu index set pypi https://pypi.org/simple/ --file-host files.pythonhosted.org
 
 An index has one URL, and the hosts from which its pages may link files. The proxy connects to these hosts only. An
 address of a private network, or of the server's own machine, needs the definition's permission. Link-local addresses

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -76,9 +76,9 @@ def served(application: IndexProxy, settings: Settings, certificate: Certificate
 class IndexProxyThread:
     """The thread of the index proxy."""
 
-    def __init__(self, server: uvicorn.Server, run: object) -> None:
+    def __init__(self, server: uvicorn.Server, run: Callable[[], None]) -> None:
         self._server = server
-        self._thread = threading.Thread(target=run, name="index-proxy", daemon=True)  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=run, name="index-proxy", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""

@@ -1,8 +1,8 @@
-"""Rewrites project pages of an index, in HTML (PEP 503) and JSON (PEP 691). Pure, except for a time limit.
+"""Rewrites project pages of an index in HTML (PEP 503) and JSON (PEP 691). Pure but for a time limit.
 
-The proxy writes each page again from the parts that it knows: files with their links, hashes, required Python, metadata
-(PEP 658, PEP 714), yanks, sizes and times. Scripts, signatures and other parts of a page are left out. A link to a host
-outside the definition is left out too, and the request log names the host.
+The proxy writes each page again from the parts that it knows. These are files with their links, hashes, required
+Python, metadata (PEP 658, PEP 714), yanks, sizes and times. Scripts, signatures and other parts of a page are left out.
+A link to a host outside the definition is left out too, and the request log names the host.
 """
 
 from __future__ import annotations

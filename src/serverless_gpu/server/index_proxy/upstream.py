@@ -196,7 +196,7 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
                 502,
                 "address",
                 f"the proxy does not connect to {found[0]}, the address of {host}. An administrator can permit private "
-                "addresses for an index: sgpu index add --private",
+                "addresses for an index: sgpu index set --private",
             )
         problem: Exception = httpcore2.ConnectError("no address answers")
         for address in permitted[:ADDRESSES_MAX]:

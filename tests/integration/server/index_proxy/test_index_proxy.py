@@ -357,6 +357,28 @@ def test_27_a_failing_index_is_named_with_its_fault(site: Site, fault: str) -> N
         assert (found.headers.get("retry-after") is not None) is (status == 503)
 
 
+def test_27_an_index_that_sends_a_page_byte_by_byte_has_a_deadline(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def drip(at: Handler) -> None:
+        at.send_response(200)
+        at.send_header("Content-Type", "text/html")
+        at.end_headers()
+        try:
+            while not ended.wait(READ_S / 10):
+                at.wfile.write(b" ")
+        except OSError:
+            pass
+        at.close_connection = True
+
+    monkeypatch.setattr("serverless_gpu.server.index_proxy.application.PAGE_S", 2 * READ_S)
+    site.packages.answers["/simple/drip/"] = drip
+    with site.client() as client:
+        assert client.get("/main/simple/drip/").status_code == 504
+    ended.set()
+    site.logged(outcome="timeout")
+
+
 def test_27_an_index_that_does_not_listen(site: Site) -> None:
     site.define("dead", url=f"http://127.0.0.1:{own_port()}/simple/")
     with site.client() as client:

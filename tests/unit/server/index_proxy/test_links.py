@@ -23,7 +23,7 @@ FILE = f"https://files.example/a/x-1.0+cu118-py3-none-any.whl#sha256={SHA}"
 def found(link: str, index: object = INDEX) -> links.FileLink | None:
     """Return what the proxy fetches for a link."""
     parts = urlsplit(link)
-    return from_proxy(index, parts.path.removeprefix("files/"), parts.query, SIGN)  # type: ignore[arg-type]
+    return from_proxy(index, parts.path.removeprefix("files/"), parts.query, SIGN)  # type: ignore[arg-type] # a definition
 
 
 def test_a_link_leads_to_its_file_and_to_its_metadata() -> None:
@@ -42,7 +42,7 @@ def test_a_link_leads_to_its_file_and_to_its_metadata() -> None:
 def test_a_client_may_quote_a_path_in_its_own_way(requote: object) -> None:
     link = to_proxy(INDEX, BASE, "https://files.example:8443/a%20b/~c/x-1%2Bl.whl?sig=a%2Fb", SIGN)
     path, _, query = link.partition("?")
-    file = found(f"{requote(path)}?{query}")  # type: ignore[operator]
+    file = found(f"{requote(path)}?{query}")  # type: ignore[operator] # a function
     assert file is not None and file.url == "https://files.example:8443/a%20b/~c/x-1%2Bl.whl?sig=a%2Fb"
 
 
