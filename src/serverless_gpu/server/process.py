@@ -307,7 +307,7 @@ def _index_proxy(services: Services, certificate: Certificate | None) -> Iterato
     if services.settings.index_proxy is None:
         yield
         return
-    application = services.make(IndexProxy)
+    application = ProxyMiddleware(services.make(IndexProxy), hub=services.hub, proxies=services.settings.behind_proxy)
     with index_listener.served(application, services.settings, certificate) as thread:
         services.health.watch("index_proxy", thread.problem)
         yield

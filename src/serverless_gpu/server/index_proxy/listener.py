@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, bound_socket, is_loopback
 from serverless_gpu.server.http.tls import Certificate
-from serverless_gpu.server.index_proxy.application import IndexProxy
 
 KEEP_ALIVE_S = 60
 STARTED_S = 10.0
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def served(application: IndexProxy, settings: Settings, certificate: Certificate | None) -> Iterator[IndexProxyThread]:
+def served(application: ASGIApp, settings: Settings, certificate: Certificate | None) -> Iterator[IndexProxyThread]:
     """Serve the proxy until the end of the context.
 
     Raises:

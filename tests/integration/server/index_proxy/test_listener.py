@@ -17,7 +17,7 @@ import pytest
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.server.core.settings import read_settings
-from serverless_gpu.wire.indexes import IndexRequest, IndexToken, IndexTokenRequest, IndexView
+from serverless_gpu.wire.indexes import IndexLog, IndexRequest, IndexToken, IndexTokenRequest, IndexView
 from tests.support.cli.cli import sgpu
 from tests.support.local.observe import wait_for
 from tests.support.ports import own_port
@@ -90,6 +90,25 @@ def test_27_a_server_with_a_certificate_has_a_proxy_with_tls(tmp_path: Path) -> 
             assert client.get(f"{made.url}main/simple/sgdemo/").status_code == 200
         with pytest.raises(httpx2.RemoteProtocolError):
             httpx2.get(f"http://127.0.0.1:{port}/", trust_env=False)
+
+
+def test_27_behind_a_tls_proxy_other_peers_are_refused(tmp_path: Path) -> None:
+    proxy = f"127.0.0.1:{own_port()}"
+    options: dict[str, Any] = {"index_proxy": proxy, "index_open": True, "behind_proxy": ("127.0.0.1",)}
+    with PackageIndex() as index, served(tmp_path, **options) as server:
+        index.add("sgdemo", {NAME: WHEEL})
+        request = IndexRequest(url=index.url, private=True)
+        server.connection().ask("PUT", "/indexes/main", request, answer=IndexView)
+        forwarded = {"X-Forwarded-For": "203.0.113.9", "X-Forwarded-Proto": "https"}
+        url = f"http://{proxy}/main/simple/sgdemo/"
+        assert httpx2.get(url, headers=forwarded, trust_env=False).status_code == 200
+        wait_for(
+            lambda: server.connection().ask("GET", "/index-log", answer=IndexLog).requests, "the log has the request"
+        )
+        (entry,) = server.connection().ask("GET", "/index-log", answer=IndexLog).requests
+        assert entry.client == "address:203.0.113.9"
+        plain = {**forwarded, "X-Forwarded-Proto": "http"}
+        assert httpx2.get(url, headers=plain, trust_env=False).status_code == 403
 
 
 def test_27_odd_requests_lead_nowhere_and_a_server_ends_with_a_download(home: Path) -> None:
