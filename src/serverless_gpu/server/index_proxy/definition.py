@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -93,10 +93,13 @@ def checked(name: str, url: str, *, file_hosts: Sequence[str] | None = None, pri
 
 def authority(url: str) -> str:
     """Return the lower-case host of a URL, with its port unless the port is usual. Raises ValueError."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    return host if parts.port in (None, PORTS.get(parts.scheme)) else f"{host}:{parts.port}"
+    return authority_of(urlsplit(url))
+
+
+def authority_of(parts: SplitResult) -> str:
+    """Return the lower-case host of a URL, with its port unless the port is usual. Raises ValueError."""
+    host, port = _bracketed(parts.hostname or ""), parts.port
+    return host if port in (None, PORTS.get(parts.scheme)) else f"{host}:{port}"
 
 
 def is_open_address(address: str, *, private: bool) -> bool:
