@@ -148,6 +148,13 @@ def merged(policies: Sequence[EgressPolicy]) -> EgressPolicy:
     return EgressPolicy(mode=mode, allow=allow, closed=closed)
 
 
+def is_opened(endpoint: Destination, opened: Sequence[Destination]) -> bool:
+    """Return True if one of the opened services contains an address with ports."""
+    return any(
+        each.host == endpoint.host and each.first <= endpoint.first <= endpoint.last <= each.last for each in opened
+    )
+
+
 def digest_of(policy: EgressPolicy) -> str:
     """Return a short digest of a policy, by which a server knows that a node has applied the policy."""
     return hashlib.sha256(msgspec.json.encode(policy)).hexdigest()[:16]

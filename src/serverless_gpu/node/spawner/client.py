@@ -14,21 +14,26 @@ import functools
 import os
 import signal
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation.egress import EgressState
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.levels import OfferedLevel
 from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.isolation.sweeper import PrincipalFindings, SweepFindings
 from serverless_gpu.node.spawner import VARIABLE, messages
 from serverless_gpu.node.spawner.verbs import RootSpawner, Spawner, ZygoteOrder, ZygoteProcess
 
 _ANSWER_S = 60.0
+_SWEEP_S = 600.0
 _UNEXPECTED = "the node's spawner gave an answer of another kind"
 _ANSWER = msgspec.json.Decoder(messages.Answer)
 
@@ -64,11 +69,13 @@ class SpawnedZygote:
 
 
 class SpawnerClient:
-    """A connection to the spawner's process, made with the first verb."""
+    """A connection to the spawner's process, made with the first verb. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._channel: Channel | None = None
+        # A signal handler of the uplink may use a verb while its own thread waits for an answer.
+        self._lock = threading.RLock()
 
     def measure(self) -> OfferedLevel:
         try:
@@ -127,6 +134,42 @@ class SpawnerClient:
     def open_kernel_log(self) -> int:
         return self._descriptor(messages.AskKernelLog())
 
+    def memory_of(self, pids: Sequence[int]) -> int:
+        answer, _ = self._ask(messages.AskMemory(pids=tuple(pids)))
+        if not isinstance(answer, messages.MemoryAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.memory_bytes
+
+    def measure_egress(self) -> EgressState:
+        try:
+            answer, _ = self._ask(messages.AskEgressState())
+        except (OSError, IsolationUnavailable) as error:
+            return EgressState(str(error), is_loaded=False)
+        if not isinstance(answer, messages.EgressAnswer):
+            return EgressState(_UNEXPECTED, is_loaded=False)
+        return EgressState(answer.problem, answer.is_loaded)
+
+    def enforce(self, home: Path, policy: EgressPolicy | None, *, refresh: bool = False) -> str:
+        answer, _ = self._ask(messages.AskEnforce(home=str(home), policy=policy, refresh=refresh))
+        if not isinstance(answer, messages.NoteAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.note
+
+    def admit(self, uid: int, addresses: Sequence[str]) -> None:
+        self._ask(messages.AskAdmit(uid=uid, addresses=tuple(addresses)))
+
+    def sweep(self) -> SweepFindings:
+        answer, _ = self._ask(messages.AskSweep(), limit_s=_SWEEP_S)
+        if not isinstance(answer, messages.SweepAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.findings
+
+    def findings(self, note: str = "") -> PrincipalFindings:
+        answer, _ = self._ask(messages.AskFindings(note=note))
+        if not isinstance(answer, messages.FindingsAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.found
+
     def close(self) -> None:
         """Close the connection. The next verb makes a new one."""
         if self._channel is not None:
@@ -144,11 +187,23 @@ class SpawnerClient:
             raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
         return received[0]
 
-    def _ask(self, request: messages.Request, fds: tuple[int, ...] = ()) -> tuple[messages.Answer, tuple[int, ...]]:
+    def _ask(
+        self, request: messages.Request, fds: tuple[int, ...] = (), limit_s: float = _ANSWER_S
+    ) -> tuple[messages.Answer, tuple[int, ...]]:
         """Return the spawner's answer with its descriptors. Raises OSError or IsolationUnavailable."""
+        with self._lock:
+            answer, received = self._exchange(request, fds, limit_s)
+        if isinstance(answer, messages.Problem):
+            raise answer.exception
+        return answer, received
+
+    def _exchange(
+        self, request: messages.Request, fds: tuple[int, ...], limit_s: float
+    ) -> tuple[messages.Answer, tuple[int, ...]]:
         received = None
         try:
             channel = self._channel = self._channel or self._connect()
+            channel.sock.settimeout(limit_s)
             channel.send(msgspec.json.encode(request), fds)
             received = channel.receive()
             if received is None:
@@ -160,8 +215,6 @@ class SpawnerClient:
             self.close()
             problem = f"the node's spawner at {self._path} does not answer: {str(error) or type(error).__name__}"
             raise IsolationUnavailable(problem, hint=self._hint) from None
-        if isinstance(answer, messages.Problem):
-            raise answer.exception
         return answer, received[1]
 
     def _connect(self) -> Channel:

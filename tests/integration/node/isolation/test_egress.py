@@ -16,9 +16,10 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import EgressPolicy
-from serverless_gpu.node.isolation import egress, egress_rules, nft
-from serverless_gpu.node.isolation.egress import NodeEgress
+from serverless_gpu.node.isolation import egress_rules, machine_egress, nft
+from serverless_gpu.node.isolation.egress import EgressState, NodeEgress
 from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.node.spawner.verbs import RootSpawner
 from tests.support.golden import golden
 from tests.support.network.connecting import Connector
 from tests.support.network.namespaces import inside, ip, need_root
@@ -70,7 +71,7 @@ def place(nets: Nets, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sg-egress-", dir="/var/tmp") as directory:
         resolver = Path(directory, "resolv.conf")
         resolver.write_text(f"nameserver {RESOLVER}\n")
-        monkeypatch.setattr(egress, "_RESOLVERS", resolver)
+        monkeypatch.setattr(machine_egress, "_RESOLVERS", resolver)
         yield Path(directory)
     with inside(nets.node):
         nft_of("flush", "ruleset")
@@ -81,14 +82,23 @@ def nft_of(*words: str) -> str:
     return subprocess.run(["nft", *words], capture_output=True, text=True, check=True).stdout
 
 
+class Untried(RootSpawner):
+    """The verbs of root, whose trial has the result `problem` and the number of `trials`."""
+
+    problem, trials = "", 0
+
+    def measure_egress(self) -> EgressState:
+        self.trials += 1
+        return EgressState(self.problem, is_loaded=False)
+
+
 def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgress:
     """Return the rules of a node with a policy, which is applied."""
     home = place / name
     home.mkdir(exist_ok=True)
     environ = {**os.environ, PLACE: str(place)}
     url = f"http://{OTHER}:{SERVER_PORT}"
-    clock = SystemClock()
-    kept = NodeEgress(home, environ, clock, server_url=lambda: url, say=print, trial=lambda environ: "")
+    kept = NodeEgress(home, environ, SystemClock(), Untried(environ), server_url=lambda: url, say=print)
     with inside(nets.node):
         assert kept.require(EgressPolicy(**policy)) == ""
     return kept
@@ -133,7 +143,7 @@ POLICIES: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_27_a_principal_reaches_what_the_policy_opens_and_nothing_else(
     nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
+    monkeypatch.setattr(machine_egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
     policy, opened = POLICIES[name]
     rules(nets, place, closed=(NODE,), **policy)
     found = reached(nets)
@@ -252,7 +262,7 @@ def test_27_without_nft_only_an_open_pool_starts_runs_and_says_so(
 ) -> None:
     kept = rules(nets, place, mode="open")
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert "nft" in egress.measure({})
+    assert "nft" in machine_egress.measure({})
     assert "nft" in kept.require(EgressPolicy(mode="open"))
     for mode in ("pool", "none", "none"):  # also again, after a failure
         with pytest.raises(IsolationUnavailable, match="nft"):
@@ -260,25 +270,21 @@ def test_27_without_nft_only_an_open_pool_starts_runs_and_says_so(
 
 
 def test_27_a_node_that_fails_the_trial_enforces_no_policy(nets: Nets, place: Path) -> None:
-    tried: list[str] = []
-
-    def fail(environ: object) -> str:
-        tried.append("once")
-        return golden("node.egress.no-nftables")
-
-    kept = NodeEgress(place, os.environ, SystemClock(), server_url=lambda: "", say=lambda line: None, trial=fail)
+    verbs = Untried(os.environ)
+    verbs.problem = golden("node.egress.no-nftables")
+    kept = NodeEgress(place, os.environ, SystemClock(), verbs, server_url=lambda: "", say=lambda line: None)
     assert kept.problem == "", "a node without policies spends no time on a trial"
     for _ in range(2):
         with pytest.raises(IsolationUnavailable, match=golden("node.egress.no-nftables")):
             kept.require(EgressPolicy(mode="none"))
         assert kept.require(EgressPolicy(mode="open")).endswith(golden("node.egress.no-nftables"))
-    assert (tried, kept.problem) == (["once"], golden("node.egress.no-nftables"))
+    assert (verbs.trials, kept.problem) == (1, golden("node.egress.no-nftables"))
 
 
 def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) -> None:
-    assert egress.measure({**os.environ, PLACE: str(place)}) == ""
+    assert machine_egress.measure({**os.environ, PLACE: str(place)}) == ""
 
 
 def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress_rules, "_output", lambda: [])
-    assert golden("node.egress.reaches-root") in egress.measure({**os.environ, PLACE: str(place)})
+    assert golden("node.egress.reaches-root") in machine_egress.measure({**os.environ, PLACE: str(place)})
