@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from serverless_gpu.node.inside import own_uid
@@ -26,29 +25,45 @@ ACCOUNT = pwd.getpwnam("nobody")
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@contextlib.contextmanager
-def running_spawner(place: Path) -> Iterator[Path]:
-    """Run `sgpu node spawner` with the capabilities of its unit, and yield the path of its socket."""
-    path = place / "spawner.sock"
-    kept = [f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES]
-    command = [
-        "setpriv",
-        "--bounding-set",
-        ",".join(["-all", *kept]),
-        "--no-new-privs",
-        sys.executable,
-        "-m",
-        "serverless_gpu.cli",
-    ]
-    words = ["node", "spawner", "--account", ACCOUNT.pw_name, "--socket", str(path)]
-    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert "serves nobody" in process.stdout.readline()
-            yield path
-        finally:
-            process.terminate()
-            process.wait()
+class RunningSpawner:
+    """`sgpu node spawner` with the capabilities of its unit, for `ACCOUNT`.
+
+    Args:
+        place: directory of the socket.
+        words: further options of the command.
+    """
+
+    def __init__(self, place: Path, *words: str) -> None:
+        self.path = place / "spawner.sock"
+        self._words = words
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> RunningSpawner:
+        self.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end(signal.SIGTERM)
+
+    def start(self) -> None:
+        """Start the spawner, and wait until it serves."""
+        kept = [f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES]
+        rights = ["setpriv", "--bounding-set", ",".join(["-all", *kept]), "--no-new-privs"]
+        words = ["node", "spawner", "--account", ACCOUNT.pw_name, "--socket", str(self.path), *self._words]
+        command = [*rights, sys.executable, "-m", "serverless_gpu.cli", *words]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert "serves nobody" in self._process.stdout.readline()
+
+    def end(self, number: signal.Signals) -> None:
+        """End the spawner's process, but not its workers."""
+        if self._process is None:
+            return
+        self._process.send_signal(number)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
 
 
 class AccountMachine(Machine):
