@@ -273,7 +273,8 @@ class Supervisor:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
             return
         except IsolationUnavailable as error:
-            self._apply(RanksNotStarted(Reason.START_FAILED, error.message))
+            hint = f" ({error.hint})" if error.hint else ""
+            self._apply(RanksNotStarted(Reason.START_FAILED, f"{error.message}{hint}"))
             return
         except OSError as error:
             told = "" if isinstance(error, NoDirectory) else "cannot start the ranks through their parent process: "
