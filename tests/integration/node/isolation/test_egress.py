@@ -18,11 +18,13 @@ from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.node.isolation import egress_rules, machine_egress, nft
 from serverless_gpu.node.isolation.egress import EgressState, NodeEgress
-from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.node.isolation.principals import PLACE, RANGE
+from serverless_gpu.node.spawner.client import SpawnerClient
 from serverless_gpu.node.spawner.verbs import RootSpawner
 from tests.support.golden import golden
 from tests.support.network.connecting import Connector
 from tests.support.network.namespaces import inside, ip, need_root
+from tests.support.node.served_spawner import ACCOUNT, served
 
 ALICE, BOB, ROOT, NOBODY = 1_900_000_001, 1_900_000_002, 0, 65_534
 HERE, GANG, ALLOWED, OTHER, METADATA = "10.78.0.1", "10.78.0.2", "10.78.0.3", "10.78.0.4", "169.254.170.2"
@@ -102,6 +104,16 @@ def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgr
     with inside(nets.node):
         assert kept.require(EgressPolicy(**policy)) == ""
     return kept
+
+
+@contextlib.contextmanager
+def behind_spawner(nets: Nets, place: Path, *opened: str, range_of_uids: str = "") -> Iterator[SpawnerClient]:
+    """Yield the verbs of a spawner for the account of the home directory `home`."""
+    (place / "home").mkdir()
+    os.chown(place / "home", ACCOUNT.uid, ACCOUNT.gid)
+    environ = {**os.environ, PLACE: str(place), RANGE: range_of_uids}
+    with inside(nets.node), served(place / "spawner.sock", environ, opened) as client:
+        yield client
 
 
 def reached(nets: Nets, uid: int = ALICE) -> dict[str, str]:
@@ -288,3 +300,75 @@ def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) 
 def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress_rules, "_output", lambda: [])
     assert golden("node.egress.reaches-root") in machine_egress.measure({**os.environ, PLACE: str(place)})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_27_a_spawner_enforces_policies_like_an_agent_of_root(
+    nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(machine_egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
+    policy, opened = POLICIES[name]
+    with behind_spawner(nets, place) as client:
+        kept = NodeEgress(
+            place / "home",
+            os.environ,
+            SystemClock(),
+            client,
+            server_url=lambda: f"http://{OTHER}:{SERVER_PORT}",
+            say=print,
+        )
+        assert kept.require(EgressPolicy(closed=(NODE,), **policy)) == ""
+        assert client.measure_egress() == EgressState("", is_loaded=True)
+        found = reached(nets)
+        assert {target for target, said in found.items() if said == REACHED} == OWN | opened, found
+        nft_of("flush", "ruleset")
+        kept.refresh()
+        assert nets.here.connect(ALICE, METADATA, PORT) == REFUSED
+
+
+def test_27_behind_a_spawner_only_root_opens_services_of_the_node(nets: Nets, place: Path) -> None:
+    closed, opened = (f"{address}:{nets.ports[ROOT]}" for address in (HERE, "127.0.0.1"))
+    policy = EgressPolicy(mode="none", allow=(closed, opened, f"{OTHER}:{SERVER_PORT}"))
+    with behind_spawner(nets, place, opened) as client:
+        note = client.enforce(place / "home", policy)
+        found = reached(nets)
+        assert {target for target, said in found.items() if said == REACHED} == OWN | {"of root", "server"}, found
+    assert f"--open {closed}" in note
+    assert opened not in note
+
+
+def test_27_a_spawner_opens_gangs_for_principals_and_no_metadata_service(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client:
+        client.enforce(place / "home", EgressPolicy(mode="none", closed=(GANG,)))
+        client.admit(ALICE, (GANG, "127.0.0.1"))
+        assert (nets.here.connect(ALICE, GANG, PORT), nets.here.connect(BOB, GANG, PORT)) == (REACHED, REFUSED)
+        for uid, address in ((ALICE, METADATA), (ALICE, f"{OTHER} }}; flush ruleset"), (NOBODY, OTHER)):
+            with pytest.raises(IsolationUnavailable):
+                client.admit(uid, (GANG, address))
+        assert nets.here.connect(ALICE, METADATA, PORT) == REFUSED
+
+
+def test_27_a_spawner_changes_only_the_policy_of_its_account(nets: Nets, place: Path) -> None:
+    other = rules(nets, place, "other", mode="none")
+    with behind_spawner(nets, place) as client:
+        client.enforce(place / "home", EgressPolicy())
+        for policy in (None, EgressPolicy()):
+            with pytest.raises(IsolationUnavailable, match="of the node's account"):
+                client.enforce(place / "other", policy)
+        with pytest.raises(IsolationUnavailable, match="not valid"):
+            client.enforce(place / "home", EgressPolicy(allow=("10.0.0.0/8 } accept",)))
+        client.enforce(place / "home", None)
+        assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED, "the policy of the other node applies"
+        other.leave()
+
+
+def test_27_the_last_rules_stay_while_processes_of_principals_run(nets: Nets, place: Path) -> None:
+    uid = 1_900_050_000 + os.getpid() % 10_000
+    with behind_spawner(nets, place, range_of_uids=f"{uid}-{uid}") as client:
+        client.enforce(place / "home", EgressPolicy(mode="none"))
+        with subprocess.Popen(["sleep", "60"], user=uid, group=uid) as process:
+            client.enforce(place / "home", None)
+            assert nets.here.connect(uid, OTHER, PORT) == REFUSED
+            process.kill()
+        client.enforce(place / "home", None)
+        assert nft_of("list", "tables") == ""

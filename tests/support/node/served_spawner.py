@@ -1,0 +1,31 @@
+"""A spawner that serves an account from a process of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from serverless_gpu.node.spawner import process
+from serverless_gpu.node.spawner.client import SpawnerClient
+
+ACCOUNT = process.find_account("nobody")
+
+
+@contextlib.contextmanager
+def served(path: Path, environ: Mapping[str, str], opened: Sequence[str] = ()) -> Iterator[SpawnerClient]:
+    """Yield a client of a spawner that serves `ACCOUNT` at a socket, in the network namespace of the caller."""
+    listener = process.listen(path, ACCOUNT)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            process.serve(listener, ACCOUNT, environ, process.opened_services(opened))
+        finally:
+            os._exit(0)
+    listener.close()
+    with contextlib.closing(SpawnerClient(path)) as made:
+        yield made
+    os.kill(pid, signal.SIGTERM)
+    os.waitpid(pid, 0)
