@@ -33,7 +33,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sg-spawner-", dir="/var/tmp") as found:
         os.chmod(found, 0o755)
         monkeypatch.setenv(PLACE, f"{found}/principals")
-        monkeypatch.setenv(RANGE, "1900062000-1900062009")
+        first = 1_800_000_000 + os.getpid() % 10_000 * 10  # Network rules of other tests are for other uids.
+        monkeypatch.setenv(RANGE, f"{first}-{first + 9}")
         yield Path(found)
         nft.run(removal(nft.table_of(os.environ)), os.environ)  # The node ends together with its cgroup.
 
@@ -84,6 +85,10 @@ def test_a_node_without_rights_isolates_its_runs_through_the_spawner(home: Path,
         assert (receipt.isolation, [note for note in receipt.notes if "network" in note]) == (level, [])
         attempt = node.home.attempt(run.id, 1)
         wait_for(lambda: belongs_to_the_node(attempt), "all files of the attempt belong to the node again")
+        wait_for(
+            lambda: [each for each in node.status().zygotes if each.owner and each.memory_bytes > 1 << 20],
+            "the agent knows the memory of the principal's interpreter",
+        )
 
 
 @pytest.mark.slow

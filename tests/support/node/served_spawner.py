@@ -10,8 +10,15 @@ from pathlib import Path
 
 from serverless_gpu.node.spawner import process
 from serverless_gpu.node.spawner.client import SpawnerClient
+from serverless_gpu.server.operations.systemd_units import CAPABILITIES
 
 ACCOUNT = process.find_account("nobody")
+
+
+def with_capabilities(missing: str = "") -> list[str]:
+    """Return the words before a command that give it the capabilities of a spawner's unit without one."""
+    names = [f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES if name != missing]
+    return ["setpriv", "--bounding-set", ",".join(["-all", *names]), "--no-new-privs"]
 
 
 @contextlib.contextmanager
