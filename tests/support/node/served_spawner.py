@@ -32,7 +32,9 @@ def served(path: Path, environ: Mapping[str, str], opened: Sequence[str] = ()) -
         finally:
             os._exit(0)
     listener.close()
-    with contextlib.closing(SpawnerClient(path)) as made:
-        yield made
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
+    try:
+        with contextlib.closing(SpawnerClient(path)) as made:
+            yield made
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)

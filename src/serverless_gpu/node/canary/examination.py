@@ -98,7 +98,7 @@ def examine_alone(home: Home, clock: Clock, wanted: Examination, environ: Mappin
     if wanted.level == NONE:
         return examine(home, clock, wanted, environ)
     url = wanted.services.get("server_url", "")
-    verbs = find_spawner(environ)
+    verbs = find_spawner(environ, "network")
     egress = NodeEgress(home.root, environ, clock, verbs, server_url=lambda: url, say=lambda _line: None)
     if not egress.problem and verbs.measure_egress().is_loaded:  # A node of this machine already applies its rules.
         return examine(home, clock, wanted._replace(egress_problem=""), environ)

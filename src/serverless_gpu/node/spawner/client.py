@@ -14,7 +14,6 @@ import functools
 import os
 import signal
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,19 +33,24 @@ from serverless_gpu.node.spawner.verbs import RootSpawner, Spawner, ZygoteOrder,
 
 _ANSWER_S = 60.0
 _SWEEP_S = 600.0
+_IDLE_MAX = 4
 _UNEXPECTED = "the node's spawner gave an answer of another kind"
 _ANSWER = msgspec.json.Decoder(messages.Answer)
 
 
-def find_spawner(environ: Mapping[str, str]) -> Spawner:
-    """Return the spawner of this node: its process, or this process with the rights of root."""
+def find_spawner(environ: Mapping[str, str], purpose: str = "") -> Spawner:
+    """Return the spawner of this node: its process, or this process with the rights of root.
+
+    Users with another `purpose` use other connections. A connection without concurrent requests stays the same, and so
+    does the spawner's memory of what it has loaded.
+    """
     path = environ.get(VARIABLE, "")
-    return _client_of(Path(path), os.getpid()) if path else RootSpawner(environ)
+    return _client_of(Path(path), os.getpid(), purpose) if path else RootSpawner(environ)
 
 
 @functools.cache
-def _client_of(path: Path, _pid: int) -> SpawnerClient:
-    """Return the client of this process. A forked process must not share its parent's connection."""
+def _client_of(path: Path, _pid: int, _purpose: str) -> SpawnerClient:
+    """Return the client of this process. A forked process must not share its parent's connections."""
     return SpawnerClient(path)
 
 
@@ -69,13 +73,14 @@ class SpawnedZygote:
 
 
 class SpawnerClient:
-    """A connection to the spawner's process, made with the first verb. Thread-safe."""
+    """Connections to the spawner's process, made when a thread needs one. Thread-safe.
+
+    The threads of a process do not wait for each other.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._channel: Channel | None = None
-        # A signal handler of the uplink may use a verb while its own thread waits for an answer.
-        self._lock = threading.RLock()
+        self._idle: list[Channel] = []  # Connections that no thread uses.
 
     def measure(self) -> OfferedLevel:
         try:
@@ -171,10 +176,9 @@ class SpawnerClient:
         return answer.found
 
     def close(self) -> None:
-        """Close the connection. The next verb makes a new one."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """Close the unused connections. The next verb makes a new one."""
+        while self._idle:
+            self._idle.pop().close()
 
     @property
     def _hint(self) -> str:
@@ -191,18 +195,9 @@ class SpawnerClient:
         self, request: messages.Request, fds: tuple[int, ...] = (), limit_s: float = _ANSWER_S
     ) -> tuple[messages.Answer, tuple[int, ...]]:
         """Return the spawner's answer with its descriptors. Raises OSError or IsolationUnavailable."""
-        with self._lock:
-            answer, received = self._exchange(request, fds, limit_s)
-        if isinstance(answer, messages.Problem):
-            raise answer.exception
-        return answer, received
-
-    def _exchange(
-        self, request: messages.Request, fds: tuple[int, ...], limit_s: float
-    ) -> tuple[messages.Answer, tuple[int, ...]]:
-        received = None
+        channel = received = None
         try:
-            channel = self._channel = self._channel or self._connect()
+            channel = self._take_channel()
             channel.sock.settimeout(limit_s)
             channel.send(msgspec.json.encode(request), fds)
             received = channel.receive()
@@ -212,10 +207,24 @@ class SpawnerClient:
         except (OSError, msgspec.MsgspecError) as error:
             if received is not None:
                 close_all(received[1])
+            if channel is not None:
+                channel.close()
             self.close()
             problem = f"the node's spawner at {self._path} does not answer: {str(error) or type(error).__name__}"
             raise IsolationUnavailable(problem, hint=self._hint) from None
+        self._idle.append(channel)
+        if len(self._idle) > _IDLE_MAX:
+            self._idle.pop(0).close()
+        if isinstance(answer, messages.Problem):
+            raise answer.exception
         return answer, received[1]
+
+    def _take_channel(self) -> Channel:
+        """Return an unused connection. A signal handler may use a verb while its own thread waits for an answer."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connect()
 
     def _connect(self) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

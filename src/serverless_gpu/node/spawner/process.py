@@ -119,7 +119,8 @@ def serve(
 ) -> NoReturn:
     """Serve connections until a signal ends the process. `opened` are services that an allow-list may open."""
     workers: set[int] = set()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # A Python handler could run in a hook of `os.fork`, which ignores exceptions.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
         connection, _ = listener.accept()
         workers -= set(_ended(workers))
@@ -150,7 +151,6 @@ def _peer(connection: socket.socket) -> int:
 def _work(connection: socket.socket, worker: Worker) -> NoReturn:
     code = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         channel = Channel(connection)
         while (received := channel.receive()) is not None:
             answer, fds = worker.answer(received[0], received[1])

@@ -135,7 +135,7 @@ class Uplink:
             home.root,
             os.environ,
             self._clock,
-            find_spawner(os.environ),
+            find_spawner(os.environ, "network"),
             server_url=lambda: self._server.profile.url,
             say=say,
         )

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
-from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.isolation import remains, sweeper
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.principals import PLACE, RANGE
@@ -162,8 +161,7 @@ def test_a_principal_keeps_its_uid(client: SpawnerClient, place: Path) -> None:
 
 def test_an_invalid_request_is_answered_and_the_connection_stays(client: SpawnerClient, place: Path) -> None:
     client.principal("ana", place / "home")
-    channel = client._channel
-    assert isinstance(channel, Channel)
+    (channel,) = client._idle
     channel.send(b'{"verb": "become_root"}')
     received = channel.receive()
     assert received is not None
@@ -279,6 +277,7 @@ def test_27_the_spawner_measures_the_memory_of_principals_only(client: SpawnerCl
 
 def test_threads_of_a_client_get_their_own_answers(client: SpawnerClient, place: Path) -> None:
     owners = [f"user{number}" for number in range(len(UIDS))]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda owner: client.principal(owner, place / "home").owner, owners))
     assert found == owners
+    assert 1 <= len(client._idle) <= 4
