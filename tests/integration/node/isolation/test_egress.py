@@ -367,8 +367,10 @@ def test_27_the_last_rules_stay_while_processes_of_principals_run(nets: Nets, pl
     with behind_spawner(nets, place, range_of_uids=f"{uid}-{uid}") as client:
         client.enforce(place / "home", EgressPolicy(mode="none"))
         with subprocess.Popen(["sleep", "60"], user=uid, group=uid) as process:
-            client.enforce(place / "home", None)
-            assert nets.here.connect(uid, OTHER, PORT) == REFUSED
-            process.kill()
+            try:
+                client.enforce(place / "home", None)
+                assert nets.here.connect(uid, OTHER, PORT) == REFUSED
+            finally:
+                process.kill()
         client.enforce(place / "home", None)
         assert nft_of("list", "tables") == ""

@@ -253,6 +253,7 @@ def test_27_the_account_sweeps_by_command_and_frees_no_uid(
 ) -> None:
     client.principal("ana", place / "home")
     monkeypatch.setattr(os, "geteuid", lambda: ACCOUNT.uid)
+    monkeypatch.setenv(PLACE, str(place / "principals"))
     words = ["node", "sweep", "--json"]
     assert CliRunner().invoke(sgpu, words).exit_code == 1
     monkeypatch.setenv(VARIABLE, str(place / "spawner.sock"))
