@@ -220,7 +220,10 @@ class SpawnerClient:
         return answer, received[1]
 
     def _take_channel(self) -> Channel:
-        """Return an unused connection. A signal handler may use a verb while its own thread waits for an answer."""
+        """Return an unused connection, or make one.
+
+        A signal handler may use a verb while its own thread waits for an answer.
+        """
         try:
             return self._idle.pop()
         except IndexError:

@@ -120,7 +120,7 @@ class AskEgressState(SpawnerMessage, frozen=True, kw_only=True, tag="measure_egr
 
 
 class AskEnforce(SpawnerMessage, frozen=True, kw_only=True, tag="enforce"):
-    """Request to load the rules for the policy of a node, or to remove the policy. The answer is `NoteAnswer`."""
+    """Request to load the rules for a policy, or to remove the policy. The answer is `NoteAnswer`."""
 
     home: str
     policy: EgressPolicy | None
@@ -139,7 +139,7 @@ class AskSweep(SpawnerMessage, frozen=True, kw_only=True, tag="sweep"):
 
 
 class AskFindings(SpawnerMessage, frozen=True, kw_only=True, tag="findings"):
-    """Request for the latest findings, after adding a finding of the agent. The answer is `FindingsAnswer`."""
+    """Request for the latest findings, after adding one. The answer is `FindingsAnswer`."""
 
     note: str = ""
 

@@ -110,7 +110,7 @@ def check_attempt(directory: str) -> None:
 
 
 def checked_policy(policy: EgressPolicy) -> EgressPolicy:
-    """Return a network policy in its canonical notation. Raises IsolationUnavailable for an invalid policy.
+    """Return a network policy in its canonical notation. Raises IsolationUnavailable.
 
     An allow-list cannot name the metadata services of clouds.
     """

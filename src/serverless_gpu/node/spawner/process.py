@@ -117,7 +117,10 @@ def serve(
     environ: Mapping[str, str],
     opened: Sequence[Destination] = (),
 ) -> NoReturn:
-    """Serve connections until a signal ends the process. `opened` are services that an allow-list may open."""
+    """Serve connections until a signal ends the process.
+
+    `opened` are services of this machine that an allow-list may open.
+    """
     workers: set[int] = set()
     # A Python handler could run in a hook of `os.fork`, which ignores exceptions.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

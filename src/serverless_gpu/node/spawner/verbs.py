@@ -123,9 +123,9 @@ class Spawner(Protocol):
         """Try the network rules in a network namespace of its own. The call takes about 0.2 s."""
 
     def enforce(self, home: Path, policy: EgressPolicy | None, *, refresh: bool = False) -> str:
-        """Load the network rules for the policy of a node, or remove the policy. Return a note for the log, or "".
+        """Load the network rules for the policy of a node, or remove the policy.
 
-        `home` is the home directory of the node. With `refresh`, an applied policy is loaded again after a change of
+        Return a note for the log, or "". `home` is the home directory of the node. With `refresh`, an applied policy is loaded again after a change of
         names or of other nodes' policies.
         """
 

@@ -241,8 +241,9 @@ def test_27_the_spawner_sweeps_the_node_for_its_account(
     os.waitpid(pid, 0)
     assert str(left) in capfd.readouterr().out
     assert not left.exists()
-    found = client.findings("a process was ended")
-    assert (found.principals, found.findings.sentences()) == (1, ("a process was ended",))
+    note = "a process was ended"
+    found = client.findings(note)
+    assert (found.principals, found.findings.sentences()) == (1, (note,))
     assert len(found.findings.removed) == 1
     with pytest.raises(IsolationUnavailable, match="one line"):
         client.findings("two\nlines")
