@@ -15,7 +15,7 @@ closed. The node resolves names every minute. A program that reads other address
 for a minute.
 
 If the node is killed, the rules stay. Without the rules, the principals' remaining processes would be open. For the
-same reason, a node without the rights of root cannot remove the last rules while processes of principals run.
+same reason, an account without the rights of root cannot remove the rules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.isolation import egress_rules, nft
 from serverless_gpu.node.isolation.egress_rules import EgressRules
 from serverless_gpu.node.isolation.principals import PrincipalMap, ranges_of
-from serverless_gpu.node.isolation.survey import has_processes
 from serverless_gpu.node.processes.spawn import clean_process
 
 REFRESH_S = 60.0
@@ -123,11 +122,7 @@ class MachineEgress:
                     )
                 uids = ranges_of(self._environ)
                 known[home] = NodeEntry(policy=policy, uids=uids, boot_id=self._clock.boot_id())
-                policies = [each.policy for each in known.values()]
-                rules = self._rules(merged(policies), tuple(pair for each in known.values() for pair in each.uids))
-                if rules != self._loaded:
-                    _load(rules, self._environ)
-                    self._loaded = rules
+                rules = self._load(known)
         except (OSError, msgspec.MsgspecError) as error:
             place = PrincipalMap(self._environ).place
             raise IsolationUnavailable(
@@ -139,6 +134,7 @@ class MachineEgress:
     def remove(self, home: str) -> None:
         """Remove the policy of a node, and the rules if no other node of the machine has a policy.
 
+        On behalf of an account without rights, the rules of an open pool stay instead.
         Raises OSError, MsgspecError or IsolationUnavailable.
         """
         self._applied = None
@@ -146,8 +142,30 @@ class MachineEgress:
             return
         with self._policies() as known:
             known.pop(home, None)
-            if not known and not (self._opened is not None and has_processes(_Ranges(ranges_of(self._environ)))):
+            if not known and self._opened is None:
                 nft.run(egress_rules.removal(nft.table_of(self._environ)), self._environ)
+            elif not known:
+                self._load(known)
+
+    def protect(self, uid: int) -> None:
+        """Load the rules of all policies, or basic rules, if the machine has none. Ensure that they apply to a uid.
+
+        Raises OSError, MsgspecError or IsolationUnavailable.
+        """
+        if not nft.exists(self._environ):
+            self._applied, self._loaded = None, None
+            with self._policies() as known:
+                self._load(known)
+        nft.cover(uid, self._environ)
+
+    def _load(self, known: Mapping[str, NodeEntry]) -> EgressRules:
+        """Load the rules of all policies, unless they are loaded. Without a policy, the rules of an open pool apply."""
+        uids = tuple(pair for each in known.values() for pair in each.uids) or ranges_of(self._environ)
+        rules = self._rules(merged([each.policy for each in known.values()]), uids)
+        if rules != self._loaded:
+            _load(rules, self._environ)
+            self._loaded = rules
+        return rules
 
     @contextlib.contextmanager
     def _policies(self) -> Iterator[dict[str, NodeEntry]]:
@@ -198,16 +216,6 @@ class MachineEgress:
             return ""
         options = " ".join(f"--open {text}" for text in closed)
         return f"services of this node stay closed for runs: {', '.join(closed)}. Start the spawner with {options}"
-
-
-class _Ranges:
-    """Ranges of uids."""
-
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self._ranges = ranges
-
-    def __contains__(self, uid: object) -> bool:
-        return isinstance(uid, int) and any(first <= uid <= last for first, last in self._ranges)
 
 
 class NameCache:

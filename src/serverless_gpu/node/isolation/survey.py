@@ -71,11 +71,6 @@ def survey(uids: Container[int], shared: Sequence[str] = SHARED_PLACES) -> Remai
     return result
 
 
-def has_processes(uids: Container[int]) -> bool:
-    """Return True if a process of one of the uids runs."""
-    return next(_processes(uids), None) is not None
-
-
 def _processes(uids: Container[int]) -> Iterator[Remain]:
     for entry in os.listdir("/proc"):
         if not entry.isdigit():

@@ -208,7 +208,9 @@ class Worker:
                 return messages.PrincipalAnswer(principal=principal), ()
             case messages.AskZygote():
                 channel, log = _exactly(fds, 2)
-                process = spawner.start_zygote(self._order(request), channel_fd=channel, log=log)
+                order = self._order(request)
+                spawner.close_network(order.owner)  # The account may have applied no policy.
+                process = spawner.start_zygote(order, channel_fd=channel, log=log)
                 self._started.append(process)
                 return messages.ZygoteAnswer(pid=process.pid), ()
             case messages.AskEnvironment():

@@ -27,6 +27,7 @@ links, because such a file could also lie outside of the attempt.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -34,6 +35,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import Destination, EgressPolicy
 from serverless_gpu.model.isolation import Level
 from serverless_gpu.node.devices.kernel_log import KERNEL
@@ -125,8 +129,8 @@ class Spawner(Protocol):
     def enforce(self, home: Path, policy: EgressPolicy | None, *, refresh: bool = False) -> str:
         """Load the network rules for the policy of a node, or remove the policy.
 
-        Return a note for the log, or "". `home` is the home directory of the node. With `refresh`, an applied policy is loaded again after a change of
-        names or of other nodes' policies.
+        Return a note for the log, or "". `home` is the home directory of the node. With `refresh`, the rules follow
+        changes of names and of other nodes' policies.
         """
 
     def admit(self, uid: int, addresses: Sequence[str]) -> None:
@@ -226,6 +230,11 @@ class RootSpawner:
             self._egress.remove(str(home))
             return ""
         return self._egress.enforce(str(home), policy, refresh=refresh)
+
+    def close_network(self, owner: str) -> None:
+        """Ensure that network rules apply to a principal before its first process, if the machine can load rules."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError, IsolationUnavailable):
+            self._egress.protect(self._principals.of(owner).uid)
 
     def admit(self, uid: int, addresses: Sequence[str]) -> None:
         nft.cover(uid, self._environ)

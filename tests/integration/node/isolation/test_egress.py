@@ -18,9 +18,10 @@ from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.node.isolation import egress_rules, machine_egress, nft
 from serverless_gpu.node.isolation.egress import EgressState, NodeEgress
-from serverless_gpu.node.isolation.principals import PLACE, RANGE
+from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.node.processes.spawn import CallerInterpreter
 from serverless_gpu.node.spawner.client import SpawnerClient
-from serverless_gpu.node.spawner.verbs import RootSpawner
+from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
 from tests.support.golden import golden
 from tests.support.network.connecting import Connector
 from tests.support.network.namespaces import inside, ip, need_root
@@ -107,11 +108,11 @@ def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgr
 
 
 @contextlib.contextmanager
-def behind_spawner(nets: Nets, place: Path, *opened: str, range_of_uids: str = "") -> Iterator[SpawnerClient]:
+def behind_spawner(nets: Nets, place: Path, *opened: str) -> Iterator[SpawnerClient]:
     """Yield the verbs of a spawner for the account of the home directory `home`."""
     (place / "home").mkdir()
     os.chown(place / "home", ACCOUNT.uid, ACCOUNT.gid)
-    environ = {**os.environ, PLACE: str(place), RANGE: range_of_uids}
+    environ = {**os.environ, PLACE: str(place)}
     with inside(nets.node), served(place / "spawner.sock", environ, opened) as client:
         yield client
 
@@ -362,15 +363,19 @@ def test_27_a_spawner_changes_only_the_policy_of_its_account(nets: Nets, place: 
         other.leave()
 
 
-def test_27_the_last_rules_stay_while_processes_of_principals_run(nets: Nets, place: Path) -> None:
-    uid = 1_900_050_000 + os.getpid() % 10_000
-    with behind_spawner(nets, place, range_of_uids=f"{uid}-{uid}") as client:
+def test_27_an_account_removes_no_rules(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client:
         client.enforce(place / "home", EgressPolicy(mode="none"))
-        with subprocess.Popen(["sleep", "60"], user=uid, group=uid) as process:
-            try:
-                client.enforce(place / "home", None)
-                assert nets.here.connect(uid, OTHER, PORT) == REFUSED
-            finally:
-                process.kill()
         client.enforce(place / "home", None)
-        assert nft_of("list", "tables") == ""
+        found = reached(nets)
+    assert {target for target, said in found.items() if said == REFUSED} == {
+        *("of root", "of root, other address", "of another principal", "metadata here", "metadata"),
+    }
+
+
+def test_27_no_interpreter_of_a_principal_starts_without_rules(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client, open(os.devnull, "r+b") as null:
+        interpreter = CallerInterpreter("/bin/true", (), {})
+        order = ZygoteOrder("ana of s", "user", interpreter, [], [])
+        client.start_zygote(order, channel_fd=null.fileno(), log=null.fileno())
+        assert nets.here.connect(ALICE, METADATA, PORT) == REFUSED
