@@ -148,7 +148,7 @@ class MachineEgress:
                 self._load(known)
 
     def protect(self, uid: int) -> None:
-        """Load the rules of all policies, or basic rules, if the machine has none. Ensure that they apply to a uid.
+        """Load the rules if the machine has none, and ensure that they apply to a uid.
 
         Raises OSError, MsgspecError or IsolationUnavailable.
         """
@@ -159,7 +159,7 @@ class MachineEgress:
         nft.cover(uid, self._environ)
 
     def _load(self, known: Mapping[str, NodeEntry]) -> EgressRules:
-        """Load the rules of all policies, unless they are loaded. Without a policy, the rules of an open pool apply."""
+        """Load the rules of all policies unless they are loaded, or the rules of an open pool."""
         uids = tuple(pair for each in known.values() for pair in each.uids) or ranges_of(self._environ)
         rules = self._rules(merged([each.policy for each in known.values()]), uids)
         if rules != self._loaded:

@@ -232,7 +232,7 @@ class RootSpawner:
         return self._egress.enforce(str(home), policy, refresh=refresh)
 
     def close_network(self, owner: str) -> None:
-        """Ensure that network rules apply to a principal before its first process, if the machine can load rules."""
+        """Ensure that network rules apply to a principal, if the machine can load rules."""
         with contextlib.suppress(OSError, msgspec.MsgspecError, IsolationUnavailable):
             self._egress.protect(self._principals.of(owner).uid)
 
