@@ -94,7 +94,7 @@ SHARED_UID = {
     *("shared-memory", "abstract-socket", "other-device", "user-namespace", "key-ring", "io-uring", "change-root"),
 }
 """Attempts that succeed where runs share the uid of the agent."""
-CONNECTIONS = {"server-port", "node-port", "other-run-port", "replay-node-token"}
+CONNECTIONS = {"server-port", "node-port", "other-run-port"}
 """Attempts on the network whose controls need no service of this machine."""
 CONTROLS_MIN = 100
 _CANARY_S = 90.0

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
+import json
 import os
 import select
 import socket
+import ssl
 import time
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -65,19 +67,25 @@ def connect_to_any(places: str) -> None:
 
 
 def _replay(targets: Targets) -> None:
-    """Ask the server for the node's Ray credentials, with the token of the node."""
-    with open(targets.text("node_token"), encoding="ascii", errors="replace") as file:
-        token = file.read().strip()
+    """Send a request to the server with the token of the node, which the node's profile may contain."""
+    with open(targets.text("node_token"), encoding="utf-8", errors="replace") as file:
+        text = file.read().strip()
+    profile = json.loads(text) if text.startswith("{") else {"token": text}
     url = urlsplit(targets.text("server_url"))
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(url.hostname or "", url.port, timeout=_CONNECT_S)
+    if url.scheme == "https":
+        trusted = ssl.create_default_context(cafile=profile.get("ca") or None)
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            url.hostname or "", url.port, timeout=_CONNECT_S, context=trusted
+        )
+    else:
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_CONNECT_S)
     try:
-        connection.request("GET", "/agents/ray", headers={"Authorization": f"Bearer {token}"})
+        connection.request("GET", "/api/v1/whoami", headers={"Authorization": f"Bearer {profile['token']}"})
         status = connection.getresponse().status
     finally:
         connection.close()
-    if status in (401, 403):
-        raise OSError(errno.EACCES, f"the server answered {status}")
+    if status != http.HTTPStatus.OK:
+        raise OSError(errno.EACCES, f"the server answered {int(status)}")
 
 
 ATTEMPTS: Mapping[str, Attempt] = {
