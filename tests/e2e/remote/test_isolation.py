@@ -171,6 +171,7 @@ def test_27_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_
 
 
 attacked = one_gpu_with_secret(by_value(member_attacks.be_victim))
+by_value(member_attacks.processes)
 attacking = one_gpu(by_value(member_attacks.attack))
 ending_supervisors = one_gpu(by_value(member_attacks.end_supervisor))
 SUCCEEDED = member_attacks.SUCCEEDED
@@ -193,7 +194,7 @@ def test_27_the_attacks_of_a_member_on_other_users_and_the_node(
         with acting_as(admin, "mallory", monkeypatch):
             (found,) = attacking.distributed(str(home), "second")
             try:
-                (found[member_attacks.SUPERVISOR],) = ending_supervisors.distributed()
+                (found[member_attacks.SUPERVISOR],) = ending_supervisors.distributed(str(home))
             except NodeLost:
                 found[member_attacks.SUPERVISOR] = SUCCEEDED
         run.cancel()

@@ -39,6 +39,29 @@ def be_victim(waits: bool = True) -> str:
     return sys.copyright[:7]
 
 
+def processes(home: str, name: str) -> list[int]:
+    """Return the processes of a home with a name, and no process of another test. Raises OSError without one."""
+    found: list[int] = []
+    last: OSError = ProcessLookupError(f"no {name} of {home} is visible")
+    for path in glob.glob("/proc/[0-9]*"):
+        try:
+            with open(f"{path}/comm", encoding="utf-8") as comm:
+                if comm.read().strip() != name:
+                    continue
+            with open(f"{path}/cmdline", "rb") as cmdline:
+                is_here = home.encode() in cmdline.read()
+            if not is_here:  # A process whose variables are unreadable also has unreadable memory.
+                with open(f"{path}/environ", "rb") as environ:
+                    is_here = home.encode() in environ.read()
+            if is_here:
+                found.append(int(path.split("/")[2]))
+        except OSError as error:
+            last = error
+    if not found:
+        raise last
+    return found
+
+
 def attack(home: str, new_administrator: str) -> dict[str, str]:
     """Try the attacks on a node with a home. Return ``succeeded`` or the reason of the failure, by attack.
 
@@ -83,7 +106,7 @@ def attack(home: str, new_administrator: str) -> dict[str, str]:
         if not any(each["owner"] == "victim" and each["token"] for each in records):
             raise LookupError("no file has the token")
 
-    def patch(pid: str) -> None:
+    def patch(pid: int) -> None:
         text = sys.copyright.encode()
         with (
             open(f"/proc/{pid}/maps", encoding="utf-8") as maps,
@@ -104,20 +127,8 @@ def attack(home: str, new_administrator: str) -> dict[str, str]:
                     memory.write(PATCH.encode())
 
     def patch_zygotes() -> None:
-        patched = 0
-        last: OSError = ProcessLookupError("no warm interpreter is visible")
-        for path in glob.glob("/proc/[0-9]*/comm"):
-            pid = path.split("/")[2]
-            try:
-                with open(path, encoding="utf-8") as file:
-                    if file.read().strip() != "sgpu-zygote":
-                        continue
-                patch(pid)
-                patched += 1
-            except OSError as error:
-                last = error
-        if not patched:
-            raise last
+        for pid in processes(home, "sgpu-zygote"):
+            patch(pid)
 
     outcomes: dict[str, str] = {}
     for name, attempt in (
@@ -136,19 +147,12 @@ def attack(home: str, new_administrator: str) -> dict[str, str]:
     return outcomes
 
 
-def end_supervisor() -> str:
-    """Kill each supervisor of the node that this process can find, also the own one. Return why that failed."""
-    killed, problem = 0, "no supervisor is visible"
-    for path in glob.glob("/proc/[0-9]*/comm"):
-        try:
-            with open(path, encoding="utf-8") as file:
-                name = file.read().strip()
-            if name == "sgpu-supervisor":
-                os.kill(int(path.split("/")[2]), signal.SIGKILL)
-                killed += 1
-        except OSError as error:
-            problem = f"{type(error).__name__}: {error}"
-    if not killed:
-        return problem
+def end_supervisor(home: str) -> str:
+    """Kill each supervisor of a home that this process can find, also the own one. Return why that failed."""
+    try:
+        for pid in processes(home, "sgpu-supervisor"):
+            os.kill(pid, signal.SIGKILL)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
     time.sleep(30)  # The supervisor's end ends this run first.
     return SUCCEEDED
