@@ -25,7 +25,7 @@ def cold(quick: bool) -> Row:
 def tensor(quick: bool) -> Row:
     """A result of 1 GB from a sandbox."""
     what = "1 GB tensor returned: in the rank → in the caller's hands, read once"
-    return _row("tensor", what, rounds=2 if quick else 7, key="read_ms")
+    return _row("tensor", what, rounds=2 if quick else 4, key="read_ms")
 
 
 def _row(kind: str, what: str, *, rounds: int, bar: float | None = None, key: str = "ms") -> Row:
