@@ -1,8 +1,8 @@
 """`sgpu node canary`: starts a run that tries to break out, and reports each attempt.
 
-sgpu node canary NODE          through the server, in the isolation level of the node's pool
-sgpu node canary --pool NAME   the same on all nodes of a pool at the same time
-sgpu node canary               on this machine, without a server
+    sgpu node canary NODE          ─▶ through the server, in the isolation level of the node's pool
+    sgpu node canary --pool NAME   ─▶ the same on all nodes of a pool at the same time
+    sgpu node canary               ─▶ on this machine, without a server
 """
 
 from __future__ import annotations
