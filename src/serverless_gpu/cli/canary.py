@@ -1,8 +1,7 @@
 """`sgpu node canary`: starts a run that tries to break out, and reports each attempt.
 
-    sgpu node canary NODE          ─▶ through the server, in the isolation level of the node's pool
-    sgpu node canary --pool NAME   ─▶ the same on all nodes of a pool at the same time
-    sgpu node canary               ─▶ on this machine, without a server
+With NODE, the server requests the canary in the isolation level of the node's pool. With `--pool`, the server does the
+same for all nodes of a pool. Otherwise, the canary tests this machine without a server.
 """
 
 from __future__ import annotations
