@@ -111,7 +111,7 @@ def joined(one: Machine) -> int:
     return one.run("node", "list").stdout.count(" UP ")
 
 
-@pytest.mark.parametrize("level", ["none", "user", "sandbox"])
+@pytest.mark.parametrize("level", ["none", "user", pytest.param("sandbox", marks=pytest.mark.spot)])
 def test_27_on_each_of_two_ray_nodes_no_attempt_succeeds_that_the_level_refuses(site: Site, level: str) -> None:
     site.set_pool("--isolation", level)
     code, reports = site.canary()
