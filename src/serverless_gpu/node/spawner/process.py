@@ -26,7 +26,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -43,6 +43,8 @@ from serverless_gpu.node.spawner import messages, permissions
 from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
 
 WORKERS_MAX = 1_024
+IDLE_S = 10.0
+"""Seconds without a connection after which a spawner of an account without root tries to end."""
 _BACKLOG = 128
 _REQUEST = msgspec.json.Decoder(messages.Request)
 
@@ -97,12 +99,29 @@ def listen(path: Path, account: AgentAccount) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, account: AgentAccount, environ: Mapping[str, str]) -> NoReturn:
-    """Serve connections until a signal ends the process."""
+def serve(
+    listener: socket.socket,
+    account: AgentAccount,
+    environ: Mapping[str, str],
+    *,
+    leave: Callable[[], bool] | None = None,
+) -> None:
+    """Serve connections until a signal ends the process, or until `leave` returns True.
+
+    With `leave`, the function calls it after each `IDLE_S` seconds without a connection.
+    """
     workers: set[int] = set()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if leave is not None:
+        listener.settimeout(IDLE_S)
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            workers -= set(_ended(workers))
+            if not workers and leave is not None and leave():
+                return
+            continue
         workers -= set(_ended(workers))
         if _peer(connection) not in (0, account.uid) or len(workers) >= WORKERS_MAX:
             connection.close()
