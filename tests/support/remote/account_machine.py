@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from serverless_gpu.node.inside import own_uid
@@ -52,37 +53,48 @@ def running_spawner(place: Path) -> Iterator[Path]:
 
 
 class AccountMachine(Machine):
-    """A node of `ACCOUNT`, in a cgroup that belongs to the account, as with Delegate=yes of systemd."""
+    """A node of an account, in a cgroup that belongs to the account, as with Delegate=yes of systemd."""
 
-    def __init__(self, profile: UplinkProfile, *, gpus: int, spawner: Path) -> None:
+    def __init__(self, profile: UplinkProfile, *, gpus: int, spawner: Path | None, uid: int = ACCOUNT.pw_uid) -> None:
         super().__init__(profile, gpus=gpus)
-        self._environ |= {VARIABLE: str(spawner), "HOME": str(self.root)}
+        self.uid = uid
+        self._environ |= {"HOME": str(self.root)} if spawner is None else {VARIABLE: str(spawner), "HOME": str(self.root)}
         root, place = mount_point("cgroup2", ""), own_place("")
         assert root is not None
         assert place is not None
         self.cgroup = root / place.lstrip("/") / f"sgpu-account-{self.root.name}"
         self.cgroup.mkdir()
         for name in ("", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
-            os.chown(self.cgroup / name, ACCOUNT.pw_uid, ACCOUNT.pw_gid)
+            os.chown(self.cgroup / name, uid, uid)
 
     def start(self) -> None:
         """Start the uplink as the account. Only this account sees the interpreter below a closed home."""
         for path in (self.root, *self.root.rglob("*")):
-            os.chown(path, ACCOUNT.pw_uid, ACCOUNT.pw_gid, follow_symlinks=False)
+            os.chown(path, self.uid, self.uid, follow_symlinks=False)
+        self.execute(lambda: start_stop.ensure(self.home, self._profile, self._environ))
+
+    def execute(self, work: Callable[[], object]) -> None:
+        """Call a function in a process of the account."""
         with tempfile.TemporaryDirectory() as at:
             pid = os.fork()
             if pid == 0:
                 code = 1
                 try:
                     (self.cgroup / "cgroup.procs").write_text("0")
-                    view = View(ACCOUNT.pw_uid, at, str(self.root), sys.executable, [str(REPOSITORY)], [])
-                    own_uid.enter(view, ())
-                    start_stop.ensure(self.home, self._profile, self._environ)
+                    self.become(View(self.uid, at, str(self.root), sys.executable, [str(REPOSITORY)], []))
+                    os.environ.update(self._environ)
+                    work()
                     code = 0
                 finally:
+                    if code:
+                        traceback.print_exc()
                     os._exit(code)
             _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
+
+    def become(self, view: View) -> None:
+        """Make this process a process of the account, with the files that `view` shows."""
+        own_uid.enter(view, ())
 
     def uplink(self) -> Process:
         return self._process("serverless_gpu.node.uplink.process")
@@ -94,7 +106,7 @@ class AccountMachine(Machine):
         end_cgroup(self.cgroup)
         wait_for(lambda: remove_cgroup(self.cgroup), "the cgroup of the account is removed")
         shutil.rmtree(self.root, ignore_errors=True)
-        shutil.rmtree(f"/tmp/serverless_gpu-{ACCOUNT.pw_uid}", ignore_errors=True)
+        shutil.rmtree(f"/tmp/serverless_gpu-{self.uid}", ignore_errors=True)
 
     def _process(self, module: str) -> Process:
         """Return a process of the node. Only the account may use the sockets by which `Machine` finds it."""

@@ -85,7 +85,7 @@ def _show(view: sandbox.View) -> None:
     ]
     if closed_directories((view.home,), view.uid):
         covers.append((mounts.clone_tree(view.home, _NO_SUID_DEV), view.home))
+    mounts.unmount(view.at)  # A cover can hide this path.
     for fd, path in covers:
         mounts.attach(fd, path)
         os.close(fd)
-    mounts.unmount(view.at)

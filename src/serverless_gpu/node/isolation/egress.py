@@ -69,6 +69,8 @@ def measure(environ: Mapping[str, str]) -> str:
     program = nft.find(environ)
     if program is None:
         return _MISSING
+    if problem := nft.rights_problem():
+        return problem
     output, child = os.pipe()
     with os.fdopen(output, "rb") as read:
         try:
