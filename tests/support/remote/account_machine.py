@@ -58,7 +58,9 @@ class AccountMachine(Machine):
     def __init__(self, profile: UplinkProfile, *, gpus: int, spawner: Path | None, uid: int = ACCOUNT.pw_uid) -> None:
         super().__init__(profile, gpus=gpus)
         self.uid = uid
-        self._environ |= {"HOME": str(self.root)} if spawner is None else {VARIABLE: str(spawner), "HOME": str(self.root)}
+        self._environ |= (
+            {"HOME": str(self.root)} if spawner is None else {VARIABLE: str(spawner), "HOME": str(self.root)}
+        )
         root, place = mount_point("cgroup2", ""), own_place("")
         assert root is not None
         assert place is not None

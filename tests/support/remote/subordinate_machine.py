@@ -62,5 +62,10 @@ class SubordinateMachine(AccountMachine):
         super().__init__(profile, gpus=gpus, spawner=None, uid=UID)
         self._texts = files(self.root) | dict(texts or {})
 
+    @property
+    def place(self) -> Path:
+        """Return the directory of the principals' homes."""
+        return self.root / ".local/share/serverless-gpu/principals"
+
     def become(self, view: View) -> None:
         become_account(view, self._texts)

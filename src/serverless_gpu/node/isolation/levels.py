@@ -23,11 +23,12 @@ from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.node.inside import seal
 from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.isolation.principals import RANGE, uid_range
-from serverless_gpu.node.processes.process_tree import find_cgroup_root
+from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
 from serverless_gpu.node.processes.spawn import clean_variables, load_inside
 
 _REHEARSAL_S = 20.0
 _TRIALS = {"sandbox": "a trial sandbox", "own_uid": "a trial with a uid of its own"}
+_LIMITS = ("memory", "pids")
 _ORPHAN_S = 600.0  # Age in seconds after which no trial can use its directory any more.
 _PREFIX = "sgpu-rehearsal-"
 
@@ -59,6 +60,16 @@ def problem_of_cgroups(environ: Mapping[str, str]) -> str:
     cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
     try:
         return cgroups.problem if cgroups.path is None else ""
+    finally:
+        cgroups.close()
+
+
+def missing_limits(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the controllers of cgroup v2 by which this process cannot limit an attempt: ``memory``, ``pids``."""
+    cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
+    try:
+        found = controllers(cgroups.path)
+        return tuple(name for name in _LIMITS if name not in found)
     finally:
         cgroups.close()
 

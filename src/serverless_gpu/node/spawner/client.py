@@ -25,8 +25,9 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.isolation import subordinates
 from serverless_gpu.node.isolation.grafts import Graft
-from serverless_gpu.node.isolation.levels import OfferedLevel
+from serverless_gpu.node.isolation.levels import OfferedLevel, missing_limits, problem_of_cgroups
 from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.processes.process_tree import uid_of
 from serverless_gpu.node.processes.spawn import clean_variables
 from serverless_gpu.node.spawner import VARIABLE, messages, namespace_process
 from serverless_gpu.node.spawner.namespace_process import connected
@@ -40,6 +41,7 @@ from serverless_gpu.node.spawner.verbs import (
 )
 
 _ANSWER_S = 60.0
+_DELEGATE = "start the node in a systemd unit with Delegate=yes (systemd-run --user --scope -p Delegate=yes …)"
 _UNEXPECTED = "the node's spawner gave an answer of another kind"
 _ANSWER = msgspec.json.Decoder(messages.Answer)
 
@@ -195,7 +197,7 @@ class SpawnerClient:
 class SubordinateSpawner(SpawnerClient):
     """Asks a spawner in a user namespace of this account, which the first verb starts.
 
-    The account owns the user namespace. The kernel therefore lets this process itself read its principals' processes.
+    A spawner in a user namespace cannot open the kernel log, and runs without isolation need no spawner.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -205,13 +207,19 @@ class SubordinateSpawner(SpawnerClient):
     def measure(self) -> OfferedLevel:
         try:
             ids = subordinates.find_ids(self._environ)
+            if problem := problem_of_cgroups(self._environ):
+                raise IsolationUnavailable(f"the account cannot end the processes of a run: {problem}", hint=_DELEGATE)
         except (OSError, IsolationUnavailable) as error:
             return OfferedLevel(NONE, f"the node's agent does not run as root and has no spawner, and {_line(error)}")
         level, problem = super().measure()
-        return OfferedLevel(level, problem if level == NONE else f"{problem}{', ' if problem else ''}with {ids}")
+        if level == NONE:
+            return OfferedLevel(NONE, problem)
+        missing = " and ".join(missing_limits(self._environ))
+        lacks = f", without the cgroup controllers {missing}. Remedy: {_DELEGATE}" if missing else ""
+        return OfferedLevel(level, f"{problem}{', ' if problem else ''}with {ids}{lacks}")
 
     def open_stack(self, pid: int, number: int) -> int:
-        return open_stack(pid, number)
+        return open_stack(pid, number) if uid_of(pid) == os.geteuid() else super().open_stack(pid, number)
 
     def open_kernel_log(self) -> int:
         return open_kernel_log()
