@@ -130,7 +130,11 @@ def _start(path: Path, environ: Mapping[str, str]) -> None:
     """Start a spawner and wait until it listens. Raises OSError or IsolationUnavailable."""
     subordinates.find_ids(environ)
     place = place_of(environ)
-    place.mkdir(mode=0o711, parents=True, exist_ok=True)
+    try:
+        place.mkdir(mode=0o711, parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{place} cannot be made: {error.strerror}"
+        raise IsolationUnavailable(problem, hint=f"set {PLACE} to a directory on a local disk") from None
     answer, theirs = os.pipe()
     with open(answer, "rb") as reader:
         try:
