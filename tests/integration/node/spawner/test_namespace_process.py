@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.errors import IsolationUnavailable, ServerlessGpuError
 from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.isolation import subordinates
 from serverless_gpu.node.isolation.principals import PLACE
@@ -54,7 +54,7 @@ def as_account(home: Path, work: Callable[[], object], texts: Mapping[str, str] 
                 become_account(view, files(home) | dict(texts or {}))
                 os.environ["HOME"] = str(home)
                 answer = work()
-            except BaseException as error:  # The parent fails with the text.
+            except (OSError, AssertionError, ServerlessGpuError) as error:  # The parent fails with the text.
                 answer = repr(error)
             os.write(writing, json.dumps(answer).encode())
             os._exit(0)
