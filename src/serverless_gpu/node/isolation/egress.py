@@ -109,7 +109,7 @@ class NodeEgress:
         trial: Callable[[Mapping[str, str]], str] = measure,
     ) -> None:
         # Reason why the node cannot enforce a policy, or "". The trial waits for the first policy.
-        self.problem = "" if nft.find(environ) else _MISSING
+        self.problem = nft.rights_problem() if nft.find(environ) else _MISSING
         self._trial: Callable[[Mapping[str, str]], str] | None = trial
         self.digest = ""  # Digest of the applied policy.
         self._home = str(home)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def home() -> Iterator[Path]:
         shutil.rmtree(f"/tmp/serverless_gpu-{UID}", ignore_errors=True)
 
 
-def as_account(home: Path, work: Callable[[], object], texts: Mapping[str, str] | None = None) -> object:
+def as_account(home: Path, work: Callable[[], object], texts: Mapping[str, str] | None = None) -> Any:
     """Return the result of a function that a process of the account calls."""
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory() as at, open(reading, "rb") as reader:
