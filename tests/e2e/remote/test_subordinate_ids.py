@@ -16,7 +16,7 @@ from tests.e2e.remote.test_isolation import run_canary
 from tests.support.local.observe import Process, processes_of, wait_for
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
-from tests.support.remote.subordinate_machine import UID, UIDS, SubordinateMachine
+from tests.support.remote.subordinate_machine import NAME, UID, UIDS, SubordinateMachine
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make the account of the test"),
@@ -57,7 +57,7 @@ def test_27_a_node_without_root_isolates_its_runs_through_subordinate_uids(home:
     with isolated(home, level) as (pool, node):
         [view] = pool.ask("GET", "/nodes", answer=NodeList).nodes
         assert view.isolation == "sandbox"
-        assert f"with subordinate uids {UIDS[0]}-{UIDS[-1]} of tia" in view.isolation_problem
+        assert f"{UIDS[0]}-{UIDS[-1]} of {NAME}" in view.isolation_problem
         run = pool.submit(add_up_by_sockets, gpus=2)
         results = [found for found in run.results(60) if isinstance(found, tuple)]
         assert [total for total, _ in results] == [1] * 2

@@ -131,7 +131,7 @@ class Home:
 
 
 def account_sockets() -> Path:
-    """Return the private socket directory of this account, after creating it if needed. Raises StorageError."""
+    """Return the private socket directory of this account, or create it. Raises StorageError."""
     # $XDG_RUNTIME_DIR is unsuitable, because terminals, notebook servers and cron jobs of one user may have different
     # values. The system also empties $XDG_RUNTIME_DIR at the user's last logout, while runs may still be running.
     return _socket_directory(Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}"))

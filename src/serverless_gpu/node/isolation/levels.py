@@ -65,7 +65,7 @@ def problem_of_cgroups(environ: Mapping[str, str]) -> str:
 
 
 def missing_limits(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the controllers of cgroup v2 by which this process cannot limit an attempt: ``memory``, ``pids``."""
+    """Return the controllers that this process cannot use for attempts: ``memory``, ``pids``."""
     cgroups = find_cgroup_root(f"serverless_gpu-rehearsal-{os.getpid()}", environ)
     try:
         found = controllers(cgroups.path)

@@ -1,4 +1,4 @@
-"""Subordinate ids: uids and gids that the administrator of a machine lends to an account without the rights of root.
+"""Subordinate ids: uids and gids that an administrator assigns to an account without root.
 
     /etc/subuid, /etc/subgid ─▶ SubordinateIds ─▶ newuidmap and newgidmap write the id maps of a user namespace
 
@@ -43,7 +43,10 @@ _NAMESPACES_MAX = Path("/proc/sys/user/max_user_namespaces")
 
 
 class SubordinateIds(NamedTuple):
-    """The ids of an account for a user namespace. `uids` are the uids of principals, and `gid_first` maps the first."""
+    """The ids of an account for a user namespace: its own, and the uids of principals.
+
+    `gid_first` is the gid of the first principal on the machine.
+    """
 
     user: str
     uid: int

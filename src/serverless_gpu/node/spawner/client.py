@@ -47,7 +47,7 @@ _ANSWER = msgspec.json.Decoder(messages.Answer)
 
 
 def find_spawner(environ: Mapping[str, str]) -> Spawner:
-    """Return the spawner of this node: its process, this process as root, or a process with subordinate ids."""
+    """Return the spawner of this node: its process, this process, or one with subordinate ids."""
     path = environ.get(VARIABLE, "")
     if path:
         return _client_of(Path(path), os.getpid())

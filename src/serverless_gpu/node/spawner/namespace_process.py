@@ -190,7 +190,10 @@ def main(answer: int, path: str, place: str) -> NoReturn:
 
 
 def _leave(listener: socket.socket, path: Path) -> bool:
-    """Return True if no client needs the spawner, after removing its socket. Keep the lock until the process ends."""
+    """Remove the socket and return True if no client needs the spawner.
+
+    The lock stays locked until the process ends.
+    """
     fd = _open_lock(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ def test_principals_get_the_upper_half_of_the_largest_range_with_equal_uids_outs
     assert ids.uids == range(232_768, 265_536)
     assert ids.uid_map == (0, 1500, 1, 232_768, 232_768, 32_768)
     assert ids.gid_map == (0, 1600, 1, 232_768, 532_768, 32_768)
-    assert str(ids) == "subordinate uids 232768-265535 of ana"
+    assert str(ids) == golden("node.subordinates.ids")
 
 
 def test_a_configured_range_of_uids_is_used_as_a_whole() -> None:
