@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+LEVELS = (pytest.param("user", marks=pytest.mark.long), "sandbox")
 REFUSED = {
     *("server-key", "node-token", "attempt-token", "other-log", "other-arguments", "own-facts", "other-facts"),
     *("node-home", "list-other-runs", "poison-unit", "agent-variables", "rank-memory-call", "rank-files"),
@@ -52,7 +53,7 @@ def spawners(node: SubordinateMachine) -> list[Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["user", "sandbox"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_27_a_node_without_root_isolates_its_runs_through_subordinate_uids(home: Path, level: str) -> None:
     with isolated(home, level) as (pool, node):
         [view] = pool.ask("GET", "/nodes", answer=NodeList).nodes
@@ -77,7 +78,7 @@ def test_27_a_node_without_root_isolates_its_runs_through_subordinate_uids(home:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["user", "sandbox"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_27_the_canary_of_a_node_with_subordinate_uids_does_nothing_that_an_enforced_measure_refuses(
     home: Path, level: str
 ) -> None:
@@ -88,5 +89,4 @@ def test_27_the_canary_of_a_node_with_subordinate_uids_does_nothing_that_an_enfo
         assert {name for name, measure in possible.items() if measure not in NOT_ENFORCED} == set()
         assert set(possible.values()) <= NOT_ENFORCED
         refused = {row.attempt for row in report.rows if row.verdict == "refused"}
-        print(len(refused), sorted(possible))
         assert refused >= REFUSED, REFUSED - refused

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.errors import IsolationUnavailable, ServerlessGpuError
+from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.isolation import subordinates
 from serverless_gpu.node.isolation.principals import PLACE
@@ -90,6 +92,39 @@ def test_all_homes_of_an_account_share_one_spawner_whose_uids_are_those_of_the_m
     ]
     [line] = processes_of(home / ".local/share/serverless-gpu/principals")
     assert "namespace_process" in line, "one process, and no worker of an ended client"
+
+
+def stacks(node_home: Path) -> list[str]:
+    """Return the stack of a principal's process in the namespace, and the one of this process."""
+    node_home.mkdir()
+    spawner = client.find_spawner(os.environ)
+    uid = spawner.principal("ana", node_home).uid
+    file = os.memfd_create(inside.STACK_FILE)
+    os.write(file, b"a stack")
+    ready, started = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            _ours, theirs = socket.socketpair()
+            namespace_process._enter(subordinates.find_ids(os.environ), theirs)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.set_inheritable(file, True)
+            os.execvp("sleep", ["sleep", "60"])  # Ranks also belong to a program that started in the namespace.
+        os._exit(1)
+    os.close(started)
+    os.read(ready, 1)  # The program has started.
+    found: list[str] = []
+    for each in (pid, os.getpid()):
+        fd = spawner.open_stack(each, file)
+        found.append(os.pread(fd, 100, 0).decode())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return found
+
+
+def test_the_spawner_opens_the_stack_of_a_principals_process(home: Path) -> None:
+    assert as_account(home, lambda: stacks(home / "one")) == ["a stack", "a stack"]
 
 
 def test_27_a_missing_line_in_subgid_leaves_the_level_none_with_the_remedy(home: Path) -> None:
