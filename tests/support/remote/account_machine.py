@@ -15,8 +15,8 @@ from pathlib import Path
 
 from serverless_gpu.node.inside import own_uid
 from serverless_gpu.node.inside.sandbox import View
+from serverless_gpu.node.isolation import SPAWNER
 from serverless_gpu.node.processes.process_tree import end_cgroup, mount_point, own_place, remove_cgroup
-from serverless_gpu.node.spawner import VARIABLE
 from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.server.operations.systemd_units import CAPABILITIES
@@ -59,7 +59,7 @@ class AccountMachine(Machine):
         super().__init__(profile, gpus=gpus)
         self.uid = uid
         self._environ |= (
-            {"HOME": str(self.root)} if spawner is None else {VARIABLE: str(spawner), "HOME": str(self.root)}
+            {"HOME": str(self.root)} if spawner is None else {SPAWNER: str(spawner), "HOME": str(self.root)}
         )
         root, place = mount_point("cgroup2", ""), own_place("")
         assert root is not None

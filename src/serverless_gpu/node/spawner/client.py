@@ -23,13 +23,13 @@ from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.isolation import subordinates
+from serverless_gpu.node.isolation import SPAWNER, subordinates
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.levels import OfferedLevel, missing_limits, problem_of_cgroups
 from serverless_gpu.node.isolation.principals import Principal
 from serverless_gpu.node.processes.process_tree import uid_of
 from serverless_gpu.node.processes.spawn import clean_variables
-from serverless_gpu.node.spawner import VARIABLE, messages, namespace_process
+from serverless_gpu.node.spawner import messages, namespace_process
 from serverless_gpu.node.spawner.namespace_process import connected
 from serverless_gpu.node.spawner.verbs import (
     RootSpawner,
@@ -48,7 +48,7 @@ _ANSWER = msgspec.json.Decoder(messages.Answer)
 
 def find_spawner(environ: Mapping[str, str]) -> Spawner:
     """Return the spawner of this node: its process, this process, or one with subordinate ids."""
-    path = environ.get(VARIABLE, "")
+    path = environ.get(SPAWNER, "")
     if path:
         return _client_of(Path(path), os.getpid())
     if os.geteuid() == 0:

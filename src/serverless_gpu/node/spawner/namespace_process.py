@@ -26,7 +26,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import pwd
 import select
 import socket
 import subprocess
@@ -40,7 +39,7 @@ from serverless_gpu.errors import IsolationUnavailable, ServerlessGpuError
 from serverless_gpu.node.base.home import account_sockets
 from serverless_gpu.node.inside import mounts, sandbox
 from serverless_gpu.node.isolation import subordinates
-from serverless_gpu.node.isolation.principals import PLACE, RANGE
+from serverless_gpu.node.isolation.principals import PLACE, RANGE, place_of
 from serverless_gpu.node.isolation.subordinates import SubordinateIds
 from serverless_gpu.node.processes import daemon
 from serverless_gpu.node.spawner import process
@@ -54,32 +53,13 @@ _RUN_ENTRIES_MAX = 4_096
 _NS_GET_PARENT = 0xB702
 
 
-def place_of(environ: Mapping[str, str]) -> Path:
-    """Return the directory with the principals of this account, which all homes of the account share.
-
-    Raises IsolationUnavailable.
-    """
-    if environ.get(PLACE):
-        return Path(environ[PLACE])
-    try:
-        home = pwd.getpwuid(os.geteuid()).pw_dir
-    except KeyError:
-        home = ""
-    if not os.path.isdir(home):
-        raise IsolationUnavailable(
-            "the account of the node has no home directory for the homes of its principals",
-            hint=f"set {PLACE} to a directory on a local disk",
-        )
-    return Path(home, ".local/share/serverless-gpu/principals")
-
-
 def log_path(environ: Mapping[str, str]) -> Path:
-    """Return the log file of the spawner. Raises IsolationUnavailable."""
+    """Return the log file of the spawner."""
     return place_of(environ) / "spawner.log"
 
 
 def socket_path(environ: Mapping[str, str]) -> Path:
-    """Return the path of the spawner's socket. Raises IsolationUnavailable or StorageError."""
+    """Return the path of the spawner's socket. Raises StorageError."""
     digest = hashlib.sha256(os.fsencode(place_of(environ))).hexdigest()[:12]
     return account_sockets() / f"spawner-{digest}.sock"
 

@@ -170,7 +170,13 @@ def test_a_spawner_without_clients_ends_unless_a_client_connects(
         with namespace_process.connected(path):
             assert not namespace_process._leave(listener, path), "a client has connected"
             listener.accept()[0].close()
-        process.serve(listener, account, {}, leave=lambda: namespace_process._leave(listener, path))
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(OSError):
+                process.serve(listener, account, {}, leave=lambda: namespace_process._leave(listener, path))
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert not path.exists()
 
 
