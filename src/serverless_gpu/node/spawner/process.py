@@ -44,7 +44,7 @@ from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
 
 WORKERS_MAX = 1_024
 IDLE_S = 10.0
-"""Seconds without a connection after which a spawner of an account without root tries to end."""
+"""Seconds without a connection after which the spawner reaps its workers, and ends if it has subordinate ids."""
 _BACKLOG = 128
 _REQUEST = msgspec.json.Decoder(messages.Request)
 
@@ -108,12 +108,13 @@ def serve(
 ) -> None:
     """Serve connections until a signal ends the process, or until `leave` returns True.
 
-    With `leave`, the function calls it after each `IDLE_S` seconds without a connection.
+    After each `IDLE_S` seconds without a connection, the function reaps ended workers. Without workers, it calls
+    `leave`.
     """
     workers: set[int] = set()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    if leave is not None:
-        listener.settimeout(IDLE_S)
+    # Python ignores an exception of a handler that runs during os.fork(), in a function of os.register_at_fork().
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    listener.settimeout(IDLE_S)
     while True:
         try:
             connection, _ = listener.accept()
