@@ -60,7 +60,7 @@ def compare(found: Sequence[ComparedRun]) -> tuple[ComparisonSection, ...]:
     """Return the properties of runs by section, with the differing properties of each section first."""
     sections = (
         _section("Outcome", [_outcome(run) for run in found]),
-        _section("Spec", [_spec(run.view.spec) for run in found]),
+        _section("Spec", [spec_texts(run.view.spec) for run in found]),
         _section("Arguments", [_arguments(run.arguments) for run in found]),
         _section("Tags", [run.view.spec.tags for run in found]),
         _section("Environment", [_environment(run.environment) for run in found]),
@@ -109,7 +109,7 @@ def _outcome(run: ComparedRun) -> dict[str, str]:
     }
 
 
-def _spec(spec: RunSpec) -> dict[str, str]:
+def spec_texts(spec: RunSpec) -> dict[str, str]:
     """Return the options of a run as text. Options without a value are ""."""
     fields: dict[str, object] = msgspec.to_builtins(spec)
     resources = fields.pop("resources")
