@@ -42,6 +42,8 @@ ROWS_MAX = 2_000
 """Maximum number of rows of one section."""
 _EQUAL_MAX = 40
 """Sections with more equal rows contain only the number of equal rows."""
+_INPUTS = ("Spec", "Arguments", "Tags", "Environment")
+"""Sections about what a run was submitted with."""
 _OTHERWISE = frozenset({"spec_version", "name", "tags", "payload", "tracker", "ray", "team", "pool"})
 """Fields of a spec that other sections contain, or that are no options of users."""
 
@@ -251,7 +253,8 @@ class Comparisons:
         if not before:
             return ComparisonView()
         view = self.compare(call, [before, run_id])
-        return msgspec.structs.replace(view, sections=differences(view.sections))
+        sections = [section for section in view.sections if section.name in _INPUTS]
+        return msgspec.structs.replace(view, sections=differences(sections))
 
 
 def _receipt(text: str | None) -> Receipt | None:

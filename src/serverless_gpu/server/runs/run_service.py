@@ -181,9 +181,9 @@ STOPS_MAX = 100
 class RunsQuery(Query, frozen=True, kw_only=True):
     """Parameters of the run list.
 
-    `state` and `tag` (``key=value``) accept comma-separated lists. `type` also selects the members of a family of device
-    types. `text` is a part of the name, identifier or final sentence. `from_ns` and `to_ns` limit the submission time,
-    in nanoseconds since 1970. `costs` adds costs.
+    `state` and `tag` (``key=value``) accept comma-separated lists. `type` also selects the members of a family of
+    device types. `text` is a part of the name, identifier or final sentence. `from_ns` and `to_ns` limit the submission
+    time, in nanoseconds since 1970. `costs` adds costs.
     """
 
     state: Label = ""

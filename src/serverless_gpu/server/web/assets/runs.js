@@ -9,6 +9,7 @@
   const boxes = () => [...form.querySelectorAll("input[name=runs]")];
 
   const show = () => {
+    if (!status) return;
     const checked = boxes().filter(box => box.checked);
     const stoppable = checked.filter(box => "stoppable" in box.dataset);
     const gpus = stoppable.reduce((sum, box) => sum + Number(box.dataset.gpus), 0);
@@ -40,5 +41,5 @@
   });
   // The Back button restores checked boxes.
   for (const box of boxes()) if (box.checked) chosen.add(box.value);
-  if (status) show();
+  show();
 }
