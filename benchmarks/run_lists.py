@@ -11,6 +11,7 @@ import functools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -87,3 +88,8 @@ def _filled(kind: str, count: int) -> Database:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("VACUUM ANALYZE")
     return database
+
+
+ROWS: dict[str, Callable[[bool], Row]] = {
+    f"run-lists-{kind}": functools.partial(report, kind) for kind in ("sqlite", "postgresql")
+}

@@ -126,7 +126,8 @@ def test_a_time_range_counts_the_servers_time_of_submission(database: Database) 
 def test_filters_add_up(database: Database) -> None:
     add_people(database, "alice", "bob")
     wanted = add_run(database, owner="bob", team="vision", name="x", tags={"a": "1", "b": "2"})
-    for other in ({"team": "speech"}, {"name": "y"}, {"tags": {"a": "1"}}, {"owner": "alice"}):
+    others: list[dict[str, Any]] = [{"team": "speech"}, {"name": "y"}, {"tags": {"a": "1"}}, {"owner": "alice"}]
+    for other in others:
         add_run(database, **{"owner": "bob", "team": "vision", "name": "x", "tags": {"a": "1", "b": "2"}, **other})
     both = {"a": "1", "b": "2"}
     fields: dict[str, Any] = {"owner": "bob", "team": "vision", "name": "x", "tags": both, "text": "X"}

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.wire.runs import RunView
+from serverless_gpu.wire.runs import RunView, StopRequest
 from tests.support.server.runs_api import submit
 from tests.support.server.served import Served, served
 from tests.support.web.browser import browser, reader
@@ -76,7 +76,7 @@ def test_rows_and_the_header_follow_a_run_and_keep_what_is_selected(server: Serv
     expect(page.locator("#connection")).to_have_class("connection live")
     page.get_by_label("Select live-0").check()
     page.get_by_label("Select live-2").check()
-    server.connection().ask("POST", f"/runs/{runs[1].id}/stop", {"reason": "cancel"}, answer=RunView)
+    server.connection().ask("POST", f"/runs/{runs[1].id}/stop", StopRequest(), answer=RunView)
     expect(page.locator(f"#run-{runs[1].id} .state")).to_contain_text("cancelled")
     expect(page.get_by_label("Select live-0")).to_be_checked()
     page.get_by_label("Select live-1").check()
