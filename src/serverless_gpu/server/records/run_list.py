@@ -155,7 +155,7 @@ def _filtered(wished: RunFilter, sort: Sort = "newest") -> sa.Select[Any]:
 
 
 def _near(query: sa.Select[Any], wished: RunFilter) -> sa.Select[Any]:
-    """Return a query with bounds of identifiers, so that the database skips most runs outside of a time range."""
+    """Add bounds of identifiers, so that the database skips most runs outside of a time range."""
     if wished.from_ns:
         query = query.where(_runs.c.id >= first_run_id(wished.from_ns - _SKEW_NS))
     if wished.to_ns is not None:

@@ -1,6 +1,6 @@
 """Compares runs: outcome, spec, arguments, tags, environment, metrics and cost.
 
-`compare` is pure. The routes read the runs, of which the caller must be able to see every one.
+`compare` is pure. The routes read the runs, and refuse a comparison with a run that the caller may not see.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def arguments_view(run: StoredRun, arguments: dict[str, str] | None) -> Argument
 
 
 def environment_view(environments: EnvironmentStore, run: StoredRun) -> RunEnvironmentView:
-    """Return the view of a run's environment. Without a stored snapshot, the view contains the caller's interpreter."""
+    """Return the view of a run's environment, or only the caller's interpreter without a snapshot."""
     asked = RunEnvironmentView(
         kind="snapshot" if run.snapshot else "live",
         digest=run.snapshot[:DIGEST_CHARACTERS],

@@ -80,7 +80,7 @@ def test_a_failure_has_the_ranks_exception_and_what_to_do(server: Served) -> Non
     assert (failure.rank, failure.node, failure.exception) == (1, "played", "train.Odd")
     assert (failure.message, failure.traceback, failure.stack) == (RECORD["message"], RECORD["traceback"], "at")
     assert (failure.notes, failure.hint, failure.log_tail) == (("a note", "7"), "out of luck", "last")
-    assert f"sgpu logs {run.id} --rank 1" in failure.advice
+    assert f"{run.id} --rank 1" in failure.advice
     assert len(failure.consequences) == 9 and failure.consequences[0].startswith("rank 0")
     assert failure.hang is not None and failure.hang.stacks == {0: "here"}
 

@@ -79,8 +79,9 @@ def test_options_are_texts_with_units() -> None:
 
 
 def test_a_repeated_run_has_no_limits_of_policies_and_starts_a_new_mlflow_run() -> None:
-    asked = RunSpec(name="x", idle_timeout_s=5, policy="p", tracker=Tracking(uri="http://m", parent_id="up"))
-    tracker = msgspec.structs.replace(asked.tracker, run_id="old")  # type: ignore[type-var]
+    tracked = Tracking(uri="http://m", parent_id="up")
+    asked = RunSpec(name="x", idle_timeout_s=5, policy="p", tracker=tracked)
+    tracker = msgspec.structs.replace(tracked, run_id="old")
     stored = msgspec.structs.replace(
         asked, max_run_s=1, total_run_s=2, attempts_max=3, unsaved_max=UNSAVED_MAX + 1, policies=("q",), tracker=tracker
     )

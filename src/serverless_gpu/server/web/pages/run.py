@@ -114,7 +114,7 @@ def download(call: Call, site: Site, run: str, name: str, query: FenceQuery) -> 
 
 @routes.get("/runs/{run}/environment", needs=reading("runs"))
 def show_environment(call: Call, site: Site, run: str) -> Page:
-    """Show the interpreter and packages of a run, and what changed since the previous run of the same name."""
+    """Show the environment of a run, and its changes since the previous run of the same name."""
     view = run_frame.read(call, site, run)
     return run_frame.page(
         call,
@@ -179,7 +179,7 @@ class StopForm(Form, frozen=True, kw_only=True):
 
 
 class AgainForm(Form, frozen=True, kw_only=True):
-    """Runs a run again. `id` is the identifier of the new run, so that a repeated form starts no second run."""
+    """Runs a run again as the new run `id`, so that a repeated form starts no second run."""
 
     id: Annotated[str, msgspec.Meta(max_length=26)] = ""
 

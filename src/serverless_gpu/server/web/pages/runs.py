@@ -1,8 +1,6 @@
 """Lists runs with filters in the address, and stops or compares selected runs.
 
-GET  /ui/runs?state&owner&team&type&tag&from&to&q&sort&cols&cursor      a filter is saved by saving its address
-POST /ui/runs/selected                                                  stops the checked runs, or compares them
-GET  /ui/stopped-runs?runs                                              what became of each run
+`POST /ui/runs/selected` acts on the checked runs. After a stop, `/ui/stopped-runs` shows the outcome of each run.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _DATE = Annotated[str, msgspec.Meta(max_length=10)]
 
 
 class RunsPageQuery(Query, frozen=True, kw_only=True):
-    """Filters of the list. `from` and `to` are days in the reader's time zone. `cols` lists the shown columns."""
+    """Filters of the list, with days in the reader's time zone. `cols` lists the shown columns."""
 
     state: Label = ""
     owner: Label = ""
@@ -169,7 +167,7 @@ def show_stopped(call: Call, site: Site, query: RunsOfQuery) -> Page:
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a run that the reader asked to stop."""
+    """Outcome for a run that the reader asked to stop."""
 
     id: str
     run: RunView | None
@@ -196,7 +194,7 @@ def outcome_sentence(run: RunView, *, may_stop: bool) -> str:
 
 
 def day_ns(text: str, zone: datetime.tzinfo, *, days: int = 0) -> int | None:
-    """Return the begin of a day in a time zone, or of a later day, in nanoseconds since 1970; None for no day."""
+    """Return the begin of a day, or of a later day, in nanoseconds since 1970; None for no day."""
     if not text:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Adds what lists of runs search: device types, texts, tags and their indexes; and the arguments of calls."""
+"""Adds columns, tags and indexes for searches of runs, and the arguments of calls."""
 
 from __future__ import annotations
 
