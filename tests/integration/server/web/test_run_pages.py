@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -219,13 +220,20 @@ def test_names_tags_and_arguments_stay_text(person: Any, odd: str) -> None:
         assert plain in html.unescape(text), path
 
 
-def test_a_failure_and_its_files_stay_text(server: Served, person: Any) -> None:
-    ann, node = person("ann"), Played(server, slots=40)
+@pytest.fixture
+def playing(tmp_path: Path) -> Iterator[tuple[Person, Played]]:
+    """Yield a user and a node that the test plays, on a server without other runs."""
+    with served(tmp_path) as running:
+        ann = Person(running, "ann")
+        with ann.browser:
+            yield ann, Played(running)
+
+
+def test_a_failure_and_its_files_stay_text(playing: tuple[Person, Played]) -> None:
+    ann, node = playing
     run = ann.submit(name="fails")
     node.join()
     start = node.order()
-    while start.run_id != run.id:
-        start = node.order()
     odd = "".join(ODD)
     record = msgspec.json.encode({"type": odd, "module": "m", "message": odd, "traceback": odd, "notes": [odd]})
     cause = Failure(rank=0, reason=Reason.RANK_RAISED, at_ns=1, detail=odd)
@@ -249,13 +257,11 @@ def test_a_failure_and_its_files_stay_text(server: Served, person: Any) -> None:
         assert ann.browser.get(f"/ui/runs/{run.id}/download/{name}").status_code in (400, 404), name
 
 
-def test_only_web_links_become_links(server: Served, person: Any) -> None:
-    ann, node = person("ann"), Played(server, slots=40)
+def test_only_web_links_become_links(playing: tuple[Person, Played]) -> None:
+    ann, node = playing
     run = ann.submit(name="tracked")
     node.join()
     start = node.order()
-    while start.run_id != run.id:
-        start = node.order()
     for link, is_link in (("javascript:x()", False), ("https://mlflow/#/run", True)):
         node.report(start, Report(state=State.RUNNING, world_size=1, exec_ns=5, tracked=link))
         assert (f'href="{link}"' in ann.browser.get(f"/ui/runs/{run.id}").text) == is_link

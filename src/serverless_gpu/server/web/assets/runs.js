@@ -17,7 +17,7 @@
     const more = stoppable.length > 5 ? ` and ${stoppable.length - 5} more` : "";
     const runs = stoppable.length === 1 ? "run" : "runs";
     status.textContent = checked.length ? `${checked.length} selected, ${stoppable.length} can be cancelled` : "";
-    for (const button of form.querySelectorAll("button[name=action]")) {
+    for (const button of form.querySelectorAll("button")) {
       if (button.value === "stop") {
         button.disabled = !stoppable.length || checked.length > most;
         button.dataset.confirm = `Cancel ${stoppable.length} ${runs} with ${gpus} GPUs: ${names}${more}? Their ranks get time to save their work.`;

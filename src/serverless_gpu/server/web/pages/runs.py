@@ -19,6 +19,7 @@ from serverless_gpu.server.runs import run_service
 from serverless_gpu.server.runs.run_service import STOPS_MAX, Label, RunsQuery
 from serverless_gpu.server.web.pages import run_frame
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site, zone_of_reader
+from serverless_gpu.wire.base import PAGE_DEFAULT, PAGE_MAX
 from serverless_gpu.wire.runs import BulkStopRequest, RunView
 
 routes = Routes("run-pages", mount=WEB)
@@ -65,6 +66,7 @@ class RunsPageQuery(Query, frozen=True, kw_only=True):
     q: Label = ""
     sort: Sort = "newest"
     cols: tuple[Label, ...] = ()
+    limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
     cursor: Label = ""
 
     @property
@@ -84,7 +86,8 @@ class RunsPageQuery(Query, frozen=True, kw_only=True):
         """Return all parameters of the address but the cursor."""
         order = {} if self.sort == "newest" else {"sort": self.sort}
         cols = {"cols": ",".join(self.columns)} if self.cols else {}
-        return self.filters | order | cols
+        rows = {} if self.limit == PAGE_DEFAULT else {"limit": str(self.limit)}
+        return self.filters | order | cols | rows
 
 
 class SelectionForm(Form, frozen=True, kw_only=True):
@@ -120,6 +123,7 @@ def show_runs(call: Call, site: Site, query: RunsPageQuery) -> Page:
         to_ns=day_ns(query.to, zone, days=1),
         text=query.q.strip(),
         sort=query.sort,
+        limit=query.limit,
         cursor=query.cursor,
         costs="cost" in columns,
     )
