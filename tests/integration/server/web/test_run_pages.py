@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import re
 from collections.abc import Iterator
@@ -186,9 +187,9 @@ def test_selected_runs_are_stopped_or_compared(person: Any) -> None:
 
 def test_filters_stay_in_every_link_and_field(person: Any) -> None:
     ann = person("ann")
-    for number in range(51):
+    for number in range(3):
         ann.submit(name=f"n{number}", tags={"k": "v"})
-    query = {"q": "n", "tag": "k=v", "state": "QUEUED", "type": "cpu", "from": "2020-01-01", "cols": "tags"}
+    query = {"q": "n", "tag": "k=v", "state": "QUEUED", "type": "cpu", "from": "2020-01-01", "cols": "tags", "limit": "2"}
     page = ann.browser.get("/ui/runs", params=query).text
     found = re.search(r'rel="next" href="([^"]+)"', page)
     assert found is not None
@@ -197,7 +198,7 @@ def test_filters_stay_in_every_link_and_field(person: Any) -> None:
     assert {name: following[name] for name in query} == {name: [value] for name, value in query.items()}
     second = ann.browser.get(address).text
     assert second.count('name="runs"') == 1 and 'rel="prev"' in second
-    assert page.count('class="tag"') == 50 and ">Owner</th>" not in page
+    assert page.count('class="tag"') == 2 and ">Owner</th>" not in page
     assert ann.browser.get("/ui/runs", params={"to": "2020-01-01"}).text.count('name="runs"') == 0
     for bad in ({"from": "today"}, {"sort": "x"}, {"cursor": "a.b"}, {"state": "odd"}, {"nothing": "1"}):
         assert ann.browser.get("/ui/runs", params=bad).status_code == 400, bad
@@ -225,7 +226,7 @@ def playing(tmp_path: Path) -> Iterator[tuple[Person, Played]]:
     """Yield a user and a node that the test plays, on a server without other runs."""
     with served(tmp_path) as running:
         ann = Person(running, "ann")
-        with ann.browser:
+        with contextlib.closing(ann.browser):
             yield ann, Played(running)
 
 
