@@ -7,6 +7,7 @@ The failure combines the report of the node (`Stopped`) with the rank's descript
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -51,6 +52,7 @@ DIGEST_CHARACTERS = 12
 """Shown beginning of an address. A complete address would give access to the code of the environment."""
 _CONSEQUENCES_MAX = 8
 _RECORD_BYTES_MAX = 4 << 20
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,2048}(?:\x07|\x1b\\)?|[@-Z\\^_])")
 
 routes = Routes("runs")
 
@@ -195,7 +197,7 @@ def failure_view(
         exception=_exception(record),
         message=(_said(record, "message") or detail)[:MESSAGE_CHARACTERS_MAX],
         notes=_notes(record),
-        traceback=_said(record, "traceback")[:TEXT_CHARACTERS_MAX],
+        traceback=_plain(_said(record, "traceback"))[:TEXT_CHARACTERS_MAX],
         stack=texts.get(stack_name, "")[:TEXT_CHARACTERS_MAX],
         advice=failure_advice.advice(attempt.reason, run.id, node=node, rank=rank),
     )
@@ -207,7 +209,7 @@ def failure_view(
         exit_code=cause.exit_code if cause is not None else None,
         signal=cause.signal if cause is not None else None,
         hint=stopped.hint,
-        log_tail=stopped.log_tail[:MESSAGE_CHARACTERS_MAX],
+        log_tail=_plain(stopped.log_tail)[:MESSAGE_CHARACTERS_MAX],
         consequences=tuple(_consequences(stopped)),
         hang=None
         if hang is None
@@ -235,6 +237,11 @@ def _text(blobs: Blobs, file: StoredFile) -> str:
         data = b"".join(file_source(blobs, file)(0, min(file.size, _RECORD_BYTES_MAX)))
         return data.decode("utf-8", "replace")
     return ""
+
+
+def _plain(text: str) -> str:
+    """Return a text of a terminal without its colours and other control sequences."""
+    return _SEQUENCE.sub("", text)
 
 
 def _record(text: str) -> dict[str, object]:

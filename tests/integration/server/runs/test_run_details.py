@@ -36,7 +36,7 @@ RECORD = {
     "module": "train",
     "message": "<script>x()</script>",
     "notes": ["a note", 7],
-    "traceback": "Traceback (most recent call last):\n  boom",
+    "traceback": "Traceback (most recent call last):\n  \x1b[31mboom\x1b[0m\x1b]8;;javascript:x()\x07",
     "kind": "exception",
 }
 PATHS = ("timeline", "failure", "arguments", "environment", "changes")
@@ -78,7 +78,11 @@ def test_a_failure_has_the_ranks_exception_and_what_to_do(server: Served) -> Non
     assert fail(node, raised(hint="out of luck", hang=hang), *files) == run.id
     failure: FailureView = connection.ask("GET", f"/runs/{run.id}/failure", answer=FailureView)
     assert (failure.rank, failure.node, failure.exception) == (1, "played", "train.Odd")
-    assert (failure.message, failure.traceback, failure.stack) == (RECORD["message"], RECORD["traceback"], "at")
+    assert (failure.message, failure.traceback, failure.stack) == (
+        RECORD["message"],
+        "Traceback (most recent call last):\n  boom",
+        "at",
+    )
     assert (failure.notes, failure.hint, failure.log_tail) == (("a note", "7"), "out of luck", "last")
     assert f"{run.id} --rank 1" in failure.advice
     assert len(failure.consequences) == 9 and failure.consequences[0].startswith("rank 0")

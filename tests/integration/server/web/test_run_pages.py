@@ -189,7 +189,15 @@ def test_filters_stay_in_every_link_and_field(person: Any) -> None:
     ann = person("ann")
     for number in range(3):
         ann.submit(name=f"n{number}", tags={"k": "v"})
-    query = {"q": "n", "tag": "k=v", "state": "QUEUED", "type": "cpu", "from": "2020-01-01", "cols": "tags", "limit": "2"}
+    query = {
+        "q": "n",
+        "tag": "k=v",
+        "state": "QUEUED",
+        "type": "cpu",
+        "from": "2020-01-01",
+        "cols": "tags",
+        "limit": "2",
+    }
     page = ann.browser.get("/ui/runs", params=query).text
     found = re.search(r'rel="next" href="([^"]+)"', page)
     assert found is not None
