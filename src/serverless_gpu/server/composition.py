@@ -70,9 +70,11 @@ from serverless_gpu.server.nodes.node_sessions import NodeSessions
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
-from serverless_gpu.server.runs import estimates, queue_views, run_service
+from serverless_gpu.server.runs import comparison, estimates, queue_views, rerun, run_details, run_service
+from serverless_gpu.server.runs.comparison import Comparisons
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
+from serverless_gpu.server.runs.rerun import RerunService
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
@@ -203,6 +205,8 @@ class Services(ServerResources):
     estimates: EstimateService
     queue_views: QueueViews
     run_queries: RunQueries
+    reruns: RerunService
+    comparisons: Comparisons
 
     # Web pages
     api_calls: ApiCalls
@@ -279,6 +283,9 @@ ROUTES: tuple[Routes, ...] = (
     principal_service.routes,
     queue_views.routes,
     run_service.routes,
+    run_details.routes,
+    comparison.routes,
+    rerun.routes,
     secrets.routes,
     server_status.routes,
     session_service.routes,

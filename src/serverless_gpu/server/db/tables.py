@@ -207,6 +207,8 @@ invitations = sa.Table(  # Join tokens for registering new machines.
     sa.Column("uses_left", sa.Integer, nullable=False),
 )
 
+_LISTED = ("created_ns", "name", "state", "owner", "team", "gpu_type", "said")
+"""Columns of `runs` that filters of a list compare."""
 runs = sa.Table(
     "runs",
     metadata,
@@ -253,7 +255,22 @@ runs = sa.Table(
     sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),
     # Milliseconds of user code in earlier attempts.
     sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
+    # Device type of the current attempt, or the requested type, shortened.
+    sa.Column("gpu_type", sa.String(40), nullable=False, default="", server_default=""),
+    # Final sentence of the run for searches, in lower case and shortened (`runs.searchable`).
+    sa.Column("said", sa.String(200), nullable=False, default="", server_default=""),
+    sa.Column("arguments_json", sa.Text),  # Arguments of the call as text; NULL if the client sent none.
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
+    # Covering indexes of `run_list.page`, one for each order. PostgreSQL limits an index entry to 2,704 bytes.
+    sa.Index("ix_runs_list", "id", *_LISTED),
+    sa.Index(
+        "ix_runs_ended",
+        "ended_ns",
+        "id",
+        *_LISTED,
+        sqlite_where=sa.text("ended_ns IS NOT NULL"),
+        postgresql_where=sa.text("ended_ns IS NOT NULL"),
+    ),
     sa.Index("ix_runs_owner", "owner", "id"),
     sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
@@ -263,6 +280,16 @@ runs = sa.Table(
         sqlite_where=sa.text("state = 'SUCCEEDED'"),
         postgresql_where=sa.text("state = 'SUCCEEDED'"),
     ),
+)
+
+run_tags = sa.Table(  # Tags of runs as rows for `run_list.page`.
+    "run_tags",
+    metadata,
+    sa.Column("key", sa.String(256), primary_key=True),
+    sa.Column("value", sa.String(256), primary_key=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Index("ix_run_tags_run", "run_id"),
+    sqlite_with_rowid=False,
 )
 
 attempts = sa.Table(  # Common data of an attempt's supervisors.

@@ -144,18 +144,13 @@ def record(
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[AuditEntry]:
     """Return audit entries after row `after`, including entries that are not in the audit chain."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
-    return [
-        AuditEntry(
-            seq=row.seq,
-            at_ns=row.at_ns,
-            principal=row.principal,
-            action=row.action,
-            subject=row.subject,
-            detail=_decode(row.detail_json),
-            token=row.token,
-        )
-        for row in connection.execute(query)
-    ]
+    return [_entry(row) for row in connection.execute(query)]
+
+
+def of_subject(connection: sa.Connection, subject: str, action: Action, *, limit: int) -> list[AuditEntry]:
+    """Return the entries of one action on one object, oldest first."""
+    query = sa.select(audit).where(audit.c.subject == subject, audit.c.action == action.value)
+    return [_entry(row) for row in connection.execute(query.order_by(audit.c.seq).limit(limit))]
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +230,10 @@ def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
 _TOLD = [column for column in audit.c if column.name != "seq"]
 _UNLINKED = audit.outerjoin(audit_links)
 _decode = msgspec.json.Decoder(dict[str, object]).decode
+
+
+def _entry(row: sa.Row[Any]) -> AuditEntry:
+    return AuditEntry(detail=_decode(row.detail_json), **_plain(row))
 
 
 def _plain(row: sa.Row[Any]) -> dict[str, Any]:

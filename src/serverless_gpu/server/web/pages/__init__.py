@@ -1,7 +1,7 @@
 """Declares the web pages, one module for each page. `ROUTES` lists them."""
 
 from serverless_gpu.server.http.routing import Routes
-from serverless_gpu.server.web.pages import home, nodes, pools, queue, runs, shell, sign_in
+from serverless_gpu.server.web.pages import compare, home, nodes, pools, queue, run, runs, shell, sign_in
 
 ROUTES: tuple[Routes, ...] = (
     shell.root,
@@ -12,5 +12,7 @@ ROUTES: tuple[Routes, ...] = (
     nodes.routes,
     queue.routes,
     pools.routes,
+    run.routes,
+    compare.routes,
 )
 """Routes of all pages. Add each new page module to this list."""
