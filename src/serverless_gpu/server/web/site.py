@@ -22,6 +22,7 @@ inline code.
 
 from __future__ import annotations
 
+import datetime
 import http
 import logging
 from collections.abc import Callable
@@ -205,7 +206,7 @@ def _context(call: Call, live: LiveParts) -> dict[str, Any]:
     def may(noun: str, *, write: bool = False) -> bool:
         return reach_of(call, Need(noun=noun, write=write)) != AccessReach.NONE
 
-    zone = formats.zone_of(request.get(ZONE_COOKIE, ""))
+    zone = zone_of_reader(call)
     return {
         "who": call.who,
         "may": may,
@@ -228,6 +229,11 @@ def _context(call: Call, live: LiveParts) -> dict[str, Any]:
 def _here(base: str, scope: Scope) -> str:
     query = scope.get("query_string", b"").decode("ascii", "replace")
     return address(base, scope["path"].removeprefix(PREFIX)) + (f"?{query}" if query else "")
+
+
+def zone_of_reader(call: Call) -> datetime.tzinfo:
+    """Return the time zone of a page's reader."""
+    return formats.zone_of(_cookies(call).get(ZONE_COOKIE, ""))
 
 
 def _cookies(call: Call) -> dict[str, str]:
