@@ -86,7 +86,8 @@ def list_logs(call: Call, logs: Logs, database: Transactions, run: str, query: F
     """List the output streams of an attempt with their sizes."""
     fence, complete = _attempt(call, database, run, query.fence)
     sizes = logs.sizes(run, fence) if fence else {}
-    listed = sorted(sizes.items())[:LISTED_MAX]
+    # Errors follow the output of their rank.
+    listed = sorted(sizes.items(), key=lambda log: (log[0][0], log[0][1] != "stdout", log[0][1]))[:LISTED_MAX]
     found = tuple(
         LogFile(rank=rank, stream=stream, size=size)  # type: ignore[arg-type]  # `Logs` validates the names.
         for (rank, stream), size in listed

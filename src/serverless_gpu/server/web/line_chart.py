@@ -64,7 +64,7 @@ def sentence(lines: Sequence[PlotLine], unit: str) -> str:
     found = summarized(lines)
     if found is None:
         return "No values."
-    subject = lines[0].label if len(lines) == 1 else f"{len(lines)} lines"
+    subject = lines[0].label if len(lines) == 1 else f"{lines[0].label} to {lines[-1].label}"
     return (
         f"{subject}: minimum {measure(found.minimum, unit)}, mean {measure(found.mean, unit)}, "
         f"maximum {measure(found.maximum, unit)}, last {measure(found.last, unit)}."

@@ -107,7 +107,7 @@ function options(figure, chart) {
   chart.lines.forEach((line, number) => {
     const stroke = colour(`--line${number % 8}`), at = series.length;
     series.push({label: line.label, stroke, width: 1.5, dash: DASHES[Math.floor(number / 8) % 3], points: {show: chart.lines[0].mean.length < 3, size: 5}},
-      {stroke: "transparent", points: {show: false}}, {stroke: "transparent", points: {show: false}});
+      {stroke: `${stroke}8c`, width: 0.75, points: {show: false}}, {stroke: `${stroke}8c`, width: 0.75, points: {show: false}});
     bands.push({series: [at + 2, at + 1], fill: `${stroke}2e`});
   });
   const axis = {stroke: text, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "12px system-ui, sans-serif"};

@@ -12,7 +12,7 @@ const CHARACTERS_MAX = 16e6; // Of all lines, so that long lines cannot fill the
 const PART_BYTES = 64 << 10;
 const GAP_BYTES = 256 << 10;
 const ROW_PX = 18, OVERSCAN = 10;
-const WORK_MS = 8; // Longest work without a chance for the browser to paint.
+const WORK_MS = 8, WORK_BYTES = 8 << 10; // Longest work without a chance for the browser to paint.
 const SILENCE_MS = 20000;
 const RETRY_MS = [500, 1000, 2000, 4000, 8000, 15000];
 const PRINTED = 200;
@@ -409,6 +409,10 @@ class Connection {
       if (!answer.headers.get("Content-Type")?.startsWith("text/event-stream")) throw new SignedOut();
       const reader = answer.body.getReader(), decoder = new TextDecoder();
       let text = "", began = performance.now();
+      const rest = async () => {
+        if (performance.now() - began > WORK_MS) { await pause(0); began = performance.now(); }
+        return !attempt.signal.aborted; // The list may show something else after the pause.
+      };
       for (;;) {
         const {done, value} = await reader.read();
         if (done) return false;
@@ -419,10 +423,9 @@ class Connection {
         for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
           if (!text.startsWith("data: ")) continue; // A comment keeps the connection alive.
           const message = JSON.parse(text.slice(6, end));
-          this.receive(message);
-          if (message.type === "settled") return true;
-          if (performance.now() - began > WORK_MS) { await pause(0); began = performance.now(); }
+          await this.receive(message, rest);
           if (attempt.signal.aborted) return false;
+          if (message.type === "settled") return true;
         }
       }
     }
@@ -434,13 +437,15 @@ class Connection {
     }
   }
 
-  receive(message) {
+  async receive(message, rest) {
     if (message.seq) this.after = Math.max(this.after, message.seq);
     if (message.type === "log" && isWanted(message.rank, message.stream)) {
       const bytes = decode(message.data), source = this.at(message);
-      const known = source.position - message.offset; // Bytes that the list has already.
-      if (known > 0) take(source, bytes.subarray(known));
-      else { if (known < 0) source.position = message.offset; take(source, bytes); }
+      if (source.position < message.offset) source.position = message.offset;
+      // Bytes before the position are already in the list.
+      for (let at = source.position - message.offset; at < bytes.length && await rest(); at += WORK_BYTES) {
+        take(source, bytes.subarray(at, at + WORK_BYTES));
+      }
     }
     else if (message.type === "gap" && isWanted(message.rank, message.stream)) {
       const source = this.at(message), line = gapLine(source, message.offset, message.offset + message.size);
