@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -29,8 +30,8 @@ STEPS_MS = (
 """Widths of buckets in milliseconds, which divide minutes, hours and days evenly."""
 _GAP_MS_MIN = 5_000
 _GAP_INTERVALS = 4
-"""A gap is longer than this many of the longer one of its neighbouring intervals."""
-_LONE_GAP_MS = 600_000  # Gap between two samples without a neighbouring interval.
+"""A gap is longer than this many intervals before it."""
+_LONE_GAP_MS = 600_000  # Gap between the first two samples.
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +90,7 @@ class Downsampler:
         self._times: list[int] = []
         self._found: dict[int, tuple[list[Value], list[Value], list[Value]]] = {}
         self._last_ms: int | None = None
-        self._interval_ms: int | None = None
-        # A gap is certain only after the next interval: its start, length and the interval before.
-        self._possible_gap: tuple[int, int, int | None] | None = None
+        self._intervals_ms: deque[int] = deque(maxlen=3)
         self._gaps: list[int] = []
 
     def add(self, at_ms: int, columns: Sequence[int], values: Sequence[Value]) -> None:
@@ -116,7 +115,6 @@ class Downsampler:
     def result(self) -> Downsampled:
         """Return the buckets."""
         self._flush()
-        self._confirm_gap(None)
         times, order = list(self._times), list(range(len(self._times)))
         for gap_ms in self._gaps:
             times.append(gap_ms)
@@ -135,23 +133,22 @@ class Downsampler:
         if self._last_ms is None:
             self._last_ms = at_ms
             return
-        interval_ms = at_ms - self._last_ms
-        if interval_ms <= 0:
+        length_ms = at_ms - self._last_ms
+        if length_ms <= 0:
             return
-        self._confirm_gap(interval_ms)
         # A gap needs an empty bucket between its two samples.
-        if interval_ms > _GAP_MS_MIN and at_ms // self._step_ms - self._last_ms // self._step_ms > 1:
-            self._possible_gap = (self._last_ms, interval_ms, self._interval_ms)
-        self._interval_ms, self._last_ms = interval_ms, at_ms
+        if length_ms > self._gap_ms() and at_ms // self._step_ms - self._last_ms // self._step_ms > 1:
+            self._gaps.append((self._last_ms // self._step_ms + 1) * self._step_ms)
+        self._intervals_ms.append(length_ms)
+        self._last_ms = at_ms
 
-    def _confirm_gap(self, following_ms: int | None) -> None:
-        if self._possible_gap is None:
-            return
-        start_ms, length_ms, before_ms = self._possible_gap
-        self._possible_gap = None
-        usual = [ms for ms in (before_ms, following_ms) if ms is not None]
-        if length_ms > (_GAP_INTERVALS * max(usual) if usual else _LONE_GAP_MS):
-            self._gaps.append((start_ms // self._step_ms + 1) * self._step_ms)
+    def _gap_ms(self) -> int:
+        """Return the interval above which there is a gap. It depends on earlier samples only."""
+        if not self._intervals_ms:
+            return _LONE_GAP_MS
+        # The median of three ignores one gap or one early sample.
+        usual = sorted(self._intervals_ms)[len(self._intervals_ms) // 2]
+        return max(_GAP_MS_MIN, _GAP_INTERVALS * usual)
 
     def _flush(self) -> None:
         merged: dict[int, list[float]] = {}

@@ -18,7 +18,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.model.telemetry import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
-from serverless_gpu.wire.agents import Ending, LogPiece, Report
+from serverless_gpu.wire.agents import Ending, File, LogPiece, Report
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.server.played import Played
 from tests.support.server.served import Served
@@ -80,7 +80,9 @@ class OutputRun:
     def end(self, state: State = State.SUCCEEDED, reason: Reason = Reason.COMPLETED) -> None:
         """End the run, and hand the devices back."""
         ending = Ending(state=state, reason=reason, began=True, stopped=msgspec.Raw(b"{}"))
-        self._node.report(self._start, Report(state=State.STOPPING, world_size=self._ranks, ending=ending))
+        results = tuple(File(name=f"results/{rank}.pkl", size=1, inline=b"r") for rank in range(self._ranks))
+        last = Report(state=State.STOPPING, world_size=self._ranks, files=results, ending=ending)
+        self._node.report(self._start, last)
         self._node.report(self._start, Report(state=State.STOPPING, receipt=msgspec.Raw(b'{"receipt":true}')))
 
 

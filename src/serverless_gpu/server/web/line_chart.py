@@ -50,7 +50,7 @@ def measure(value: float | None, unit: str) -> str:
         return "–"
     if unit == "bytes":
         return format_bytes(round(value))
-    text = f"{value:.0f}" if abs(value) >= 10 or value == round(value) else f"{value:.1f}"
+    text = f"{value:.0f}" if abs(value) >= 10 else f"{value:.3g}"
     return f"{text} {({'percent': '%', 'celsius': '°C', 'watts': 'W'}).get(unit, unit)}"
 
 

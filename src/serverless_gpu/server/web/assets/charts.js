@@ -23,7 +23,7 @@ const figures = [...page.querySelectorAll("figure.chart")].map(element => ({elem
 
 function measure(value, unit) {
   if (value === null || value === undefined) return "–";
-  if (unit !== "bytes") return `${Math.abs(value) >= 10 || Number.isInteger(value) ? Math.round(value) : value.toFixed(1)} ${UNITS[unit]}`;
+  if (unit !== "bytes") return `${Math.abs(value) >= 10 ? Math.round(value) : Number(value.toPrecision(3))} ${UNITS[unit]}`;
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let power = 0;
   while (value >= 999.95 && power < units.length - 1) { value /= 1000; power++; }
