@@ -1,51 +1,101 @@
-"""Hostile output of runs: what a rank writes, and the text that a page must show for it, and nothing else."""
+"""At least 200 strings that a page must show as text: HTML, attributes, htmx, templates, addresses, terminals, Unicode.
+
+`NAMES` are those that the server accepts as names and tags: printable, without control characters.
+"""
 
 from __future__ import annotations
 
-_MARKUP = (
-    "<script>window.hacked=1</script>",
-    "<img src=x onerror=window.hacked=1>",
-    "<svg/onload=window.hacked=1>",
-    "</pre></textarea><b>",
+import unicodedata
+
+_HTML = (
+    "<script>x()</script>",
+    "<img src=x onerror=x()>",
+    "<svg/onload=x()>",
+    "</pre></textarea><b>bold</b>",
     "<base href=//e>",
-    '" onfocus=window.hacked=1 autofocus="',
-    "' style='color:red'",
-    "`x`",
+    "<iframe src=javascript:x()>",
+    "<form action=//e><input name=csrf>",
+    "<meta http-equiv=refresh content=0;url=//e>",
+    "<link rel=stylesheet href=//e>",
+    "<!-- comment",
+    "<style>*{display:none}</style>",
+    "<a href=javascript:x()>link</a>",
+    "<dialog open>hello</dialog>",
+    "<template><script>x()</script></template>",
+)
+_ATTRIBUTES = (
+    '" onfocus=x() autofocus="',
+    "' style='display:none",
+    "` onmouseover=x() `",
     "&quot;&#39;&lt;b&gt;",
     "a=b onmouseover=x()",
-    "<hx-partial hx-target=body>",
+    '"><script>x()</script>',
+    "'><img src=x onerror=x()>",
+)
+_HTMX = (
+    "<hx-partial hx-target=body>gone</hx-partial>",
     "<b hx-get=/ui hx-trigger=load>",
-    "data-hx-post=/x hx-swap-oob=true",
-    "<form id=log-form><input name=q>",
-    "{{7*7}} {% x %} ${x}",
+    "<b data-hx-post=/ui/sign-out data-hx-trigger=load>",
+    "<b hx-swap-oob=true id=main>gone</b>",
+    "<b id=connection>live</b>",
+    "<b hx-on:click=x()>",
+    "</hx-partial><script>x()</script>",
+)
+_TEMPLATES = (
+    "{{7*7}}",
+    "{% raw %}{{ csrf }}{% endraw %}",
+    "${7*7}",
+    "#{7*7}",
     "</script><!--",
-    "a\u2028b\u2029c",
-    "javascript:window.hacked=1",
-    "data:text/html,<script>window.hacked=1</script>",
-    "//evil/ui /\\evil next=%2F%2Fevil",
-    "\u202etxt.exe",
-    "zero\u200bwidth",
-    "e" + "\u0301" * 500,
+    "{# comment #}",
+    "{{ self.__init__.__globals__ }}",
+)
+_ADDRESSES = (
+    "javascript:x()",
+    "data:text/html,<script>x()</script>",
+    "//evil/ui",
+    "/\\evil",
+    "next=%2F%2Fevil",
+    "https://evil@host/",
     "../../etc/passwd",
-    '=HYPERLINK("//e")',
+    "..%2f..%2fetc",
 )
-_TERMINAL: tuple[tuple[bytes, str], ...] = (
-    (b"\x1b]8;;javascript:window.hacked=1\x07link\x1b]8;;\x07", "link"),
-    (b"\x1b]8;;https://e/\x1b\\link two\x1b]8;;\x1b\\", "link two"),
-    (b"\x1b[2J\x1b[1;1Hcleared", "cleared"),
-    (b"\x1b[999999999mmany", "many"),
-    (b"\x1b[" + b"1;" * 200 + b"m", ("1;" * 200)[65:] + "m"),
-    (b"title\x1b]0;unended", "title"),
-    (b"\xc2\x9b31mC1", "C1"),
-    (b"\x9b31mraw", "\ufffd31mraw"),
-    (b"\x1bPdcs\x1b\\after", "after"),
-    (b"\x1b_apc\x07after two", "after two"),
-    (b"\x1b[38;5;999mindex\x1b[38;2;300;-1;xmrgb", "indexrgb"),
-    (b"nul \x00 bell\x07 del \x7f", "nul \u2400 bell del \u2421"),
-    (b"surrogate \xed\xa0\x80 \xff", "surrogate \ufffd\ufffd\ufffd \ufffd"),
-    (b"back\x08\x08ed", "baed"),
-    (b"50%\r100%", "100%"),
-    (b"\x1b(B\x1b=\x1b7charset", "charset"),
+_UNICODE = (
+    "a\u202eb",
+    "a\u200bb",
+    "x" + "\u0301" * 100,
+    "\u2028line",
+    "\ufeffbom",
+    "\U0001f4a5",
+    "ａ＜ｂ＞",
+    "\u0130I",
 )
-HOSTILE_OUTPUT: tuple[tuple[bytes, str], ...] = (*((text.encode(), text) for text in _MARKUP), *_TERMINAL)
-"""Bytes of a line without its line feed, and the shown text."""
+_EXPORTS = ('=HYPERLINK("//e")', "@SUM(1)", "+1+1", "-1-1", "=cmd|'/c calc'!A0", "%0A=1")
+_TERMINAL = (
+    "\x1b]8;;javascript:x()\x07link\x1b]8;;\x07",
+    "\x1b[2J",
+    "\x1b[999999999m",
+    "\x1b]0;title",
+    "\x9b31m",
+    "\x1bPq#0;2;0;0;0",
+    "\rover",
+    "\x00nul",
+    "a\r\nX: y",
+    "a\tb",
+)
+SEEDS = (*_HTML, *_ATTRIBUTES, *_HTMX, *_TEMPLATES, *_ADDRESSES, *_UNICODE, *_EXPORTS, *_TERMINAL)
+_AROUND = ("{}", "before {}", "{} after", "{0}{0}")
+
+
+def corpus() -> list[str]:
+    """Return the strings, each once."""
+    return list(dict.fromkeys(around.format(seed) for around in _AROUND for seed in SEEDS))
+
+
+def is_printable(text: str) -> bool:
+    """Return whether the server accepts a text as a name."""
+    return text == text.strip() and all(unicodedata.category(letter)[0] not in "CZ" or letter == " " for letter in text)
+
+
+CORPUS = corpus()
+NAMES = [text for text in CORPUS if is_printable(text) and len(text) <= 200]

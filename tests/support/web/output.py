@@ -1,9 +1,9 @@
 """A run that writes what a test says: output of ranks and telemetry of a node, over HTTP as a real node sends it.
 
-    run = OutputRun(server, ranks=2)
-    run.write(b"hello\\n", rank=1)
-    run.measure(600)                 ten minutes of samples of two GPUs
-    run.end()
+run = OutputRun(server, ranks=2)
+run.write(b"hello\\n", rank=1)
+run.measure(600)                 ten minutes of samples of two GPUs
+run.end()
 """
 
 from __future__ import annotations
@@ -39,10 +39,17 @@ class OutputRun:
     """
 
     def __init__(
-        self, server: Served, *, token: str | None = None, ranks: int = 1, name: str = "train", node: Played | None = None
+        self,
+        server: Served,
+        *,
+        token: str | None = None,
+        ranks: int = 1,
+        name: str = "train",
+        node: Played | None = None,
     ) -> None:
         self.id = new_run_id()
         self._ranks = ranks
+        self._has_ended = False
         self._offsets: Counter[tuple[int, str]] = Counter()
         asked = RunRequest(
             id=self.id,
@@ -57,6 +64,13 @@ class OutputRun:
         server.connection(token).ask("POST", "/runs", asked, answer=RunView)
         self._start = self._node.order()
         self._node.report(self._start, Report(state=State.RUNNING, world_size=ranks, exec_ns=SystemClock().wall_ns()))
+
+    def __enter__(self) -> OutputRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._has_ended:
+            self.end()
 
     @property
     def path(self) -> str:
@@ -75,10 +89,13 @@ class OutputRun:
 
     def measure(self, seconds: int, *, gpus: int = 2, start_ns: int | None = None, gap: range = range(0)) -> None:
         """Send a sample for each second, except those of a gap."""
-        self.write(samples(self.id, seconds, gpus=gpus, ranks=self._ranks, start_ns=start_ns, gap=gap), stream="telemetry")
+        self.write(
+            samples(self.id, seconds, gpus=gpus, ranks=self._ranks, start_ns=start_ns, gap=gap), stream="telemetry"
+        )
 
     def end(self, state: State = State.SUCCEEDED, reason: Reason = Reason.COMPLETED) -> None:
         """End the run, and hand the devices back."""
+        self._has_ended = True
         ending = Ending(state=state, reason=reason, began=True, stopped=msgspec.Raw(b"{}"))
         results = tuple(File(name=f"results/{rank}.pkl", size=1, inline=b"r") for rank in range(self._ranks))
         last = Report(state=State.STOPPING, world_size=self._ranks, files=results, ending=ending)
@@ -116,9 +133,7 @@ def samples(
             )
             for number in range(gpus)
         )
-        host = HostSample(
-            cpu_percent=round(40 + 10 * wave, 1), memory_bytes=90 * _GB, memory_total_bytes=256 * _GB
-        )
+        host = HostSample(cpu_percent=round(40 + 10 * wave, 1), memory_bytes=90 * _GB, memory_total_bytes=256 * _GB)
         ranked = tuple(RankSample(rank, round(90 + 5 * wave, 1), 3 * _GB, 30 * _GB) for rank in range(ranks))
         lines.append(encode(Sample(begin_ns + second * 10**9, host, measured, ranked)))
     return b"".join(lines)

@@ -33,4 +33,6 @@ def test_escape_sequences_leave_and_control_characters_show(data: bytes, text: s
 
 @given(st.binary(max_size=300))
 def test_no_control_character_is_left(data: bytes) -> None:
-    assert not [char for char in plain_text(data) if ord(char) < 32 and char not in "\t\n" or 0x7F <= ord(char) < 0xA0]
+    assert not [
+        char for char in plain_text(data) if (ord(char) < 32 and char not in "\t\n") or 0x7F <= ord(char) < 0xA0
+    ]

@@ -99,7 +99,13 @@ def test_a_search_finds_a_text_at_any_place_of_a_very_long_line(
 
 
 def test_an_invalid_search_is_refused(server: Served, run: OutputRun) -> None:
-    refused = ({"q": ""}, {"q": "a\nb"}, {"q": "x" * 201}, {"q": "x", "cursor": "0.stdout.-1.0"}, {"q": "x", "limit": "0"})
+    refused = (
+        {"q": ""},
+        {"q": "a\nb"},
+        {"q": "x" * 201},
+        {"q": "x", "cursor": "0.stdout.-1.0"},
+        {"q": "x", "limit": "0"},
+    )
     for query in refused:
         with pytest.raises(InvalidValue):
             server.connection().ask("GET", f"/runs/{run.id}/log-matches", query=query, answer=LogMatches)

@@ -46,12 +46,13 @@ class Lines {
   clear() { this.list = []; this.head = 0; this.characters = 0; this.evicted = 0; }
   get length() { return this.list.length - this.head; }
   get isFull() { return this.length >= LINES_MAX || this.characters >= CHARACTERS_MAX; }
+  get isOver() { return this.length > 1 && (this.length > LINES_MAX || this.characters > CHARACTERS_MAX); }
   at(index) { return this.list[this.head + index]; }
   indexOf(line) { const found = this.list.indexOf(line, this.head); return found < 0 ? -1 : found - this.head; }
   push(line) { this.list.push(line); }
 
   evict() { // The oldest lines leave.
-    while (this.isFull && this.length > 1) {
+    while (this.isOver) {
       const line = this.list[this.head];
       this.list[this.head++] = undefined;
       this.characters -= line.text.length;
@@ -68,7 +69,7 @@ class Lines {
     this.list = [...this.list.slice(this.head, this.head + index), ...lines, ...this.list.slice(this.head + index + count)];
     this.head = 0;
     let dropped = 0;
-    while (this.isFull && this.length > 1 && dropped < lines.length) { this.characters -= this.list.pop().text.length; dropped++; }
+    while (this.isOver && dropped < lines.length) { this.characters -= this.list.pop().text.length; dropped++; }
     return dropped;
   }
 }
@@ -82,7 +83,7 @@ class Source {
     this.restart();
   }
   get key() { return `${this.fence}.${this.rank}.${this.stream}`; }
-  restart() { this.decoder = new TextDecoder(); this.terminal = new Terminal(); this.line = null; }
+  restart() { this.decoder = new TextDecoder("utf-8", {ignoreBOM: true}); this.terminal = new Terminal(); this.line = null; }
 
   // Adds bytes at the position. `add` receives each line at its first byte; the line then grows.
   write(bytes, add) {
