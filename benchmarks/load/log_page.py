@@ -30,7 +30,8 @@ _PROBE = """() => {
   new PerformanceObserver(list => { for (const one of list.getEntries()) found.tasks.push(one.duration); })
     .observe({type: "longtask"});
   let last = performance.now();
-  requestAnimationFrame(function frame(now) { found.frames.push(now - last); last = now; requestAnimationFrame(frame); });
+  const frame = now => { found.frames.push(now - last); last = now; requestAnimationFrame(frame); };
+  requestAnimationFrame(frame);
 }"""
 _RESET = "() => { window.probe.frames.length = window.probe.tasks.length = 0; }"
 

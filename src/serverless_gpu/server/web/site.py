@@ -237,11 +237,6 @@ def _here(base: str, scope: Scope) -> str:
     return address(base, scope["path"].removeprefix(PREFIX)) + (f"?{query}" if query else "")
 
 
-def zone_of_reader(call: Call) -> datetime.tzinfo:
-    """Return the time zone of a page's reader."""
-    return formats.zone_of(_cookies(call).get(ZONE_COOKIE, ""))
-
-
 def _cookies(call: Call) -> dict[str, str]:
     pairs = (part.strip().partition("=") for part in call.headers.get("cookie", "").split(";"))
     # A browser may not send a slash of a time zone literally.

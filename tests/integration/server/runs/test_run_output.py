@@ -13,14 +13,21 @@ from serverless_gpu.server.runs import log_search
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import LogList, LogMatch, LogMatches, TelemetryView
-from tests.support.server.served import Served
+from tests.support.server.served import Served, served
 from tests.support.web.browser import make_user
 from tests.support.web.output import OutputRun
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
 @pytest.fixture
 def run(server: Served) -> Iterator[OutputRun]:
-    yield OutputRun(server, ranks=2)
+    with OutputRun(server, ranks=2) as running:
+        yield running
 
 
 def search(connection: Connection, run: OutputRun, q: str, **query: str) -> LogMatches:
@@ -99,14 +106,8 @@ def test_a_search_finds_a_text_at_any_place_of_a_very_long_line(
 
 
 def test_an_invalid_search_is_refused(server: Served, run: OutputRun) -> None:
-    refused = (
-        {"q": ""},
-        {"q": "a\nb"},
-        {"q": "x" * 201},
-        {"q": "x", "cursor": "0.stdout.-1.0"},
-        {"q": "x", "limit": "0"},
-    )
-    for query in refused:
+    texts = ({"q": ""}, {"q": "a\nb"}, {"q": "x" * 201})
+    for query in (*texts, {"q": "x", "cursor": "0.stdout.-1.0"}, {"q": "x", "limit": "0"}):
         with pytest.raises(InvalidValue):
             server.connection().ask("GET", f"/runs/{run.id}/log-matches", query=query, answer=LogMatches)
 
@@ -160,6 +161,7 @@ def test_telemetry_is_charts_during_the_run_and_long_after_it(server: Served, ru
 def test_output_of_another_users_run_does_not_exist(server: Served) -> None:
     run = OutputRun(server, token=make_user(server, "ann"))
     run.write(b"secret\n")
+    run.end()
     eve = server.connection(make_user(server, "eve"))
     for path in ("/logs", "/logs/0/stdout/download", "/log-matches", "/telemetry"):
         for fence in ("0", "1"):

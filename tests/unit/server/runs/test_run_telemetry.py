@@ -32,7 +32,7 @@ class Disk:
         return charts_of(self.read, len(self.data), TelemetryQuery(**query))
 
 
-HOUR = samples("01run", 3_600, start_ns=START_S * 10**9)
+HOUR = samples(3_600, start_ns=START_S * 10**9)
 
 
 def chart(view: TelemetryView, name: str = "gpu-use") -> tuple[float | None, ...]:
