@@ -154,14 +154,16 @@ class Downsampler:
         merged: dict[int, list[float]] = {}
         for columns, rows in self._rows:
             for column, values in zip(columns, zip(*rows, strict=True), strict=True):
-                known = [value for value in values if value is not None and math.isfinite(value)]
+                known = [value for value in values if value is not None]
+                if known and not math.isfinite(sum(known)):
+                    known = [value for value in known if math.isfinite(value)]
                 if known:
                     merged.setdefault(column, []).extend(known)
         self._rows = []
         place = len(self._times) - 1
         for column, known in merged.items():
             lists = self._found.setdefault(column, ([], [], []))
-            for target, value in zip(lists, (min(known), math.fsum(known) / len(known), max(known)), strict=True):
+            for target, value in zip(lists, (min(known), sum(known) / len(known), max(known)), strict=True):
                 target.extend([None] * (place - len(target)))
                 target.append(value)
 

@@ -10,8 +10,8 @@ _ESCAPES = re.compile(
     rf"|(?:\x1b{_STRINGS}|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{{0,2048}}(?:\x07|\x1b\\|\x9c)?"
     r"|\x1b[ -/]{0,8}[0-~]?"
 )
-_UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_UNSEEN |= dict.fromkeys(range(0x80, 0xA0))
+_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_UNSEEN: dict[int, int | None] = {**_SYMBOLS, **dict.fromkeys(range(0x80, 0xA0))}
 """Replacements of control characters: symbols of the block "Control Pictures" for C0, nothing for C1."""
 
 

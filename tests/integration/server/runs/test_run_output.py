@@ -36,7 +36,8 @@ def search(connection: Connection, run: OutputRun, q: str, **query: str) -> LogM
 
 
 def search_all(connection: Connection, run: OutputRun, q: str, **query: str) -> list[LogMatch]:
-    found, cursor = [], ""
+    found: list[LogMatch] = []
+    cursor = ""
     while True:
         part = search(connection, run, q, cursor=cursor, **query)
         found += part.matches

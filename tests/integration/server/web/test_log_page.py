@@ -6,8 +6,10 @@ import gzip
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from serverless_gpu.server.http import routing
@@ -39,7 +41,7 @@ def run(server: Served) -> Iterator[OutputRun]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(chromium: Browser, server: Served) -> Iterator[Page]:
     with reader(chromium, server) as opened:
         yield opened
@@ -106,6 +108,8 @@ def test_ranks_and_streams_are_selected(page: Page, run: OutputRun) -> None:
     run.write(b"two\n", rank=1)
     expect(row(page, "two")).to_be_visible()
     assert rows(page) == ["one", "two"]
+    page.keyboard.press("[")
+    expect(row(page, "zero")).to_be_visible()
 
 
 def test_reading_pauses_the_log_and_counts_new_lines(page: Page, run: OutputRun) -> None:
@@ -167,6 +171,7 @@ def test_the_list_is_bounded_and_older_output_loads(page: Page, run: OutputRun) 
     expect(row(page, "59999")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_long_line_is_cut_and_a_click_shows_its_link(page: Page, run: OutputRun) -> None:
     run.write(b"first\n")
     offset = run.write(b"x" * 10_000 + b"\n")
@@ -177,6 +182,7 @@ def test_a_long_line_is_cut_and_a_click_shows_its_link(page: Page, run: OutputRu
     assert link.get_attribute("href") == f"{run.path}/logs?fence=1&rank=0&stream=stdout&at={offset}"
 
 
+@pytest.mark.long
 def test_too_fast_output_is_a_gap_that_loads(page: Page, run: OutputRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_stream, "SHOWN_BURST_BYTES", 20_000)
     open_live(page, run)
@@ -207,6 +213,55 @@ def test_a_restart_of_the_server_loses_and_repeats_nothing(chromium: Browser, tm
                 expect(row(page, "two")).to_be_visible()
                 assert rows(page) == ["one", "half é line", "two"]
                 expect(page.locator("#log-connection")).to_have_text("live")
+
+
+def test_a_hidden_page_has_no_stream_and_continues_later(page: Page, run: OutputRun) -> None:
+    open_live(page, run)
+    hide = "is => { Object.defineProperty(document, 'hidden', {value: is, configurable: true}); "
+    hide += "document.dispatchEvent(new Event('visibilitychange')); }"
+    page.evaluate(hide, True)
+    expect(page.locator("#log-connection")).to_have_text("paused while hidden")
+    run.write(b"meanwhile\n")
+    page.evaluate(hide, False)
+    expect(page.locator("#log-connection")).to_have_text("live")
+    run.write(b"later\n")
+    expect(row(page, "later")).to_be_visible()
+    assert rows(page) == ["meanwhile", "later"]
+
+
+def test_a_style_continues_over_pieces_and_lines(page: Page, run: OutputRun) -> None:
+    open_live(page, run)
+    found: list[Any] = page.evaluate(
+        """async () => {
+          const address = document.querySelector("script[type=module]").src.replace("log.js", "ansi.js");
+          const {Terminal, newLine, className} = await import(address);
+          const terminal = new Terminal(), found = [];
+          const blue = "\\x1b[38;2;0;0;255my\\x1b[39;1;7mz";
+          for (const pieces of [["\\x1b[3", "1mred"], ["still"], ["\\x1b[38;5;196", ";4mx\\x1b[0m"], [blue]]) {
+            const line = newLine(null, 0);
+            for (const piece of pieces) terminal.write(line, piece);
+            terminal.endLine();
+            found.push([line.text, (line.runs ?? []).filter((_, at) => at % 2).map(className)]);
+          }
+          return found;
+        }"""
+    )
+    assert found == [
+        ["red", ["fg1"]],
+        ["still", ["fg1"]],
+        ["x", ["underline fg9"]],
+        ["yz", ["fg12", "bold inverse"]],
+    ]
+
+
+def test_the_pages_of_a_run_have_no_serious_accessibility_problem(page: Page, run: OutputRun) -> None:
+    run.write(b"\x1b[2;33mdim\x1b[0m\n" * 100)
+    run.measure(60)
+    for path in ("/logs?q=dim", "/metrics"):
+        page.goto(f"{run.path}{path}")
+        expect(page.locator(".log-row, .uplot").first).to_be_visible()
+        found = Axe().run(page).response["violations"]
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
 
 
 def test_the_end_of_a_session_leads_to_the_sign_in_page(
@@ -263,6 +318,7 @@ def test_without_scripts_the_log_is_text_in_parts(chromium: Browser, server: Ser
         assert page.locator("pre.log").inner_text().startswith(first)
 
 
+@pytest.mark.long
 def test_an_empty_log_says_so_and_a_download_is_a_file(page: Page, run: OutputRun) -> None:
     open_live(page, run)
     expect(page.locator("#log-empty")).to_be_visible()

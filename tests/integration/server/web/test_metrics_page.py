@@ -29,6 +29,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def page(chromium: Browser, server: Served) -> Iterator[Page]:
+    with reader(chromium, server) as opened:
+        yield opened
+
+
 @pytest.fixture
 def run(server: Served) -> Iterator[OutputRun]:
     with OutputRun(server) as running:
@@ -75,43 +81,42 @@ def test_charts_zoom_into_values_that_the_server_downsamples_again(
         expect(page.locator("[data-zoom=reset]")).to_be_enabled()
 
 
-def test_a_table_has_at_most_fifty_rows(chromium: Browser, server: Served, run: OutputRun) -> None:
+@pytest.mark.long
+def test_a_table_has_at_most_fifty_rows(page: Page, run: OutputRun) -> None:
     run.measure(1_200)
-    with reader(chromium, server) as page:
-        page.goto(f"{run.path}/metrics")
-        tables = page.locator("[data-chart=node-cpu] details")
-        tables.locator("summary").click()
-        expect(tables.locator("tbody tr")).to_have_count(50)
-        expect(tables.locator("tbody tr").first).to_contain_text("%")
+    page.goto(f"{run.path}/metrics")
+    tables = page.locator("[data-chart=node-cpu] details")
+    tables.locator("summary").click()
+    expect(tables.locator("tbody tr")).to_have_count(50)
+    expect(tables.locator("tbody tr").first).to_contain_text("%")
 
 
-def test_live_charts_append_points_every_five_seconds(chromium: Browser, server: Served, run: OutputRun) -> None:
+def test_live_charts_append_points_every_five_seconds(page: Page, run: OutputRun) -> None:
     begin_ns = SystemClock().wall_ns() - 400 * 10**9
     data = samples(300, start_ns=begin_ns, gpus=1)
     whole = samples(400, start_ns=begin_ns, gpus=1)
     run.write(data[: data.rfind(b"\n") + 1], stream="telemetry")
-    with reader(chromium, server) as page:
-        asked = ranges_asked(page)
-        page.goto(f"{run.path}/metrics")
-        expect(page.locator(".chart .uplot").first).to_be_visible()
-        lines = whole.split(b"\n")
-        run.write(b"\n".join(lines[301:]), stream="telemetry")
-        with page.expect_response(lambda answer: "step_ms" in answer.url, timeout=LIVE_MS) as newest:
-            pass
-        found = newest.value.json()
-        assert 100 <= len(found["times_ms"]) <= 102  # Only the newest points, with the same step.
-        assert "from_ms" in asked[-1]
-        run.end()
-        with page.expect_response(lambda answer: answer.json()["complete"], timeout=LIVE_MS):
-            pass
+    asked = ranges_asked(page)
+    page.goto(f"{run.path}/metrics")
+    expect(page.locator(".chart .uplot").first).to_be_visible()
+    lines = whole.split(b"\n")
+    run.write(b"\n".join(lines[301:]), stream="telemetry")
+    with page.expect_response(lambda answer: "step_ms" in answer.url, timeout=LIVE_MS) as newest:
+        pass
+    found = newest.value.json()
+    assert 100 <= len(found["times_ms"]) <= 102  # Only the newest points, with the same step.
+    assert "from_ms" in asked[-1]
+    run.end()
+    with page.expect_response(lambda answer: answer.json()["complete"], timeout=LIVE_MS):
+        pass
 
 
-def test_the_first_samples_replace_the_empty_page(chromium: Browser, server: Served, run: OutputRun) -> None:
-    with reader(chromium, server) as page:
-        page.goto(f"{run.path}/metrics")
-        expect(page.locator(".empty")).to_be_visible()
-        run.measure(3)
-        expect(page.locator("[data-chart=gpu-use]")).to_be_visible(timeout=LIVE_MS)
+@pytest.mark.long
+def test_the_first_samples_replace_the_empty_page(page: Page, run: OutputRun) -> None:
+    page.goto(f"{run.path}/metrics")
+    expect(page.locator(".empty")).to_be_visible()
+    run.measure(3)
+    expect(page.locator("[data-chart=gpu-use]")).to_be_visible(timeout=LIVE_MS)
 
 
 def test_without_scripts_charts_are_pictures(chromium: Browser, server: Served, run: OutputRun) -> None:
@@ -126,10 +131,8 @@ def test_without_scripts_charts_are_pictures(chromium: Browser, server: Served, 
         assert len(page.content()) < 150_000
 
 
-def test_a_quick_run_says_why_it_has_no_charts(chromium: Browser, server: Served) -> None:
-    with OutputRun(server) as run:
-        pass
-    with reader(chromium, server) as page:
-        page.goto(f"{run.path}/metrics")
-        expect(page.locator(".empty code")).to_have_text(f"sgpu show {run.id}")
-        expect(page.locator("#metrics")).to_have_count(0)
+def test_a_quick_run_says_why_it_has_no_charts(page: Page, run: OutputRun) -> None:
+    run.end()
+    page.goto(f"{run.path}/metrics")
+    expect(page.locator(".empty code")).to_have_text(f"sgpu show {run.id}")
+    expect(page.locator("#metrics")).to_have_count(0)

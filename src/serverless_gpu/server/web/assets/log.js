@@ -572,7 +572,12 @@ document.addEventListener("click", event => {
   const link = event.target.closest("#log-matches a");
   if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
   event.preventDefault();
-  if (link.dataset.offset === undefined) { match = -1; replacePart(link.href, "log-matches").catch(failed); return; }
+  if (link.dataset.offset === undefined) { // Clears the search, or continues it.
+    match = -1;
+    if ("clear" in link.dataset) { form.elements.q.value = ""; history.replaceState(null, "", link.href); }
+    replacePart(link.href, "log-matches").catch(failed);
+    return;
+  }
   const links = [...document.querySelectorAll("#log-matches a[data-offset]")];
   links[match]?.removeAttribute("aria-current");
   match = links.indexOf(link) - 1;

@@ -9,8 +9,8 @@ GET /ui/runs/{run}/logs/download    a whole stream
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal, cast
 
 import msgspec
 from starlette.responses import Response
@@ -95,6 +95,11 @@ def show_logs(call: Call, site: Site, run: str, query: LogsQuery) -> Page:
             cursor=query.cursor,
         )
         matches = site.ask(call, log_search.search_logs, run=run, query=searched)
+
+    def read(log: LogFile, span: LogQuery) -> bytes:
+        asked = {"run": run, "rank": log.rank, "stream": log.stream}
+        return bytes(site.ask(call, run_service.read_log, query=span, **asked).body)
+
     return run_frame.page(
         call,
         site,
@@ -105,7 +110,7 @@ def show_logs(call: Call, site: Site, run: str, query: LogsQuery) -> Page:
         query=query,
         listed=listed,
         ranks=_ranks(output, view.processes),
-        parts=[_part(call, site, run, listed, log, query) for log in shown],
+        parts=[_part(read, listed, log, query, PART_BYTES // len(shown)) for log in shown],
         downloads=[log for log in wanted if log.size][: 2 * RANKS_LISTED_MAX],
         matches=matches,
     )
@@ -147,17 +152,18 @@ def _ranks(output: list[LogFile], processes: int | None) -> list[int]:
     return sorted({log.rank for log in output} | set(range(min(processes or 0, RANKS_LISTED_MAX + 1))))
 
 
-def _part(call: Call, site: Site, run: str, listed: LogList, log: LogFile, query: LogsQuery) -> LogPart:
-    """Return the requested part of a stream in whole lines."""
+def _part(
+    read: Callable[[LogFile, LogQuery], bytes], listed: LogList, log: LogFile, query: LogsQuery, limit: int
+) -> LogPart:
+    """Return the requested part of a stream in whole lines, with at most `limit` bytes."""
     if query.at is not None:
         start = min(query.at, log.size)
-        end = min(log.size, start + PART_BYTES)
+        end = min(log.size, start + limit)
     else:
         end = log.size if query.before is None else min(query.before, log.size)
-        start = max(0, end - PART_BYTES)
-    asked: dict[str, Any] = {"run": run, "rank": log.rank, "stream": log.stream}
+        start = max(0, end - limit)
     span = LogQuery(fence=listed.fence, offset=start, limit=max(1, end - start))
-    data = bytes(site.ask(call, run_service.read_log, query=span, **asked).body)[: end - start]
+    data = read(log, span)[: end - start]
     if start and query.at is None:
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
