@@ -265,15 +265,16 @@ def test_the_pages_of_a_run_have_no_serious_accessibility_problem(page: Page, ru
 
 
 def test_the_end_of_a_session_leads_to_the_sign_in_page(
-    chromium: Browser, server: Served, run: OutputRun, monkeypatch: pytest.MonkeyPatch
+    chromium: Browser, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routing, "CHECKED_S", 0.1)
     monkeypatch.setattr(run_stream, "IDLE_S", 0.1)
-    with reader(chromium, server) as page:
+    token = make_user(server, "cleo")
+    cleo = server.connection(token)
+    with OutputRun(server, token=token) as run, reader(chromium, server, token=token) as page:
         open_live(page, run)
-        root = server.connection()
-        for session in root.ask("GET", "/sessions", answer=SessionList).sessions:
-            root.ask("DELETE", f"/sessions/{session.id}", answer=type(None))
+        for session in cleo.ask("GET", "/sessions", answer=SessionList).sessions:
+            cleo.ask("DELETE", f"/sessions/{session.id}", answer=type(None))
         expect(page.locator("input[name=token]")).to_be_visible()
         assert "sign-in" in page.url
 
