@@ -19,7 +19,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.base import Engine
+from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.server import audit, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
@@ -41,6 +41,11 @@ from serverless_gpu.server.http.routing import JSON_API, Route, Routes
 from serverless_gpu.server.identity import principal_service, session_service
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
+from serverless_gpu.server.index_proxy import index_service
+from serverless_gpu.server.index_proxy.index_catalog import IndexCatalog
+from serverless_gpu.server.index_proxy.index_service import IndexService
+from serverless_gpu.server.index_proxy.index_tokens import IndexTokens
+from serverless_gpu.server.index_proxy.request_log import IndexRequestLog
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
@@ -108,7 +113,7 @@ class ServerResources:
         waiting_room: free queue slots by principal.
         spending: current state of every budget.
         feasible: cache of runs that at least one node could execute.
-        engine_nodes: returns the names of the engine's nodes, even before their agents register.
+        engine_nodes: returns the engine's nodes, even before their agents register.
         ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
         unwritable: returns why the database accepts no writes, or "" while the database accepts writes.
         low: returns why the database accepts no new runs, or "" while the database accepts new runs.
@@ -136,7 +141,7 @@ class ServerResources:
     health: ServerHealth = dataclasses.field(default_factory=ServerHealth)
     spending: Spending = dataclasses.field(default_factory=Spending)
     feasible: FeasibilityCache = dataclasses.field(default_factory=FeasibilityCache)
-    engine_nodes: Callable[[], Collection[str]] = tuple
+    engine_nodes: Callable[[], Collection[EngineNode]] = tuple
     ray_pool: Callable[[], RayPool | None] = lambda: None
     low: Callable[[], str] = lambda: ""
     unwritable: Callable[[], str] = lambda: ""
@@ -175,6 +180,12 @@ class Services(ServerResources):
     canaries: CanaryService
     agents: AgentService
     pools: PoolService
+
+    # Package indexes
+    index_catalog: IndexCatalog
+    index_tokens: IndexTokens
+    index_log: IndexRequestLog
+    indexes: IndexService
 
     # Usage policies, prices, usage and budgets
     policy_admission: PolicyAdmission
@@ -260,6 +271,7 @@ ROUTES: tuple[Routes, ...] = (
     environments.routes,
     estimates.routes,
     device_views.routes,
+    index_service.routes,
     node_service.routes,
     pools.routes,
     policies.routes,

@@ -18,6 +18,7 @@ from serverless_gpu.model.egress import (
     check_allowed,
     destination,
     digest_of,
+    is_opened,
     merged,
 )
 
@@ -123,3 +124,31 @@ def test_the_policy_of_a_machine_is_as_strict_as_each_nodes(policies: list[Egres
 def test_a_digest_tells_policies_apart() -> None:
     policies = [EgressPolicy(), EgressPolicy(mode="none"), EgressPolicy(allow=("a",)), EgressPolicy(closed=("a",))]
     assert len({digest_of(policy) for policy in policies}) == len(policies)
+
+
+def test_27_builds_reach_an_index_proxy_that_all_nodes_of_a_machine_name() -> None:
+    one, other = (
+        EgressPolicy(index_proxy=("10.0.0.5:7880", "10.0.0.6:7880")),
+        EgressPolicy(index_proxy=("10.0.0.5:7880",)),
+    )
+    assert merged([one, other]).index_proxy == ("10.0.0.5:7880",)
+    assert merged([one, EgressPolicy()]).index_proxy == ()
+    assert len({digest_of(one), digest_of(other), digest_of(EgressPolicy())}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "opened"),
+    [
+        ("127.0.0.1:5000", True),
+        ("127.0.0.1:5000-5010", True),
+        ("127.0.0.1:5005", True),
+        ("127.0.0.1:5010-5011", False),
+        ("127.0.0.1:4999", False),
+        ("127.0.0.2:5000", False),
+        ("[::1]:80", True),
+        ("[::1]:81", False),
+    ],
+)
+def test_27_a_service_is_opened_by_its_address_and_port(text: str, opened: bool) -> None:
+    services = [destination("127.0.0.1:5000-5010"), destination("[::1]:80")]
+    assert is_opened(destination(text), services) is opened
