@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from serverless_gpu.model.downsampling import Band, Downsampled, Downsampler, Value
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.telemetry import Header, Line, Sample
+from serverless_gpu.model.time_buckets import Band, Downsampled, Downsampler, Value
 
 Unit = Literal["percent", "bytes", "celsius", "watts"]
 LINES_MAX = 32

@@ -1,4 +1,4 @@
-"""Converts terminal output to plain text: without escape sequences, and with visible control characters."""
+"""Converts terminal output to plain text without escape sequences."""
 
 from __future__ import annotations
 

@@ -254,7 +254,9 @@ class LogList(Answer, frozen=True, kw_only=True):
 
 
 class LogMatch(Answer, frozen=True, kw_only=True):
-    """A line of output that contains the searched text. Texts are excerpts without terminal escape sequences.
+    """A line of output that contains the searched text.
+
+    Texts are excerpts without terminal escape sequences.
 
     Attributes:
         line: number of the line in its stream, starting at 1.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.server.played import Played
 from tests.support.server.served import Served
 
+Stream = Literal["stdout", "stderr", "telemetry"]
 _PIECE_BYTES = 900_000
 _GB = 10**9
 
@@ -77,12 +79,12 @@ class OutputRun:
         """Return the path of the run's page."""
         return f"/ui/runs/{self.id}"
 
-    def write(self, data: bytes, *, rank: int = 0, stream: str = "stdout") -> int:
+    def write(self, data: bytes, *, rank: int = 0, stream: Stream = "stdout") -> int:
         """Write output; return the offset of its first byte."""
         begin = self._offsets[rank, stream]
         for at in range(0, len(data), _PIECE_BYTES):
             part = data[at : at + _PIECE_BYTES]
-            piece = LogPiece(rank=rank, stream=stream, offset=self._offsets[rank, stream], data=part)  # type: ignore[arg-type]
+            piece = LogPiece(rank=rank, stream=stream, offset=self._offsets[rank, stream], data=part)
             self._node.report(self._start, Report(state=State.RUNNING, world_size=self._ranks, logs=(piece,)))
             self._offsets[rank, stream] += len(part)
         return begin

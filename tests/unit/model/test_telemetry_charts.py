@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.telemetry import RankSample
+from serverless_gpu.model.telemetry import Line, RankSample
 from serverless_gpu.model.telemetry_charts import LINES_MAX, Chart, TelemetryCharts
 from tests.support.node.sampled import GB, gpu, header, sample
 
 
-def charts_of(*lines: object) -> dict[str, Chart]:
+def charts_of(*lines: Line) -> dict[str, Chart]:
     charts = TelemetryCharts(1_000)
     for line in lines:
-        charts.add(line)  # type: ignore[arg-type]
+        charts.add(line)
     return {chart.kind.name: chart for chart in charts.charts()[1]}
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -51,7 +51,7 @@ _GZIP = 31
 """Window bits of zlib for the gzip format."""
 _CURSOR = re.compile(r"([0-9]{1,7})\.(stdout|stderr)\.([0-9]{1,16})\.([0-9]{1,16})", re.ASCII)
 
-OutputStream = Literal["stdout", "stderr"]
+Stream = Literal["stdout", "stderr", "telemetry"]
 
 
 class LogSearchQuery(Query, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class LogSearchQuery(Query, frozen=True, kw_only=True):
 
 
 class SearchPosition(NamedTuple):
-    """Where a search continues: a stream, the offset of a line, and the number of line feeds before the offset."""
+    """Position of a search: a stream, an offset, and the number of line feeds before the offset."""
 
     rank: int = 0
     stream: str = ""
@@ -89,7 +89,7 @@ def list_logs(call: Call, logs: Logs, database: Transactions, run: str, query: F
     # Errors follow the output of their rank.
     listed = sorted(sizes.items(), key=lambda log: (log[0][0], log[0][1] != "stdout", log[0][1]))[:LISTED_MAX]
     found = tuple(
-        LogFile(rank=rank, stream=stream, size=size)  # type: ignore[arg-type]  # `Logs` validates the names.
+        LogFile(rank=rank, stream=cast(Stream, stream), size=size)  # `Logs` validates the names.
         for (rank, stream), size in listed
     )
     return LogList(fence=fence, complete=complete, count=len(sizes), logs=found)
@@ -169,7 +169,7 @@ class _Search:
         return ""
 
     def _search(self, rank: int, stream: str, at: int, lines: int, size: int) -> tuple[int, int] | None:
-        """Search a stream. Return the position at which the request's limit ends the search, or None at the end."""
+        """Search a stream. Return the position at which a limit ends the search, or None at the end."""
         while at < size:
             if self.scanned >= SEARCH_BYTES_MAX:
                 return at, lines

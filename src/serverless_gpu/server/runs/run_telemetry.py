@@ -21,11 +21,11 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.downsampling import BUCKETS_MAX, Band, step_ms
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.model.spec import RANKS_MAX
 from serverless_gpu.model.telemetry import Header, Sample, decode
 from serverless_gpu.model.telemetry_charts import TelemetryCharts
+from serverless_gpu.model.time_buckets import BUCKETS_MAX, Band, step_ms
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.runs import run_views
@@ -66,7 +66,7 @@ routes = Routes("runs")
 
 @routes.get("/runs/{run}/telemetry", needs=reading("runs"))
 def read_telemetry(call: Call, logs: Logs, database: Transactions, run: str, query: TelemetryQuery) -> TelemetryView:
-    """Return charts of one node's devices, ranks and machine. Each bucket has a minimum, a mean and a maximum."""
+    """Return charts of one node's devices, ranks and machine."""
 
     if query.from_ms > query.to_ms:
         raise InvalidValue("the range of the telemetry ends before it begins", hint="from_ms must not exceed to_ms")
@@ -204,7 +204,7 @@ def _last_sample(read: Read, size: int) -> Sample | None:
 
 
 def _header_before(read: Read, offset: int) -> Header | None:
-    """Return the last header before an offset. Headers are at the start of the file, and after restarts of a node."""
+    """Return the last header before an offset."""
     end = offset
     while end > 0:
         start = max(0, end - _CHUNK_BYTES)

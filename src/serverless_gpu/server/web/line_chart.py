@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from markupsafe import Markup
 
-from serverless_gpu.model.downsampling import STEPS_MS, Band, Summary, Value, summary
+from serverless_gpu.model.time_buckets import STEPS_MS, Band, Summary, Value, summary
 from serverless_gpu.units import format_bytes
 
 COLOURS = 8

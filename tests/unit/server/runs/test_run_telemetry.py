@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.telemetry import decode
+from serverless_gpu.model.telemetry import Sample, decode
 from serverless_gpu.server.runs import run_telemetry
 from serverless_gpu.server.runs.run_telemetry import TelemetryQuery, charts_of
 from serverless_gpu.wire.runs import TelemetryView
@@ -60,9 +60,10 @@ def test_a_range_has_exactly_its_samples(start: int, length: int) -> None:
         assert chart(view)[0] == samples_use(start)
 
 
-def samples_use(second: int) -> float:
+def samples_use(second: int) -> float | None:
     sample = decode(HOUR)[0][second + 1]
-    return sample.gpus[0].busy_percent  # type: ignore[union-attr, return-value]
+    assert isinstance(sample, Sample)
+    return sample.gpus[0].busy_percent
 
 
 def test_the_end_of_a_long_file_costs_no_read_of_the_whole() -> None:

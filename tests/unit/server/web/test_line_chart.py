@@ -12,10 +12,15 @@ START_MS = 1_800_000_000_000  # 2027-01-15 08:00:00 UTC
 UTC = datetime.UTC
 
 
-def drawn(*lines: PlotLine, times: int = 4, unit: str = "percent", **options: object) -> ElementTree.Element:
-    zone = options.pop("zone", UTC)
-    svg = line_chart([START_MS + n * 60_000 for n in range(times)], lines, unit=unit, zone=zone, **options)  # type: ignore[arg-type]
-    return ElementTree.fromstring(svg)
+def drawn(
+    *lines: PlotLine,
+    times: int = 4,
+    unit: str = "percent",
+    zone: datetime.tzinfo = UTC,
+    limit: float | None = None,
+) -> ElementTree.Element:
+    times_ms = [START_MS + n * 60_000 for n in range(times)]
+    return ElementTree.fromstring(line_chart(times_ms, lines, unit=unit, zone=zone, limit=limit))
 
 
 def texts(svg: ElementTree.Element) -> list[str]:

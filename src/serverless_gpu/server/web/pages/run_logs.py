@@ -1,10 +1,12 @@
 """Shows the output of a run: live, part by part, searched, and as a download.
 
-GET /ui/runs/{run}/logs             the page; without scripts, a part of 64 KB with links to the other parts
-GET /ui/runs/{run}/stream           the run's event stream, for `assets/log.js`
-GET /ui/runs/{run}/logs/sizes       sizes of the streams
-GET /ui/runs/{run}/logs/part        bytes of a stream
-GET /ui/runs/{run}/logs/download    a whole stream
+Routes:
+
+    GET /ui/runs/{run}/logs             the page; without scripts, a part of 64 KB with links to the other parts
+    GET /ui/runs/{run}/stream           the run's event stream, for `assets/log.js`
+    GET /ui/runs/{run}/logs/sizes       sizes of the streams
+    GET /ui/runs/{run}/logs/part        bytes of a stream
+    GET /ui/runs/{run}/logs/download    a whole stream
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Shows charts of the devices, ranks and nodes of a run.
 
-GET /ui/runs/{run}/metrics         the page; without scripts, with SVG charts
-GET /ui/runs/{run}/metrics/data    values for `assets/charts.js`
+Routes:
+
+    GET /ui/runs/{run}/metrics         the page; without scripts, with SVG charts
+    GET /ui/runs/{run}/metrics/data    values for `assets/charts.js`
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.model.downsampling import Downsampled, thinned
+from serverless_gpu.model.time_buckets import Downsampled, thinned
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.runs import run_telemetry
 from serverless_gpu.server.runs.run_service import Fence

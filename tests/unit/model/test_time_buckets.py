@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.downsampling import (
+from serverless_gpu.model.time_buckets import (
     BUCKETS_MAX,
     STEPS_MS,
     Band,

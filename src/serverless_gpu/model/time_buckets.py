@@ -169,7 +169,7 @@ class Downsampler:
 
 
 def thinned(table: Downsampled, rows: int) -> Downsampled:
-    """Return a table with at most `rows` buckets, each of which combines neighbouring buckets."""
+    """Return a table with at most `rows` buckets by combining neighbouring buckets."""
     count = len(table.times_ms)
     if count <= rows:
         return table
