@@ -165,10 +165,14 @@ def test_the_list_is_bounded_and_older_output_loads(page: Page, run: OutputRun) 
     assert page.locator(".log-row").count() < 150
     page.evaluate("() => document.getElementById('log-scroll').scrollTop = 0")
     expect(row(page, "10000")).to_be_visible()
+    run.write(b"while reading\n" * 7)
+    expect(page.locator("#log-follow")).to_have_text("7 new lines ↓")
+    assert count(page) == 50_000  # A full list keeps its place, and takes no new lines.
     page.locator("#log-older").click()
     expect(row(page, "9999")).to_be_visible()
     page.locator("#log-follow").click()
-    expect(row(page, "59999")).to_be_visible()
+    expect(row(page, "while reading").last).to_be_visible()
+    assert count(page) < 50_000
 
 
 @pytest.mark.long

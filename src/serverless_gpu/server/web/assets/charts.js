@@ -120,7 +120,8 @@ function options(figure, chart) {
     },
     axes: [{...axis, values: [
       [86400, "{DD} {MMM}", null, null, null, null, null, null, 1], [3600, "{HH}:{mm}", "\n{DD} {MMM}", null, null, null, null, null, 1],
-      [60, "{HH}:{mm}", "\n{DD} {MMM}", null, null, null, null, null, 1], [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]]},
+      [60, "{HH}:{mm}", "\n{DD} {MMM}", null, null, null, null, null, 1], [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]],
+      space: 72, incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800]},
       {...axis, size: 64, values: (_plot, ticks) => ticks.map(value => measure(value, unit))}],
     cursor: {drag: {x: true, y: false, setScale: false}, sync: {key: "metrics", setSeries: false}, points: {show: false},
       bind: {dblclick: () => () => { zoom(null); return null; }}},

@@ -208,7 +208,7 @@ function paint() {
     if (rows[at].element.hidden !== !line) rows[at].element.hidden = !line;
     if (line) render(rows[at], line);
   }
-  const text = isDetached ? "Go to the end" : follows ? "Following" : newLines ? `${newLines.toLocaleString("en")} new lines ↓` : "Follow";
+  const text = isDetached || (connection.isDone && !follows) ? "Go to the end" : connection.isDone ? "At the end" : follows ? "Following" : newLines ? `${newLines.toLocaleString("en")} new lines ↓` : "Follow";
   if (followButton.textContent !== text) followButton.textContent = text;
   followButton.setAttribute("aria-pressed", String(follows));
 }
@@ -361,7 +361,7 @@ class Connection {
 
   close() { this.controller?.abort(); this.controller = null; this.isDone = false; }
 
-  finish() { this.controller = null; this.isDone = true; this.show("done", "complete"); }
+  finish() { this.controller = null; this.isDone = true; this.show("done", "complete"); repaint(); }
 
   async open(fence) {
     this.close();
