@@ -70,7 +70,16 @@ from serverless_gpu.server.nodes.node_sessions import NodeSessions
 from serverless_gpu.server.operations import server_status
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
-from serverless_gpu.server.runs import comparison, estimates, queue_views, rerun, run_details, run_service
+from serverless_gpu.server.runs import (
+    comparison,
+    estimates,
+    log_search,
+    queue_views,
+    rerun,
+    run_details,
+    run_service,
+    run_telemetry,
+)
 from serverless_gpu.server.runs.comparison import Comparisons
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
@@ -290,6 +299,8 @@ ROUTES: tuple[Routes, ...] = (
     server_status.routes,
     session_service.routes,
     usage_reports.routes,
+    log_search.routes,
+    run_telemetry.routes,
 )
 """Routes of the JSON API. Add each new route module to this list."""
 

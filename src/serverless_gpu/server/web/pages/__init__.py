@@ -1,7 +1,19 @@
 """Declares the web pages, one module for each page. `ROUTES` lists them."""
 
 from serverless_gpu.server.http.routing import Routes
-from serverless_gpu.server.web.pages import compare, home, nodes, pools, queue, run, runs, shell, sign_in
+from serverless_gpu.server.web.pages import (
+    compare,
+    home,
+    nodes,
+    pools,
+    queue,
+    run,
+    run_logs,
+    run_metrics,
+    runs,
+    shell,
+    sign_in,
+)
 
 ROUTES: tuple[Routes, ...] = (
     shell.root,
@@ -14,5 +26,7 @@ ROUTES: tuple[Routes, ...] = (
     pools.routes,
     run.routes,
     compare.routes,
+    run_logs.routes,
+    run_metrics.routes,
 )
 """Routes of all pages. Add each new page module to this list."""
