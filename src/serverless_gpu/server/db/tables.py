@@ -255,6 +255,7 @@ runs = sa.Table(
     sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
+    sa.Index("ix_runs_snapshot", "snapshot", "created_ns", "owner"),  # Covers the list of environments.
     sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
         "owner",
@@ -352,6 +353,7 @@ secrets = sa.Table(
     sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("by", sa.String(64), nullable=False),
+    sa.Column("used_ns", sa.BigInteger),  # Last time at which the node of an attempt received the secret.
 )
 
 orders = sa.Table(  # Outbox of orders to nodes. The server repeats each order until the node's acknowledgement.
@@ -550,6 +552,8 @@ audit = sa.Table(  # Append-only record of principals' actions.
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
     sa.Index("ix_audit_subject", "subject"),
+    sa.Index("ix_audit_principal", "principal", "seq"),
+    sa.Index("ix_audit_at", "at_ns"),
 )
 
 audit_links = sa.Table(  # Append-only hash chain of the audit entries.

@@ -161,16 +161,21 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         after: number of the last audit entry that the caller has already read.
+        before: number of the first audit entry that the result omits, or None for no end.
         limit: maximum number of entries.
         newest: True to return the newest entries instead of the entries after `after`.
+        from_ns: start of the interval in nanoseconds since 1970, or None. `to_ns` is the end of the interval.
     """
 
     after: int = 0
+    before: int | None = None
     limit: int = 500
     newest: bool = False
     principal: str = ""
     action: str = ""
     subject: str = ""
+    from_ns: int | None = None
+    to_ns: int | None = None
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
@@ -180,6 +185,12 @@ def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
     for column in (audit.c.principal, audit.c.action, audit.c.subject):
         value = getattr(wanted, column.name)
         query = query.where(column == value) if value else query
+    if wanted.before is not None:
+        query = query.where(number < wanted.before)
+    if wanted.from_ns is not None:
+        query = query.where(audit.c.at_ns >= wanted.from_ns)
+    if wanted.to_ns is not None:
+        query = query.where(audit.c.at_ns < wanted.to_ns)
     rows = connection.execute(query.order_by(number.desc() if wanted.newest else number).limit(wanted.limit)).all()
     return [_link(row) for row in (reversed(rows) if wanted.newest else rows)]
 

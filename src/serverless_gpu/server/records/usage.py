@@ -182,6 +182,62 @@ def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
     return ReportResult(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
 
 
+def tag_keys(connection: sa.Connection, may_see: Sequence[sa.ColumnElement[bool]], *, limit: int) -> list[str]:
+    """Return the keys of tags in alphabetical order. Each key costs one or two index lookups."""
+    found: list[str] = []
+    last = ""
+    while len(found) < limit:
+        last = connection.scalar(sa.select(sa.func.min(account_tags.c.key)).where(account_tags.c.key > last)) or ""
+        if not last:
+            break
+        own = sa.select(sa.literal(1)).select_from(account_tags.join(accounts)).where(account_tags.c.key == last)
+        if not may_see or connection.execute(own.where(*may_see).limit(1)).first() is not None:
+            found.append(last)
+    return found
+
+
+class RunCost(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost and usage of one run in a range of days."""
+
+    name: str
+    currency: str
+    micros: int | None
+    gpu_ms: int
+
+
+def run_costs(connection: sa.Connection, wanted: ReportRequest) -> tuple[list[RunCost], bool]:
+    """Return the costs of the runs in the newest ledger entries, and True if earlier entries match too.
+
+    `wanted.limit` is the maximum number of ledger entries.
+    """
+    columns = (charges.c.seq, charges.c.run_id, charges.c.account_id, charges.c.micros, charges.c.gpu_ms)
+    newest = sa.select(*columns).where(*_Report(connection, wanted)._conditions(charges))
+    newest = newest.order_by(charges.c.seq.desc()).limit(wanted.limit)
+    rows = newest.subquery("newest")
+    query = (
+        sa.select(
+            accounts.c.name,
+            accounts.c.currency,
+            sa.func.sum(rows.c.micros).label("micros"),
+            sa.func.sum(rows.c.gpu_ms).label("gpu_ms"),
+            sa.func.count().label("entries"),
+        )
+        .select_from(rows.join(accounts, accounts.c.id == rows.c.account_id))
+        .group_by(accounts.c.name, accounts.c.currency, rows.c.run_id)
+    )
+    found = connection.execute(query).all()
+    costs = [
+        RunCost(
+            name=row.name,
+            currency=row.currency,
+            micros=None if row.micros is None else int(row.micros),
+            gpu_ms=int(row.gpu_ms),
+        )
+        for row in found
+    ]
+    return costs, sum(row.entries for row in found) >= wanted.limit
+
+
 def folded_seq(connection: sa.Connection) -> int:
     """Return the number of the last ledger entry in the sums by account and day."""
     return connection.scalar(sa.select(folded.c.seq).where(folded.c.name == FOLDED)) or 0

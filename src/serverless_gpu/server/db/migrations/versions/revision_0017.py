@@ -1,0 +1,18 @@
+"""Adds the last use of secrets, and indexes for pages about environments and the audit."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0017"
+down_revision = "0013"
+branch_labels = depends_on = None
+
+
+def upgrade() -> None:
+    """Add the time of a secret's last use. NULL means that no attempt has received the secret since this revision."""
+    op.add_column("secrets", sa.Column("used_ns", sa.BigInteger(), nullable=True))
+    op.create_index("ix_runs_snapshot", "runs", ["snapshot", "created_ns", "owner"])
+    op.create_index("ix_audit_principal", "audit", ["principal", "seq"])
+    op.create_index("ix_audit_at", "audit", ["at_ns"])
