@@ -205,9 +205,7 @@ class DiffQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/environments", needs=reading("environments"))
-def list_environments(
-    call: Call, environment_catalog: EnvironmentCatalog, query: EnvironmentsQuery
-) -> EnvironmentPage:
+def list_environments(call: Call, environment_catalog: EnvironmentCatalog, query: EnvironmentsQuery) -> EnvironmentPage:
     """List the environments that runs use, by last use."""
     return environment_catalog.page(_owner(call), cursor=query.cursor, limit=query.limit)
 

@@ -45,7 +45,6 @@ from serverless_gpu.server.records import attempts
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.access import SecretValue, SecretView
 
-
 _decode_pins = msgspec.json.Decoder(tuple[Pinned, ...]).decode
 
 

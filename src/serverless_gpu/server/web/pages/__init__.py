@@ -1,7 +1,21 @@
 """Declares the web pages, one module for each page. `ROUTES` lists them."""
 
 from serverless_gpu.server.http.routing import Routes
-from serverless_gpu.server.web.pages import home, nodes, runs, shell, sign_in
+from serverless_gpu.server.web.pages import (
+    audit,
+    budgets,
+    environments,
+    home,
+    nodes,
+    policies,
+    prices,
+    runs,
+    secrets,
+    server,
+    shell,
+    sign_in,
+    usage,
+)
 
 ROUTES: tuple[Routes, ...] = (
     shell.root,
@@ -10,5 +24,13 @@ ROUTES: tuple[Routes, ...] = (
     home.routes,
     runs.routes,
     nodes.routes,
+    usage.routes,
+    budgets.routes,
+    policies.routes,
+    prices.routes,
+    secrets.routes,
+    environments.routes,
+    audit.routes,
+    server.routes,
 )
 """Routes of all pages. Add each new page module to this list."""
