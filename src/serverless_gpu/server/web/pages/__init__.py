@@ -8,7 +8,9 @@ from serverless_gpu.server.web.pages import (
     home,
     nodes,
     policies,
+    pools,
     prices,
+    queue,
     runs,
     secrets,
     server,
@@ -32,5 +34,7 @@ ROUTES: tuple[Routes, ...] = (
     environments.routes,
     audit.routes,
     server.routes,
+    queue.routes,
+    pools.routes,
 )
 """Routes of all pages. Add each new page module to this list."""
