@@ -61,6 +61,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
         basis: basis of the forecast as a sentence.
         sentence: state of the budget as a sentence.
         time_zone: time zone of the budget periods.
+        closed: True if the server has closed a hard budget and starts no new runs until an operator reopens the budget.
     """
 
     name: str
@@ -84,6 +85,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
     basis: str
     sentence: str
     time_zone: str = "UTC"
+    closed: bool = False
 
 
 class AlarmView(Answer, frozen=True, kw_only=True):

@@ -261,6 +261,7 @@ class BudgetService:
                 reached_ns=ahead.reached_ns,
                 basis=ahead.basis,
                 sentence=_sentence(standing, currency),
+                closed=standing.is_closed,
             )
 
 

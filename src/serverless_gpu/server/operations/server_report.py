@@ -73,7 +73,8 @@ def _backup(settings: Settings) -> BackupView | None:
 
 
 def _postgresql_bytes(connection: sa.Connection) -> int | None:
-    return connection.scalar(sa.text("SELECT pg_database_size(current_database())"))
+    size: int | None = connection.scalar(sa.text("SELECT pg_database_size(current_database())"))
+    return size
 
 
 def _size(path: str) -> int:

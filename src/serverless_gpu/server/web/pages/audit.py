@@ -70,7 +70,7 @@ def show_audit(call: Call, site: Site, query: AuditPageQuery) -> Page:
         nav="audit",
         query=query,
         parameters=query.parameters(),
-        entries=entries,
+        rows=entries,
         older=entries[-1].number if len(entries) == ROWS else None,
         actions=sorted(action.value for action in Action),
         detail=detail_text,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -229,7 +228,7 @@ def _required_tags(text: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _default_tags(text: str) -> Mapping[str, str]:
+def _default_tags(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in form_values.lines(text):
         key, sign, value = line.partition("=")

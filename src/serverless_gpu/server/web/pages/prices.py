@@ -11,7 +11,7 @@ from serverless_gpu.ambient import format_utc
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.model.billing.billing_rows import ListPrice
 from serverless_gpu.model.billing.usage_table import text_cells
-from serverless_gpu.model.calendars import DAY_NS
+from serverless_gpu.model.calendars import DAY_NS, format_day
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import EndQuery, PricesQuery
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Query, Routes, reading, writing
@@ -77,8 +77,8 @@ class Tariff(NamedTuple):
     steps: tuple[Step, ...]
     labels: tuple[str, ...]
     planned: tuple[bool, ...]
-    from_ns: int
-    until_ns: int
+    first_day: str
+    last_day: str
 
 
 @routes.get("/prices", needs=reading("prices"))
@@ -160,7 +160,8 @@ def tariffs(prices: Sequence[PriceView], now_ns: int, currency: str) -> list[Tar
         )
         steps = stacked_chart.steps(periods, from_ns=from_ns, until_ns=until_ns, height=CHART_HEIGHT)
         planned = tuple(one.from_ns > now_ns for one in rows)
-        found.append(Tariff(resource, pool, steps, labels, planned, from_ns, until_ns))
+        days = (format_day(from_ns // DAY_NS), format_day(until_ns // DAY_NS))
+        found.append(Tariff(resource, pool, steps, labels, planned, *days))
     return found
 
 
