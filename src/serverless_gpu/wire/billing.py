@@ -246,7 +246,7 @@ RECORDS_MAX = 2_000
 SKUS_MAX = 500
 TAG_KEYS_MAX = 200
 NAMES_MAX = 500
-NAME_ENTRIES_MAX = 20_000
+NAME_ENTRIES_MAX = 5_000
 """Maximum number of ledger entries from which the server computes the costs of runs by name."""
 
 
@@ -279,7 +279,7 @@ class NameCosts(Answer, frozen=True, kw_only=True):
 
     Attributes:
         from_day: first day of the report. `until_day` is the first day after the end of the report.
-        is_cut: True if the report covers only the newest `NAME_ENTRIES_MAX` ledger entries of these days.
+        is_cut: True if the report covers only `NAME_ENTRIES_MAX` ledger entries of the latest of these days.
     """
 
     from_day: int

@@ -256,6 +256,12 @@ runs = sa.Table(
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
     sa.Index("ix_runs_snapshot", "snapshot", "created_ns", "owner"),  # Covers the list of environments.
+    sa.Index(  # Index for the query of charges that are not complete.
+        "ix_runs_unsettled",
+        "id",
+        sqlite_where=sa.text("settled_ns IS NULL"),
+        postgresql_where=sa.text("settled_ns IS NULL"),
+    ),
     sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
         "owner",
@@ -552,7 +558,8 @@ audit = sa.Table(  # Append-only record of principals' actions.
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
     sa.Index("ix_audit_subject", "subject"),
-    sa.Index("ix_audit_principal", "principal", "seq"),
+    sa.Index("ix_audit_principal", "principal"),
+    sa.Index("ix_audit_action", "action"),
     sa.Index("ix_audit_at", "at_ns"),
 )
 

@@ -17,7 +17,7 @@ one group, because a run counts in the group of its first charge. Observed GPU u
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -196,7 +196,7 @@ def tag_keys(connection: sa.Connection, may_see: Sequence[sa.ColumnElement[bool]
     return found
 
 
-class RunCost(msgspec.Struct, frozen=True, kw_only=True):
+class RunCost(NamedTuple):
     """The cost and usage of one run in a range of days."""
 
     name: str
@@ -206,36 +206,26 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_costs(connection: sa.Connection, wanted: ReportRequest) -> tuple[list[RunCost], bool]:
-    """Return the costs of the runs in the newest ledger entries, and True if earlier entries match too.
+    """Return the costs of the runs in ledger entries of the latest days, and True if there are more entries.
 
     `wanted.limit` is the maximum number of ledger entries.
     """
-    columns = (charges.c.seq, charges.c.run_id, charges.c.account_id, charges.c.micros, charges.c.gpu_ms)
-    newest = sa.select(*columns).where(*_Report(connection, wanted)._conditions(charges))
-    newest = newest.order_by(charges.c.seq.desc()).limit(wanted.limit)
-    rows = newest.subquery("newest")
+    columns = (charges.c.run_id, charges.c.account_id, charges.c.micros, charges.c.gpu_ms)
+    latest = sa.select(*columns).where(*_Report(connection, wanted)._conditions(charges))
+    rows = latest.order_by(charges.c.day.desc()).limit(wanted.limit).subquery("latest")
+    sums = (sa.func.sum(rows.c.micros), sa.func.sum(rows.c.gpu_ms), sa.func.count())
     query = (
-        sa.select(
-            accounts.c.name,
-            accounts.c.currency,
-            sa.func.sum(rows.c.micros).label("micros"),
-            sa.func.sum(rows.c.gpu_ms).label("gpu_ms"),
-            sa.func.count().label("entries"),
-        )
+        sa.select(accounts.c.name, accounts.c.currency, *sums)
         .select_from(rows.join(accounts, accounts.c.id == rows.c.account_id))
         .group_by(accounts.c.name, accounts.c.currency, rows.c.run_id)
     )
-    found = connection.execute(query).all()
+    found = [tuple(row) for row in connection.execute(query)]
     costs = [
-        RunCost(
-            name=row.name,
-            currency=row.currency,
-            micros=None if row.micros is None else int(row.micros),
-            gpu_ms=int(row.gpu_ms),
-        )
-        for row in found
+        # PostgreSQL returns sums as `Decimal` values.
+        RunCost(name, currency, None if micros is None else int(micros), int(gpu_ms))
+        for name, currency, micros, gpu_ms, _ in found
     ]
-    return costs, sum(row.entries for row in found) >= wanted.limit
+    return costs, sum(row[-1] for row in found) >= wanted.limit
 
 
 def folded_seq(connection: sa.Connection) -> int:

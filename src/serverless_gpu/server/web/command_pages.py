@@ -56,7 +56,9 @@ SERVER: tuple[CommandPage, ...] = (
     CommandPage("server config", "/server"),
     CommandPage("server drain", "/server"),
     CommandPage("server resume", "/server"),
-    CommandPage("server backup", reason="copies the server's files to a disk of its machine; the page has the last one"),
+    CommandPage(
+        "server backup", reason="copies the server's files to a disk of its machine; the page has the last one"
+    ),
     CommandPage("server verify", reason="reads a backup on the operator's machine; the page has the last result"),
     CommandPage("server restore", reason="makes the files of a server that does not run yet"),
     CommandPage("server rotate", reason="replaces keys and tokens while the server is stopped"),

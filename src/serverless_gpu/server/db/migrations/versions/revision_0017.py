@@ -14,5 +14,8 @@ def upgrade() -> None:
     """Add the time of a secret's last use. NULL means that no attempt has received the secret since this revision."""
     op.add_column("secrets", sa.Column("used_ns", sa.BigInteger(), nullable=True))
     op.create_index("ix_runs_snapshot", "runs", ["snapshot", "created_ns", "owner"])
-    op.create_index("ix_audit_principal", "audit", ["principal", "seq"])
+    unsettled = sa.text("settled_ns IS NULL")
+    op.create_index("ix_runs_unsettled", "runs", ["id"], sqlite_where=unsettled, postgresql_where=unsettled)
+    op.create_index("ix_audit_principal", "audit", ["principal"])
+    op.create_index("ix_audit_action", "audit", ["action"])
     op.create_index("ix_audit_at", "audit", ["at_ns"])
