@@ -260,7 +260,9 @@ def test_a_secret_can_be_set_replaced_and_deleted_and_is_never_shown(admin: Read
     admin.post("/secrets", name="WEB_TOKEN", team="vision", value=value)
     page = admin.get("/secrets?name=WEB_TOKEN&team=vision")
     assert 'value="WEB_TOKEN"' in page
-    assert re.search(r'WEB_TOKEN</td>\s*<td>team vision</td>\s*<td class="number">1</td>', page)  # The same value.
+    assert re.search(
+        r'WEB_TOKEN</td>\s*<td>team vision</td>\s*<td class="number" data-name="version">1</td>', page
+    )  # The same value.
     refused = admin.post("/secrets", status=400, name="not a name", value=value)
     assert value not in page + refused
     admin.post("/secrets/WEB_TOKEN/delete", team="vision")
@@ -293,6 +295,15 @@ def test_a_member_sees_only_the_runs_that_are_theirs_in_an_environment(server: S
     assert "/ui/runs/" not in member.get(f"/environments/{address}")
     member.client.close()
     admin.client.close()
+
+
+def test_long_lists_have_a_cursor(admin: Reader) -> None:
+    for number in range(101):
+        admin.post("/secrets", name=f"MANY_{number:03d}", value="x")
+    first = admin.get("/secrets?text=MANY_")
+    rest = admin.click(first, "Next 100")
+    assert re.findall(r"(MANY_\d+)</td>", rest) == ["MANY_100"]
+    assert "First page" in rest
 
 
 def test_the_audit_can_be_searched_and_paged(admin: Reader) -> None:

@@ -16,6 +16,7 @@ from serverless_gpu.server.web import pages
 from serverless_gpu.server.web.command_pages import COMMAND_PAGES
 from serverless_gpu.server.web.downloads import csv_cell, csv_pieces
 from serverless_gpu.server.web.form_values import amount, count, lines, moment_ns, names, seconds
+from serverless_gpu.server.web.list_pages import page_of
 from serverless_gpu.server.web.pages.policies import PolicyForm, form_of
 from serverless_gpu.server.web.pages.prices import tariffs
 from serverless_gpu.server.web.pages.usage import _parse_tags, _write_tags
@@ -79,6 +80,15 @@ def test_numbers_and_lines_survive_a_csv_file() -> None:
     assert list(csv.reader(io.StringIO(data))) == [["n", "v", "w"], ["a,b\nc", "-1", ""], ["x", "2.5", "y"]]
 
 
+def test_a_page_of_a_list_begins_after_the_cursor() -> None:
+    items = [f"{number}" for number in range(5)]
+    first = page_of(items, str, "", rows=2)
+    assert (first.rows, first.cursor, first.total) == (["0", "1"], "1", 5)
+    assert page_of(items, str, "3", rows=2) == (["4"], "", 5)
+    assert page_of(items, str, "gone", rows=2) == first
+    assert page_of([], str, "", rows=2) == ([], "", 0)
+
+
 def test_form_values_are_read_as_people_type_them() -> None:
     assert amount("limit", " 12.5 ") == 12_500_000
     assert amount("limit", "2", unit=3_600_000) == 7_200_000
@@ -91,13 +101,13 @@ def test_form_values_are_read_as_people_type_them() -> None:
 
 @pytest.mark.parametrize("text", ["1,5", "-1", "nan", "1e400", "0.0000001", ""])
 def test_a_wrong_amount_is_refused_with_its_field(text: str) -> None:
-    with pytest.raises(InvalidValue, match="^limit: "):
+    with pytest.raises(InvalidValue, match=r"^limit: "):
         amount("limit", text)
 
 
 @pytest.mark.parametrize("read", [count, seconds, moment_ns])
 def test_other_wrong_values_are_refused_with_their_field(read: object) -> None:
-    with pytest.raises(InvalidValue, match="^field: "):
+    with pytest.raises(InvalidValue, match=r"^field: "):
         read("field", "soon")  # type: ignore[operator]  # one of three functions
 
 

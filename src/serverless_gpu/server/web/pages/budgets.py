@@ -10,8 +10,9 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Period, ScopeKind
 from serverless_gpu.server.budgets import budget_service
 from serverless_gpu.server.core.hub import BUDGETS, CHARGED
-from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Routes, reading, writing
+from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Query, Routes, reading, writing
 from serverless_gpu.server.web import form_values
+from serverless_gpu.server.web.list_pages import page_of
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
 from serverless_gpu.units import MICROS_PER_UNIT, MS_PER_HOUR, format_gpu_ms, format_micros
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
@@ -49,10 +50,17 @@ class BudgetForm(Form, frozen=True, kw_only=True):
         )
 
 
+class BudgetsPageQuery(Query, frozen=True, kw_only=True):
+    """A text that names or scopes of the shown budgets contain, and the name of the last budget of the page before."""
+
+    text: _Text = ""
+    after: _Text = ""
+
+
 @routes.get("/budgets", needs=reading("budgets"))
-def show_budgets(call: Call, site: Site) -> Page:
+def show_budgets(call: Call, site: Site, query: BudgetsPageQuery) -> Page:
     """List budgets, alarms and notices."""
-    return _list_page(call, site, BudgetForm())
+    return _list_page(call, site, BudgetForm(), query)
 
 
 @routes.post("/budgets", needs=writing("budgets"), limit=FORM_BYTES_MAX)
@@ -66,7 +74,7 @@ def create_budget(call: Call, site: Site, body: BudgetForm) -> Page | Redirect:
             raise InvalidValue(f"there is already a budget {body.name!r}", hint="open the budget to change it")
         site.ask(call, budget_service.put_budget, name=body.name, body=body.request())
     except ServerlessGpuError as problem:
-        return form_values.with_problem(_list_page(call, site, body), problem)
+        return form_values.with_problem(_list_page(call, site, body, BudgetsPageQuery()), problem)
     return Redirect(path=f"/budgets/{body.name}")
 
 
@@ -103,15 +111,19 @@ def delete_budget(call: Call, site: Site, name: str, body: Form) -> Redirect:
     return Redirect(path="/budgets")
 
 
-def _list_page(call: Call, site: Site, form: BudgetForm) -> Page:
+def _list_page(call: Call, site: Site, form: BudgetForm, query: BudgetsPageQuery) -> Page:
     found = site.ask(call, budget_service.list_budgets)
+    text = query.text.casefold()
+    named = [one for one in found.budgets if text in f"{one.name} {one.kind} {one.scope}".casefold()]
     return site.page(
         call,
         "budgets.html",
         title="Budgets",
         nav="budgets",
         wakes=(BUDGETS, CHARGED),
-        budgets=found.budgets,
+        page=page_of(named, lambda one: one.name, query.after),
+        total=len(found.budgets),
+        query=query,
         alarms=found.alarms,
         notices=site.ask(call, budget_service.list_notices).notices,
         form=form,

@@ -17,6 +17,7 @@ from serverless_gpu.server.billing.price_service import EndQuery, PricesQuery
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Query, Routes, reading, writing
 from serverless_gpu.server.web import form_values, stacked_chart
 from serverless_gpu.server.web.downloads import CSV, Download, csv_pieces
+from serverless_gpu.server.web.list_pages import page_of
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
 from serverless_gpu.server.web.stacked_chart import Step
 from serverless_gpu.units import MICROS_PER_UNIT
@@ -26,16 +27,16 @@ from serverless_gpu.wire.billing import PriceRequest, PriceView
 routes = Routes("price-pages", mount=WEB)
 CHARTS_MAX = 30
 CHART_HEIGHT = 48
-ROWS_MAX = 1_000
 _AHEAD_NS = 30 * DAY_NS
 _Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
 _Amount = Annotated[str, msgspec.Meta(max_length=40)]
 
 
 class PricesPageQuery(Query, frozen=True, kw_only=True):
-    """Choice of the list. `all` includes prices that have ended."""
+    """Choice of the list. `all` includes prices that have ended. `after` is the cursor of the page before."""
 
     all: bool = False
+    after: Annotated[str, msgspec.Meta(max_length=400)] = ""
 
 
 class PriceForm(Form, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class Tariff(NamedTuple):
 @routes.get("/prices", needs=reading("prices"))
 def show_prices(call: Call, site: Site, query: PricesPageQuery) -> Page:
     """List prices."""
-    return _page(call, site, query.all, PriceForm())
+    return _page(call, site, PriceForm(), query)
 
 
 @routes.post("/prices", needs=writing("prices"), limit=FORM_BYTES_MAX)
@@ -93,10 +94,10 @@ def set_price(call: Call, site: Site, body: PriceForm) -> Page | Redirect:
     try:
         done = site.ask(call, price_service.set_price, resource=body.resource, body=body.request())
     except ServerlessGpuError as problem:
-        return form_values.with_problem(_page(call, site, False, body), problem)
+        return form_values.with_problem(_page(call, site, body), problem)
     if not done.is_known:
         notice = f"Neither the GPU catalogue nor any node has a GPU named {body.resource}. The price is set."
-        page = _page(call, site, False, PriceForm())
+        page = _page(call, site, PriceForm())
         return msgspec.structs.replace(page, values={**page.values, "notice": notice})
     return Redirect(path="/prices")
 
@@ -108,7 +109,7 @@ def end_price(call: Call, site: Site, body: EndForm) -> Page | Redirect:
         query = EndQuery(pool=body.pool, at_ns=form_values.moment_ns("end", body.at))
         site.ask(call, price_service.end_price, resource=body.resource, query=query)
     except ServerlessGpuError as problem:
-        return form_values.with_problem(_page(call, site, False, PriceForm()), problem)
+        return form_values.with_problem(_page(call, site, PriceForm()), problem)
     return Redirect(path="/prices")
 
 
@@ -120,18 +121,18 @@ def download_prices(call: Call, site: Site) -> Download:
     return Download(name="prices.csv", media_type=CSV, content=content)
 
 
-def _page(call: Call, site: Site, past: bool, form: PriceForm) -> Page:
+def _page(call: Call, site: Site, form: PriceForm, query: PricesPageQuery = PricesPageQuery()) -> Page:  # noqa: B008 - it cannot change
     every = site.ask(call, price_service.list_prices, query=PricesQuery(all=True))
     now_ns = call.clock.wall_ns()
-    prices = [one for one in every.prices if past or one.until_ns is None or one.until_ns > now_ns]
+    prices = [one for one in every.prices if query.all or one.until_ns is None or one.until_ns > now_ns]
     return site.page(
         call,
         "prices.html",
         title="Prices",
         nav="prices",
-        prices=prices[:ROWS_MAX],
-        count=len(prices),
-        past=past,
+        page=page_of(prices, lambda one: f"{one.from_ns}.{one.pool}.{one.resource}", query.after),
+        past=query.all,
+        after=query.after,
         tariffs=tariffs(every.prices, now_ns, every.currency)[:CHARTS_MAX],
         form=form,
         decimal=decimal,

@@ -13,21 +13,22 @@ from serverless_gpu.server import secrets
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Query, Routes, reading, writing
 from serverless_gpu.server.secrets import SecretQuery
 from serverless_gpu.server.web import form_values
+from serverless_gpu.server.web.list_pages import page_of
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
 from serverless_gpu.wire.access import SecretRequest
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 
 routes = Routes("secret-pages", mount=WEB)
-ROWS_MAX = 1_000
 _Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
 
 
 class SecretsPageQuery(Query, frozen=True, kw_only=True):
-    """A secret to replace, or a text that the names of the shown secrets contain."""
+    """A secret to replace, a text that the names of the shown secrets contain, and the cursor of the page before."""
 
     name: _Name = ""
     team: _Name = ""
     text: _Name = ""
+    after: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class SecretForm(Form, frozen=True, kw_only=True):
@@ -82,8 +83,7 @@ def _page(call: Call, site: Site, query: SecretsPageQuery) -> Page:
         "secrets.html",
         title="Secrets",
         nav="secrets",
-        secrets=found[:ROWS_MAX],
-        count=len(found),
+        page=page_of(found, lambda one: f"{one.name}/{one.team}/{one.owner}", query.after),
         total=len(every),
         query=query,
         teams=call.who.teams,
