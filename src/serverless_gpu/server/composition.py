@@ -42,6 +42,11 @@ from serverless_gpu.server.http.routing import JSON_API, Route, Routes
 from serverless_gpu.server.identity import principal_service, session_service
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
+from serverless_gpu.server.index_proxy import index_service
+from serverless_gpu.server.index_proxy.index_catalog import IndexCatalog
+from serverless_gpu.server.index_proxy.index_service import IndexService
+from serverless_gpu.server.index_proxy.index_tokens import IndexTokens
+from serverless_gpu.server.index_proxy.request_log import IndexRequestLog
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
@@ -178,6 +183,12 @@ class Services(ServerResources):
     agents: AgentService
     pools: PoolService
 
+    # Package indexes
+    index_catalog: IndexCatalog
+    index_tokens: IndexTokens
+    index_log: IndexRequestLog
+    indexes: IndexService
+
     # Usage policies, prices, usage and budgets
     policy_admission: PolicyAdmission
     policies: PolicyService
@@ -267,6 +278,7 @@ ROUTES: tuple[Routes, ...] = (
     environment_catalog.routes,
     estimates.routes,
     device_views.routes,
+    index_service.routes,
     node_service.routes,
     pools.routes,
     policies.routes,
