@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,10 +16,14 @@ from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.directory_store import DirectoryStore
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, digest
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Sealer, read_keys
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import Action
 from tests.support.environment.environments_in_stores import PYTHON
+from tests.support.server import ledgered
 from tests.support.server.served import Served, served
 from tests.support.web.filled import DAY, NAMES, PEOPLE, TEAMS, Filling, fill
 
@@ -41,6 +45,30 @@ def filled_with_money(home: Path, count: int, filling: Filling, **options: objec
         database.write(lambda connection: _use_environments(connection, environments, count))
     with served(home, **options) as running:  # type: ignore[arg-type]
         yield running
+
+
+@contextlib.contextmanager
+def filled_with_hostile_names(home: Path, texts: Sequence[str]) -> Iterator[Served]:
+    """Serve a home in which each text is the name, type, policy and tag of a run, and the subject of an audit entry."""
+    with served(home):
+        pass
+    with contextlib.closing(Database(f"sqlite:///{home / 'server' / 'server.db'}", clock=SystemClock())) as database:
+        database.write(lambda connection: _write_hostile(connection, texts))
+    with served(home) as running:
+        yield running
+
+
+def _write_hostile(connection: sa.Connection, texts: Sequence[str]) -> None:
+    now_ns = SystemClock().wall_ns()
+    for number, text in enumerate(texts):
+        tags = {"stage": text, text.replace("=", ""): "x"}
+        account = ledgered.account(connection, name=text, gpu_type=text, policy=text, team=text, tags=tags)
+        ledgered.charge(connection, f"run-{number}", account, day=now_ns // DAY)
+        who = Caller(name=text[:64], token_id="t")
+        detail = {"name": text}
+        audit.record(connection, who=who, action=Action.RUN_CREATE, subject=text, now_ns=now_ns, detail=detail)
+        price = {"pool": "", "micros_per_hour": 1, "dbu_micros_per_hour": 0, "from_ns": 0, "set_ns": now_ns}
+        connection.execute(tables.prices.insert(), price | {"resource": text})
 
 
 def write_money(connection: sa.Connection, count: int, administrator: str, sealer: Sealer) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import csv
 import datetime
 import html
+import html.parser
 import io
 import itertools
 import re
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
+from serverless_gpu.model.billing.usage_report import write_by
 from serverless_gpu.wire.billing import BudgetList, UsageView
 from tests.support.server.served import Served, served
 from tests.support.web.browser import make_user, sign_in_path
 from tests.support.web.filled import Filling
-from tests.support.web.money import filled_with_money
+from tests.support.web.money import filled_with_hostile_names, filled_with_money
 
 WAIT_S = 60
 PATHS = ("usage", "budgets", "policies", "prices", "secrets", "environments", "audit", "server")
@@ -339,3 +342,67 @@ def test_the_server_page_has_parts_settings_and_a_drain(admin: Reader) -> None:
     assert "until &lt;noon&gt;" in page
     admin.post("/server/resume")
     assert "Runs start" in admin.get("/server")
+
+
+HOSTILE = (
+    "<script>x()</script>",
+    "<img src=x onerror=x()>",
+    '" onfocus=x() autofocus="',
+    "</title></textarea><svg/onload=x()>",
+    "<hx-partial hx-target=body>",
+    "{{7*7}}",
+    "{% raw %}",
+    "javascript:x()",
+    "\u202eevil",
+    "=1+1",
+    "a,b=c%2C",
+)
+
+
+class Elements(html.parser.HTMLParser):
+    """Collects the elements and attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.targets: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.targets |= {value or "" for name, value in attrs if name in ("href", "src", "action")}
+
+
+def test_what_people_wrote_is_only_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = tmp_path_factory.mktemp("hostile")
+    with filled_with_hostile_names(home, HOSTILE) as running:
+        reader = Reader(running)
+        usual = Elements(reader.get("/usage?by=pool"))
+        paths = [f"/usage?by={by}" for by in ("user", "name", "gpu_type", "tag:stage", "policy", "chargeback")]
+        key = urllib.parse.quote(f"tag:{HOSTILE[2]}")
+        for path in (
+            *paths,
+            f"/usage?by={key}",
+            "/audit",
+            "/prices",
+            "/usage?by=name&name=" + urllib.parse.quote(HOSTILE[0]),
+        ):
+            page = reader.get(path)
+            seen = Elements(page)
+            assert not seen.tags & {"img", "hx-partial"}, path
+            assert not {name for name in seen.attributes if name.startswith("on") or name == "autofocus"}, path
+            assert all(target.startswith(("/ui", "#")) for target in seen.targets), path
+            assert seen.tags - usual.tags <= {"b", "code", "details", "option", "select", "summary", "time"}, path
+        shown = html.unescape(reader.get("/usage?by=name&rows=1000"))
+        assert [text for text in HOSTILE if text not in shown] == []
+        rows = list(csv.reader(io.StringIO(reader.client.get("/ui/usage/report.csv?by=name").text)))
+        assert "'=1+1" in {row[0] for row in rows}
+        # Each group's links select exactly this group again.
+        for text in HOSTILE:
+            page = reader.get(f"/usage?by=user&{urllib.parse.urlencode({'name': text})}")
+            assert 'id="total-cost">3.00 USD' in page, text
+            one = urllib.parse.urlencode({"tag": write_by([f"stage={text}"])})
+            assert 'id="total-cost">3.00 USD' in reader.get(f"/usage?by=user&{one}"), text
+        reader.client.close()
