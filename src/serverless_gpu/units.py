@@ -177,7 +177,7 @@ def parse_amount(text: str, *, unit: int = MICROS_PER_UNIT, most: int = AMOUNT_M
 
 
 def parse_moment_ns(text: str) -> int:
-    """Parse a time from a user, such as ``2026-12-01T08:00``, to nanoseconds since 1970. The default zone is UTC."""
+    """Parse a time from a user, such as ``2026-12-01T08:00`` (UTC), to nanoseconds since 1970."""
     try:
         moment = datetime.datetime.fromisoformat(text.strip())
     except ValueError:

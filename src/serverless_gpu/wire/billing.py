@@ -124,7 +124,7 @@ class BudgetMark(Answer, frozen=True, kw_only=True):
 
 
 class BudgetHistory(Answer, frozen=True, kw_only=True):
-    """The reached thresholds of a budget in the last 400 days, newest first. A changed budget has no history."""
+    """The reached thresholds of a budget since its last change, newest first."""
 
     marks: tuple[BudgetMark, ...]
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -31,9 +32,9 @@ S = 1_000_000_000
 
 
 @contextlib.contextmanager
-def filled_with_money(home: Path, count: int, filling: Filling, **options: object) -> Iterator[Served]:
+def filled_with_money(home: Path, count: int, filling: Filling, **options: Any) -> Iterator[Served]:
     """Serve a home with runs, and with `count` budgets, policies, prices, secrets, environments and audit entries."""
-    with served(home, **options):  # type: ignore[arg-type]  # options of `sgpu up`
+    with served(home, **options):
         pass
     with contextlib.closing(Database(f"sqlite:///{home / 'server' / 'server.db'}", clock=SystemClock())) as database:
         query = sa.select(tables.principals.c.name).where(tables.principals.c.role == "admin")
@@ -43,7 +44,7 @@ def filled_with_money(home: Path, count: int, filling: Filling, **options: objec
         database.write(lambda connection: write_money(connection, count, administrator, sealer))
         environments = write_environments(home / "server" / "store", min(count, 100))
         database.write(lambda connection: _use_environments(connection, environments, count))
-    with served(home, **options) as running:  # type: ignore[arg-type]
+    with served(home, **options) as running:
         yield running
 
 

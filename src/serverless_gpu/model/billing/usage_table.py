@@ -68,7 +68,7 @@ def text_cells(record: BillingRow | ListPrice) -> list[str | None]:
 
 
 def arrow_schema(pyarrow: Any, table: UsageTable) -> Any:
-    """Return the schema of a report's Parquet file. The caller passes the module `pyarrow`, which is optional."""
+    """Return the schema of a Parquet file. The caller passes the optional module `pyarrow`."""
     types = {
         "text": pyarrow.string(),
         "whole": pyarrow.int64(),

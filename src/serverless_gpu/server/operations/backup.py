@@ -199,7 +199,7 @@ def _record_of(made: FinishedBackup) -> BackupRecord:
 def last_backup(settings: Settings) -> tuple[BackupRecord, VerificationRecord | None] | None:
     """Return the last backup with its last verification, or None if this server has made no backup.
 
-    The verification is None if nobody has verified the backup, or if this machine cannot read the backup.
+    The verification is None if the backup has no record of one, or if this machine cannot read the backup.
     """
     try:
         record = from_json((settings.directory / LAST_BACKUP).read_bytes(), BackupRecord)

@@ -106,7 +106,7 @@ def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int
 
 
 class BudgetWarning(NamedTuple):
-    """A stored budget warning: period start, percentage, and time of the warning, in nanoseconds since 1970."""
+    """A stored budget warning with its period's start and its time, in nanoseconds since 1970."""
 
     start_ns: int
     percent: int

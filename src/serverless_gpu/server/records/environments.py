@@ -1,4 +1,4 @@
-"""Queries about the environments that runs use. The index `ix_runs_snapshot` covers all queries but the one by name."""
+"""Queries about the environments that runs use, which read the index `ix_runs_snapshot`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serverless_gpu.server.db.tables import runs
 
 
 class EnvironmentUse(NamedTuple):
-    """Use of an environment: number of runs, and times of the first and last run in nanoseconds since 1970."""
+    """Number of runs in an environment, and times of the first and last run (Unix time in ns)."""
 
     address: str
     runs: int

@@ -206,9 +206,9 @@ class RunCost(NamedTuple):
 
 
 def run_costs(connection: sa.Connection, wanted: ReportRequest) -> tuple[list[RunCost], bool]:
-    """Return the costs of the runs in ledger entries of the latest days, and True if there are more entries.
+    """Return the costs of the runs in ledger entries of the latest days.
 
-    `wanted.limit` is the maximum number of ledger entries.
+    `wanted.limit` is the maximum number of ledger entries. The second result is True if there are more entries.
     """
     columns = (charges.c.run_id, charges.c.account_id, charges.c.micros, charges.c.gpu_ms)
     latest = sa.select(*columns).where(*_Report(connection, wanted)._conditions(charges))

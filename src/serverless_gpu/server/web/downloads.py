@@ -1,7 +1,7 @@
 """Answers with files that a browser saves: CSV, JSON lines and Parquet.
 
-A downloaded file never opens in the page. A spreadsheet does not run a cell of a CSV file as a formula, because text
-that begins with a formula character gets a leading apostrophe.
+A downloaded file never opens in the page. In CSV files, text that begins with a formula character gets a leading
+apostrophe. Spreadsheets therefore do not run the text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Download(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def csv_pieces(names: Sequence[str], lines: Iterable[Sequence[Any]]) -> Iterator[bytes]:
-    """Yield a CSV file in pieces of some hundred lines, with text cells that no spreadsheet runs as a formula."""
+    """Yield a CSV file in pieces, with text cells that no spreadsheet runs as a formula."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(names)

@@ -18,7 +18,7 @@ class ListPage(NamedTuple, Generic[T]):
 
 
 def page_of(items: Sequence[T], key: Callable[[T], str], after: str, *, rows: int = ROWS) -> ListPage[T]:
-    """Return the page after the row with a key. If that row has disappeared, the page begins with the first row."""
+    """Return the page after the row with a key, or the first page if that row has disappeared."""
     keys = [key(item) for item in items]
     first = keys.index(after) + 1 if after in keys else 0
     shown = list(items[first : first + rows])

@@ -1,4 +1,4 @@
-"""Computes the geometry of stacked bars and of steps over time, which templates draw as SVG without scripts.
+"""Computes the geometry of stacked bars and steps, which templates draw as SVG without scripts.
 
 Horizontal positions are per cent of the width and vertical positions are pixels, so that hatches keep their shape at
 any width. Each series has a colour and a hatch of its own (`.series-N` in `app.css`).
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a chart: its label, left edge and width in per cent, total, and segments from the bottom up."""
+    """A column of a chart, with its edges in per cent and its segments from the bottom up."""
 
     label: str
     x: float

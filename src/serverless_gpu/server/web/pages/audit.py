@@ -33,7 +33,7 @@ _COLUMNS = ("number", "time", "principal", "action", "subject", "detail", "token
 
 
 class AuditPageQuery(Query, frozen=True, kw_only=True):
-    """Filters of the page. `from` and `to` are UTC days, and `to` is inclusive. `before` is a position in the list."""
+    """Filters and position of the page. `from` and `to` are UTC days, and `to` is inclusive."""
 
     who: _Text = ""
     action: _Text = ""

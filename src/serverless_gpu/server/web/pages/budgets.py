@@ -51,7 +51,7 @@ class BudgetForm(Form, frozen=True, kw_only=True):
 
 
 class BudgetsPageQuery(Query, frozen=True, kw_only=True):
-    """A text that names or scopes of the shown budgets contain, and the name of the last budget of the page before."""
+    """Filter by a part of the name or scope, and the last name of the previous page."""
 
     text: _Text = ""
     after: _Text = ""

@@ -1,4 +1,4 @@
-"""Shows names, versions and last use of secrets, and sets, replaces and deletes secrets. No page contains a value."""
+"""Shows, sets, replaces and deletes secrets. No page contains a value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
 
 
 class SecretsPageQuery(Query, frozen=True, kw_only=True):
-    """A secret to replace, a text that the names of the shown secrets contain, and the cursor of the page before."""
+    """A secret to replace, a filter by a part of the name, and the previous page's cursor."""
 
     name: _Name = ""
     team: _Name = ""

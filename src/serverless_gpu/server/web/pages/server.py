@@ -1,4 +1,4 @@
-"""Shows the server's health, version, drain, backups, settings and the versions of its nodes, and drains the server."""
+"""Shows the server's health, version, backups, settings and nodes, and drains the server."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class UsagePageQuery(Query, frozen=True, kw_only=True):
 
 
 class Group(NamedTuple):
-    """A row of the table: text and filter value of its key, amounts, currency, and share of the shown measure."""
+    """A row of the table, with the filter value of its key and its share of the shown measure."""
 
     label: str
     value: str
@@ -176,7 +176,7 @@ def download_parquet(call: Call, site: Site, query: UsagePageQuery) -> Download:
 
 @routes.get("/usage/records.csv", needs=reading("usage"))
 def download_records(call: Call, site: Site, query: UsagePageQuery) -> Download:
-    """Return ledger rows as CSV, with the columns of `sgpu usage --records --csv`. The file ignores filters."""
+    """Return ledger rows as CSV, as `sgpu usage --records --csv` does. The file ignores filters."""
     choice = _choice(query, call.clock.wall_ns() // calendars.DAY_NS)
     window = choice.window
 
@@ -230,7 +230,7 @@ def _without(query: UsagePageQuery, field: str) -> dict[str, Any]:
 
 
 def _parse_tags(text: str) -> dict[str, str]:
-    """Return the tags of an address. In keys and values, `%2C` stands for a comma and `%25` for a per cent sign."""
+    """Return the tags of an address, in which `%2C` stands for a comma and `%25` for a per cent sign."""
     pairs = (part.replace("%2C", ",").replace("%25", "%").partition("=") for part in text.split(",") if part.strip())
     return {key.strip(): value for key, _, value in pairs if key.strip()}
 
@@ -240,7 +240,7 @@ def _write_tags(tags: Mapping[str, str]) -> str:
 
 
 def _drill(choice: _Choice, group: Group) -> dict[str, Any] | None:
-    """Return the parameters of this page within a group: its next finer grouping, with the group as a filter."""
+    """Return the parameters of this page with the next finer grouping, within one group."""
     query, by = choice.query, choice.query.by
     if by == CHARGEBACK:
         return None
@@ -253,7 +253,7 @@ def _drill(choice: _Choice, group: Group) -> dict[str, Any] | None:
 
 
 def _runs_address(choice: _Choice, *, field: str = "", value: str = "") -> dict[str, Any] | None:
-    """Return the parameters of the page of runs for the filters and one group; None if that page lacks a filter."""
+    """Return the parameters of the page of runs for one group, or None if that page lacks a filter."""
     where = dict(choice.where) | ({field: value} if field and field != CHARGEBACK else {})
     found: dict[str, Any] = {}
     tags: list[str] = []

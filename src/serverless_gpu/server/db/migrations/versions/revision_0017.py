@@ -11,7 +11,7 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Add the time of a secret's last use. NULL means that no attempt has received the secret since this revision."""
+    """Add the time of a secret's last use, which is NULL before the first use, and the indexes."""
     op.add_column("secrets", sa.Column("used_ns", sa.BigInteger(), nullable=True))
     op.create_index("ix_runs_snapshot", "runs", ["snapshot", "created_ns", "owner"])
     unsettled = sa.text("settled_ns IS NULL")
