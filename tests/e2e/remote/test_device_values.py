@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_server_shows_values_of_idle_and_of_held_gpus(served: Path) -> None:
     profile = find_profile(served, {})
-    with Connection(profile.url, profile.token) as connection:
+    with contextlib.closing(Connection(profile.url, profile.token)) as connection:
 
         def devices() -> list[DeviceView]:
             there = connection.ask("GET", "/devices", answer=DeviceList).devices
