@@ -19,8 +19,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.base import Engine, EngineNode
-from serverless_gpu.server import audit, environments, policies, pools, secrets
+from serverless_gpu.server import audit, environment_catalog, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
@@ -34,6 +33,7 @@ from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.environment_catalog import EnvironmentCatalog
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Authenticator, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
@@ -67,7 +67,8 @@ from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmissio
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
 from serverless_gpu.server.nodes.node_sessions import NodeSessions
-from serverless_gpu.server.operations import server_status
+from serverless_gpu.server.operations import server_report, server_status
+from serverless_gpu.server.operations.server_report import ServerReports
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
 from serverless_gpu.server.runs import (
@@ -217,6 +218,10 @@ class Services(ServerResources):
     reruns: RerunService
     comparisons: Comparisons
 
+    # Server and environments, for administrators and pages
+    environment_catalog: EnvironmentCatalog
+    server_reports: ServerReports
+
     # Web pages
     api_calls: ApiCalls
     site: Site
@@ -282,6 +287,7 @@ ROUTES: tuple[Routes, ...] = (
     canaries.routes,
     drain.routes,
     environments.routes,
+    environment_catalog.routes,
     estimates.routes,
     device_views.routes,
     index_service.routes,
@@ -296,6 +302,7 @@ ROUTES: tuple[Routes, ...] = (
     comparison.routes,
     rerun.routes,
     secrets.routes,
+    server_report.routes,
     server_status.routes,
     session_service.routes,
     usage_reports.routes,

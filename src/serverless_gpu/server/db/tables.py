@@ -272,6 +272,13 @@ runs = sa.Table(
         postgresql_where=sa.text("ended_ns IS NOT NULL"),
     ),
     sa.Index("ix_runs_owner", "owner", "id"),
+    sa.Index("ix_runs_snapshot", "snapshot", "created_ns", "owner"),  # Covers the list of environments.
+    sa.Index(  # Index for the query of charges that are not complete.
+        "ix_runs_unsettled",
+        "id",
+        sqlite_where=sa.text("settled_ns IS NULL"),
+        postgresql_where=sa.text("settled_ns IS NULL"),
+    ),
     sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
         "owner",
@@ -379,6 +386,7 @@ secrets = sa.Table(
     sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("by", sa.String(64), nullable=False),
+    sa.Column("used_ns", sa.BigInteger),  # Last time at which the node of an attempt received the secret.
 )
 
 indexes = sa.Table(  # Package indexes of the index proxy.
@@ -591,6 +599,9 @@ audit = sa.Table(  # Append-only record of principals' actions.
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
     sa.Index("ix_audit_subject", "subject"),
+    sa.Index("ix_audit_principal", "principal"),
+    sa.Index("ix_audit_action", "action"),
+    sa.Index("ix_audit_at", "at_ns"),
 )
 
 audit_links = sa.Table(  # Append-only hash chain of the audit entries.

@@ -2,17 +2,25 @@
 
 from serverless_gpu.server.http.routing import Routes
 from serverless_gpu.server.web.pages import (
+    audit,
+    budgets,
     compare,
+    environments,
     home,
     nodes,
+    policies,
     pools,
+    prices,
     queue,
     run,
     run_logs,
     run_metrics,
     runs,
+    secrets,
+    server,
     shell,
     sign_in,
+    usage,
 )
 
 ROUTES: tuple[Routes, ...] = (
@@ -22,6 +30,14 @@ ROUTES: tuple[Routes, ...] = (
     home.routes,
     runs.routes,
     nodes.routes,
+    usage.routes,
+    budgets.routes,
+    policies.routes,
+    prices.routes,
+    secrets.routes,
+    environments.routes,
+    audit.routes,
+    server.routes,
     queue.routes,
     pools.routes,
     run.routes,
