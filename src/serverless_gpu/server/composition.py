@@ -38,7 +38,16 @@ from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Authenticator, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import JSON_API, Route, Routes
-from serverless_gpu.server.identity import principal_service, session_service
+from serverless_gpu.server.identity import (
+    device_service,
+    oidc_service,
+    password_service,
+    principal_service,
+    session_service,
+)
+from serverless_gpu.server.identity.device_service import DeviceService
+from serverless_gpu.server.identity.oidc_service import OidcService
+from serverless_gpu.server.identity.password_service import PasswordService
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
@@ -157,6 +166,9 @@ class Services(ServerResources):
     owner_suspension: OwnerSuspension
     secrets: SecretService
     sessions: SessionService
+    devices: DeviceService
+    passwords: PasswordService
+    oidc: OidcService
     authenticator: Authenticator
 
     # Nodes and pools
@@ -265,6 +277,9 @@ ROUTES: tuple[Routes, ...] = (
     secrets.routes,
     server_status.routes,
     session_service.routes,
+    device_service.routes,
+    password_service.routes,
+    oidc_service.routes,
     usage_reports.routes,
 )
 """Routes of the JSON API. Add each new route module to this list."""
