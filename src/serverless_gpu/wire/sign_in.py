@@ -4,6 +4,7 @@
     POST   /device/token                 DevicePoll         → DeviceAnswer        public
     GET    /device/requests/{code}                          → DeviceRequestView   a terminal that waits for approval
     POST   /device/requests/{code}       DeviceDecision     → DeviceRequestView   approve or refuse
+    GET    /users/{name}/password                           → PasswordView
     PUT    /users/{name}/password        PasswordRequest    → None                (DELETE removes it)
     POST   /users/{name}/password-links                     → SignInLink          one-time link to set a password
     GET    /users/{name}                                    → PrincipalDetails
@@ -127,6 +128,18 @@ class PasswordRequest(Request, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Omit the passwords."""
         return "PasswordRequest(…)"
+
+
+class PasswordView(Answer, frozen=True, kw_only=True):
+    """The password of a user, without its value.
+
+    Attributes:
+        is_set: True if the user has a password.
+        changed_ns: time of the last change, nanoseconds since 1970; None without a password.
+    """
+
+    is_set: bool
+    changed_ns: int | None
 
 
 class IdentityView(Answer, frozen=True, kw_only=True):

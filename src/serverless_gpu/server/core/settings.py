@@ -431,9 +431,8 @@ def _read(path: Path) -> dict[str, Any]:
     for name, example in ((_QUEUE, "half_life = '7d'"), (_OIDC, "client_id = 'sgpu'")):
         table = said.pop(name, {})
         if not isinstance(table, dict):
-            raise InvalidOption(
-                f"{path}: {name} is a table", hint=f"write a section [{name}] with lines like {example}"
-            )
+            hint = f"write a section [{name}] with lines like {example}"
+            raise InvalidOption(f"{path}: {name} is a table", hint=hint)
         said |= {f"{name}_{key}": value for key, value in table.items()}
     return said
 

@@ -83,6 +83,7 @@ PUBLIC_PAGES = frozenset(
         ("POST", "/ui/sign-in/password"),
         ("GET", "/ui/sign-in/provider"),
         ("GET", "/ui/sign-in/callback"),
+        ("GET", "/ui/sign-out/provider"),
         ("GET", "/ui/password"),
         ("POST", "/ui/password"),
     }

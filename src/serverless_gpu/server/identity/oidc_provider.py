@@ -3,8 +3,9 @@
     browser ─ GET /ui/sign-in/provider ─▶ cookie with state, nonce, verifier ─▶ provider: authorization endpoint
     browser ◀─ provider ─▶ GET /ui/sign-in/callback?code&state ─▶ `account`: code + verifier ─▶ ID token, verified
 
-The provider verifies an ID token's signature, issuer, audience, times and nonce with Authlib. It accepts only signatures
-with public keys. It reads the provider's metadata and keys again after an hour, and the keys also for an unknown key.
+`OidcProvider` verifies an ID token's signature, issuer, audience, times and nonce with Authlib. It accepts only
+signatures with public keys. It reads the provider's metadata and keys again after an hour, and the keys also if no
+known key fits.
 
 Failure cases:
 * If the provider does not answer within ten seconds, the sign-in fails. Other ways to sign in work.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -34,9 +34,10 @@ from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerUnavailable, TooManyRequests
+from serverless_gpu.errors import NotAuthenticated, ServerUnavailable, TooManyRequests
 from serverless_gpu.server.core.settings import OidcSettings
 from serverless_gpu.server.identity.identity_mapping import Account, account_of, missing_claims
+from serverless_gpu.server.identity.login_state import LoginState
 
 ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 1 << 20
@@ -46,43 +47,10 @@ KEYS_S = 10.0
 SKEW_S = 120
 ASKING_MAX = 4
 """Maximum number of concurrent requests to the provider, so that a slow provider does not occupy all threads."""
-LOGIN_S = 600.0
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 """Signatures with public keys. A shared secret (HS256) or no signature is not enough."""
 _HOSTS = ("127.0.0.1", "localhost", "::1")
-_RANDOM_BYTES = 32
 T = TypeVar("T")
-
-
-class LoginState(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that bind a callback to the browser that began the sign-in. A cookie of the browser contains them.
-
-    Attributes:
-        state: random text that the provider returns.
-        nonce: random text that the ID token contains.
-        verifier: secret of PKCE, whose hash the provider receives first.
-        to: path of the page to open afterwards.
-        links: True if the user links the account with an existing user.
-        until_s: end of the sign-in's validity, seconds since 1970.
-    """
-
-    state: str
-    nonce: str
-    verifier: str
-    to: str = ""
-    links: bool = False
-    until_s: int
-
-    @classmethod
-    def random(cls, *, to: str, links: bool, now_ns: int) -> LoginState:
-        """Return a state with random values."""
-        state, nonce, verifier = (secrets.token_urlsafe(_RANDOM_BYTES) for _ in range(3))
-        until_s = round(now_ns / 1e9 + LOGIN_S)
-        return cls(state=state, nonce=nonce, verifier=verifier, to=to, links=links, until_s=until_s)
-
-    def __repr__(self) -> str:
-        """Omit the secrets."""
-        return f"LoginState(to={self.to!r})"
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +170,7 @@ class OidcProvider:
             reason = getattr(error, "error", "") or type(error).__name__
             raise NotAuthenticated(
                 f"the ID token of the identity provider is not valid: {reason}",
-                hint="begin again. If the error repeats, compare the clocks of both machines and the setting oidc_issuer",
+                hint="begin again. If the error repeats, compare the clocks of both machines",
             ) from error
         return dict(claims)
 
@@ -283,12 +251,6 @@ class OidcProvider:
 
 _OTHER_WAY = "try again, or sign in in another way, for example with `sgpu web` on the server's machine"
 _REGISTRATION = "begin again. If the error repeats, compare the registration of this server at the provider"
-
-
-def redirect_error(error: str, description: str) -> NotAllowed:
-    """Return the error for a callback with which the provider refuses a sign-in."""
-    shown = "".join(filter(str.isprintable, description or error))[:200]
-    return NotAllowed(f"the identity provider refused the sign-in: {shown}", hint="begin again")
 
 
 def _check_endpoint(url: str) -> None:

@@ -25,6 +25,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, new_run_id
@@ -38,6 +39,7 @@ from serverless_gpu.server.http.routing import Call, Routes, writing
 from serverless_gpu.server.identity import identity_mapping
 from serverless_gpu.server.identity.bootstrap import NODE
 from serverless_gpu.server.identity.identity_mapping import Account
+from serverless_gpu.server.identity.login_state import LoginState
 from serverless_gpu.server.identity.principal_service import PrincipalService, check_unscoped
 from serverless_gpu.server.records import audit, credentials, principals
 from serverless_gpu.server.records.audit import SERVER, Action
@@ -97,6 +99,42 @@ class OidcService:
             raise NotFound("this server has no identity provider")
         return self._provider
 
+    def begin(self, *, to: str, links: bool, redirect: str) -> tuple[str, bytes]:
+        """Return the provider's address for a sign-in, and the state of the sign-in for a cookie.
+
+        Args:
+            to: path of the page to open afterwards.
+            links: True to link the account with an existing user, instead of creating a user.
+            redirect: address of this server's callback.
+        """
+        provider = self.provider
+        login = LoginState.random(to=to, links=links, now_ns=self._clock.wall_ns())
+        return provider.authorization_url(login, redirect=redirect), msgspec.json.encode(login)
+
+    def finish(
+        self, cookie: bytes, *, code: str, state: str, issuer: str, error: tuple[str, str], redirect: str
+    ) -> tuple[str, SignInResult]:
+        """Return the page to open and the user of the provider's answer.
+
+        Args:
+            cookie: state of the sign-in from the cookie.
+            code: authorization code of the answer.
+            state: state of the answer.
+            issuer: issuer of the answer, or "".
+            error: error code of the answer and its description, both "" on success.
+            redirect: address of this server's callback, as at the beginning.
+        """
+        provider = self.provider
+        try:
+            login = msgspec.json.decode(cookie, type=LoginState)
+        except msgspec.MsgspecError:
+            raise NotAuthenticated("the sign-in did not begin in this browser", hint="begin again") from None
+        if error[0]:
+            shown = "".join(filter(str.isprintable, error[1] or error[0]))[:200]
+            raise NotAllowed(f"the identity provider refused the sign-in: {shown}", hint="begin again")
+        account = provider.account(login, code=code, state=state, issuer=issuer, redirect=redirect)
+        return login.to, self.sign_in(account, links=login.links)
+
     def sign_in(self, account: Account, *, links: bool) -> SignInResult:
         """Return the user of a verified account.
 
@@ -110,10 +148,8 @@ class OidcService:
         settings = self.settings
         assert settings is not None
         role = identity_mapping.role_of(settings, account.groups)
-        found = self._database.read(
-            lambda connection: credentials.identity(connection, account.issuer, account.subject)
-        )
-        if found is None:
+        issuer, subject = account.issuer, account.subject
+        if self._database.read(lambda connection: credentials.identity(connection, issuer, subject)) is None:
             if links or not settings.create:
                 return SignInResult(ticket=self._ticket(account), reason="is not linked with a user of this server")
             reason = self._create(account, role or settings.role or "viewer")
@@ -138,7 +174,7 @@ class OidcService:
         with self._lock:
             found = self._tickets.get(_digest(ticket))
         if found is None or found.until_ns < self._clock.boottime_ns():
-            raise NotAuthenticated("this sign-in has expired", hint="begin again with the identity provider")
+            raise NotFound("this sign-in has expired", hint="begin again with the identity provider")
         return found.account
 
     def link(self, who: Caller, ticket: str) -> IdentityView:

@@ -29,13 +29,13 @@ from serverless_gpu.model.access_control import AccessReach, covers
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import Call, Routes, writing
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.identity.principal_service import check_unscoped
 from serverless_gpu.server.identity.rate_limiter import Rate, RateLimiter, network_of
 from serverless_gpu.server.records import audit, credentials, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.access import SignInLink
-from serverless_gpu.wire.sign_in import PASSWORD_CHARACTERS_MIN, PasswordRequest
+from serverless_gpu.wire.sign_in import PASSWORD_CHARACTERS_MIN, PasswordRequest, PasswordView
 
 RESET_S = 86_400.0
 """Seconds for which a link to set a password is valid."""
@@ -140,7 +140,7 @@ class PasswordService:
         now_ns = self._clock.wall_ns()
         found = self._database.read(lambda connection: credentials.principal_of_reset(connection, code, now_ns=now_ns))
         if not found:
-            raise NotAuthenticated(
+            raise NotFound(
                 "this link has expired, or someone has used it", hint="ask an administrator for another link"
             )
         return found
@@ -159,7 +159,7 @@ class PasswordService:
 
         def work(connection: sa.Connection) -> None:
             if code and not credentials.principal_of_reset(connection, code, now_ns=now_ns):
-                raise NotAuthenticated("someone has used this link", hint="ask an administrator for another link")
+                raise NotFound("someone has used this link", hint="ask an administrator for another link")
             credentials.set_password(connection, name, text, now_ns=now_ns)
             ended = principals.end_sessions(connection, name, kept=kept, now_ns=now_ns)
             detail = {"sessions_ended": len(ended)}
@@ -228,6 +228,15 @@ def check_password(name: str, password: str) -> None:
 
 
 routes = Routes("passwords")
+
+
+@routes.get("/users/{name}/password", needs=reading("tokens"))
+def show_password(call: Call, database: Transactions, name: str) -> PasswordView:
+    """Return if a user has a password."""
+    if not covers(call.reach, name=call.who.name, teams=(), owner=name):
+        raise NotFound(f"there is no user or service {name[:64]!r}")
+    found = database.read(lambda connection: credentials.password(connection, name))
+    return PasswordView(is_set=found.hash is not None, changed_ns=found.changed_ns)
 
 
 @routes.put("/users/{name}/password", needs=writing("tokens"))

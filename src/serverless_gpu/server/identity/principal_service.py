@@ -335,6 +335,14 @@ def list_teams(call: Call, database: Transactions) -> TeamList:
     return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
 
 
+@routes.get("/teams/{team}", needs=reading("teams"))
+def show_team(call: Call, database: Transactions, team: str) -> TeamView:
+    """Return a team with its members."""
+    if call.reach != AccessReach.ALL and team not in call.who.teams:
+        raise NotFound(f"there is no team {team[:64]!r}")
+    return database.read(lambda connection: principals.team(connection, team))
+
+
 @routes.post("/teams", needs=writing("teams"))
 def make_team(call: Call, principals: PrincipalService, body: TeamRequest) -> TeamView:
     """Create a team."""

@@ -16,10 +16,12 @@ Failure cases:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -31,6 +33,7 @@ from serverless_gpu.model.access_control import AccessReach, covers
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import ANY_CALLER, Call, Query, Routes, reading, writing
+from serverless_gpu.server.identity.rate_limiter import Rate, RateLimiter, network_of
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.access import SessionList, SessionOrigin, SessionsEnded, SessionView, SignInLink
@@ -38,6 +41,8 @@ from serverless_gpu.wire.access import SessionList, SessionOrigin, SessionsEnded
 LINK_S = 600.0
 """Seconds for which a sign-in link is valid."""
 LINKS_MAX = 1_000
+PER_ADDRESS = Rate(30, 300.0)
+"""Failed attempts to sign in with a token or a link to set a password."""
 _CODE_BYTES = 32
 _BROWSER_CHARACTERS = 200
 _NEW_LINK = "create another link with `sgpu web`, or sign in in another way"
@@ -56,6 +61,7 @@ class SessionService:
         self._database = database
         self._lock = threading.Lock()
         self._links: OrderedDict[str, _Link] = OrderedDict()
+        self._attempts = RateLimiter(PER_ADDRESS, clock=clock)
 
     def link(self, who: Caller) -> SignInLink:
         """Return a link that signs its first user in as the caller."""
@@ -77,6 +83,18 @@ class SessionService:
         if link is None or link.until_ns < self._clock.boottime_ns():
             raise NotAuthenticated("this sign-in link has expired, or someone has used it", hint=_NEW_LINK)
         return link.principal
+
+    @contextlib.contextmanager
+    def attempt(self, address: str) -> Iterator[None]:
+        """Count an attempt to sign in from an address, unless the attempt succeeds.
+
+        Raises:
+            TooManyRequests: too many failed attempts from the address.
+        """
+        key = network_of(address)
+        self._attempts.take(key)
+        yield
+        self._attempts.give_back(key)
 
     def open(self, principal: str, origin: SessionOrigin, *, replaces: str = "") -> str:
         """Create a session of a principal, and return the session's secret for the cookie.
