@@ -1,7 +1,7 @@
 """Shows and changes users, services, teams, tokens and sessions.
 
     GET /ui/people                  users and services; a reader without access to others sees only the own user
-    GET /ui/people/users/{name}           one user: role, rights, teams, password, accounts, and what the reader may change
+    GET /ui/people/users/{name}     one user: role, rights, teams, password, accounts, and forms to change them
     GET /ui/people/teams            teams; /ui/people/teams/{team} shows one team
     GET /ui/people/tokens           tokens with their creators, last use and expiry
     GET /ui/people/sessions         browsers that are signed in
@@ -13,7 +13,7 @@ new token's secret is only in the answer to its form, so that no address and no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -487,7 +487,7 @@ def _page(
     tab: Literal["users", "teams", "tokens", "sessions", ""] = "",
     done: str = "",
     problem: ServerlessGpuError | None = None,
-    **values: object,
+    **values: Any,
 ) -> Page:
     page = site.page(
         call,
