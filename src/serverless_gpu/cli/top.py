@@ -1,10 +1,9 @@
 """`sgpu top`: shows live telemetry of this node, or prints one frame.
 
-    monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_table.py`) ─▶ Terminal
+    monitor ─▶ FrameReader ─▶ tabulate ─▶ draw (`top_table.py`) ─▶ Terminal
 
-The class `Feed` reads frames from the node monitor. The device locks name runs of other users and other home
-directories. The monitor can fail to start, end repeatedly, or stop sending frames. `Feed` reconnects every few seconds.
-`Feed.problem` describes the current failure.
+`FrameReader` reads frames from the node monitor, and reconnects after failures. The device locks name runs of other
+users and other home directories.
 
     with Terminal() as terminal:   alternate screen on, cursor off, no echo   ─▶   restored on every exit
         terminal.show(lines)       only lines that fit, without flicker
@@ -27,33 +26,31 @@ import socket
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import click
 import msgspec
 
-from serverless_gpu.ambient import Clock, SystemClock, format_clock
+from serverless_gpu.ambient import SystemClock, format_clock
 from serverless_gpu.cli.output import JsonType, json_option, print_json, say
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, draw, table_json, tabulate
 from serverless_gpu.client.display.terminal_screen import fit
-from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, StorageError
+from serverless_gpu.errors import AgentUnavailable, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, lock_directory
-from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import messages, start_stop
+from serverless_gpu.node.monitor import start_stop
+from serverless_gpu.node.monitor.frames import FrameReader
 
 _FRAME_S = 1.0
 _FIRST_S = 10.0
 _COLUMNS_UNKNOWN = 120
 _STEPS = {"up": -1, "down": 1, "page up": -10, "page down": 10}
-_RESTART_NS = 3_000_000_000
-_SILENT_NS = 5_000_000_000
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _SIZE_DEFAULT = os.terminal_size((80, 24))
 _TERMINATED = 128 + signal.SIGTERM
@@ -75,7 +72,9 @@ def top(once: bool, as_json: bool) -> None:
     home = this_home()
     if starting_is_needed(home):
         say("sgpu: starting this node's monitor", err=True)
-    feed = Feed(lambda: start_stop.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
+    feed = FrameReader(
+        lambda: start_stop.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock()
+    )
     feed.open()
     try:
         if as_json:
@@ -116,13 +115,13 @@ def _style(*, colour: bool) -> Style:
     return Style(colour=colour and not os.environ.get("NO_COLOR"), unicode=encoding.startswith("utf"))
 
 
-def _table(feed: Feed, home: Home) -> TopTable | None:
+def _table(feed: FrameReader, home: Home) -> TopTable | None:
     if feed.frame is None:
         return None
     return tabulate(feed.frame, feed.before, look_around(feed.frame.devices, home.root, os.environ))
 
 
-def _first_table(feed: Feed, home: Home) -> TopTable:
+def _first_table(feed: FrameReader, home: Home) -> TopTable:
     """Return a table of the second frame, because device load needs two samples.
 
     Raise AgentUnavailable if the monitor sends no frame.
@@ -140,7 +139,7 @@ def _first_table(feed: Feed, home: Home) -> TopTable:
     return table
 
 
-def _live(feed: Feed, home: Home) -> None:
+def _live(feed: FrameReader, home: Home) -> None:
     style, user, offset = _style(colour=True), user_name(os.environ), 0
     table: TopTable | None = None
     try:
@@ -160,84 +159,6 @@ def _live(feed: Feed, home: Home) -> None:
                 terminal.wait(feed.fds(), _FRAME_S)
     except KeyboardInterrupt:
         pass  # Users normally end the command with Ctrl-C.
-
-
-class Feed:
-    """Reads frames from the node monitor. `connect` starts the monitor if needed and returns a connection."""
-
-    def __init__(self, connect: Callable[[], Channel], fakes: str, clock: Clock) -> None:
-        self._connect = connect
-        self._fakes = fakes
-        self._clock = clock
-        self._channel: Channel | None = None
-        self._heard_ns = self._tried_ns = clock.boottime_ns()
-        self._failure = ""
-        self._is_same = False  # True if the last frame came from the current monitor.
-        self.frame: messages.NodeFrame | None = None
-        self.before: messages.NodeFrame | None = None
-
-    @property
-    def problem(self) -> str:
-        """Return the reason for missing frames, or "" if frames arrive."""
-        if self._channel is None:
-            return self._failure
-        silent_ns = self._clock.boottime_ns() - self._heard_ns
-        return f"the monitor has sent nothing for {silent_ns // 10**9} s" if silent_ns > _SILENT_NS else ""
-
-    def fds(self) -> list[int]:
-        """Return the descriptors that become readable when frames arrive."""
-        return [] if self._channel is None else [self._channel.fileno()]
-
-    def open(self) -> None:
-        """Subscribe to the monitor's frames. Raise OSError if the monitor has just ended."""
-        channel = self._connect()
-        try:
-            messages.send(channel, messages.WatchNode(fakes=self._fakes))
-            channel.sock.setblocking(False)
-        except OSError:
-            channel.close()
-            raise
-        self._channel, self._is_same = channel, False
-        self._heard_ns = self._clock.boottime_ns()
-
-    def take(self) -> bool:
-        """Read frames, and reconnect if the monitor has ended. Return True if a new frame arrived."""
-        if self._channel is None:
-            self._open_again()
-        new = False
-        while self._channel is not None:
-            try:
-                word = messages.receive(self._channel)
-            except BlockingIOError:
-                break
-            except (OSError, msgspec.MsgspecError):
-                word = None
-            if word is None:
-                self.close()
-                self._failure = "the monitor has ended and sgpu restarts it"
-            elif isinstance(word, messages.NodeFrame):
-                self.before = self.frame if self._is_same else None
-                self.frame, self._is_same, new = word, True, True
-                self._heard_ns = self._clock.boottime_ns()
-        return new
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
-    def _open_again(self) -> None:
-        now_ns = self._clock.boottime_ns()
-        if now_ns - self._tried_ns < _RESTART_NS:
-            return
-        self._tried_ns = now_ns
-        try:
-            self.open()
-        except ServerlessGpuError as error:
-            self._failure = error.message
-        except OSError as error:
-            self._failure = f"sgpu cannot connect to the monitor: {error.strerror}"
 
 
 def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str]) -> Around:

@@ -60,9 +60,11 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
-from serverless_gpu.server.nodes import agent_service, canaries, drain, node_service
+from serverless_gpu.server.nodes import agent_service, canaries, device_views, drain, node_service
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.canaries import CanaryService
+from serverless_gpu.server.nodes.device_samples import DeviceSamples
+from serverless_gpu.server.nodes.device_views import DeviceViews
 from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
@@ -174,7 +176,9 @@ class Services(ServerResources):
     # Nodes and pools
     node_admission: NodeAdmission
     node_sessions: NodeSessions
+    device_samples: DeviceSamples
     nodes: NodeService
+    device_views: DeviceViews
     node_rules: NodeRuleService
     joins: JoinService
     drain: DrainService
@@ -267,6 +271,7 @@ ROUTES: tuple[Routes, ...] = (
     drain.routes,
     environments.routes,
     estimates.routes,
+    device_views.routes,
     node_service.routes,
     pools.routes,
     policies.routes,

@@ -59,6 +59,7 @@ from serverless_gpu.model.lifecycle.rendezvous import Chosen, CrewReach, Offer
 from serverless_gpu.model.node_keys import NodeKeys, Signature
 from serverless_gpu.model.placement import CrewPlace
 from serverless_gpu.model.spec import BlobReference, RunSpec
+from serverless_gpu.model.telemetry import GpuSample
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.base import Answer, Json, Request
@@ -215,6 +216,20 @@ def clock_text(clock: ClockReading | None) -> str:
     return f"has a clock that is {apart} {'ahead of' if clock.ahead_ns > 0 else 'behind'} the server's"
 
 
+class DeviceSample(Request, frozen=True, kw_only=True):
+    """The latest measured values of one GPU.
+
+    Attributes:
+        uuid: identifier of the device.
+        run: run that holds the device, or "" for none or an unknown holder.
+        sample: measured values.
+    """
+
+    uuid: str
+    run: str = ""
+    sample: GpuSample
+
+
 class Heartbeat(Request, frozen=True, kw_only=True):
     """A heartbeat of a node, with the current state of its devices.
 
@@ -225,6 +240,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
         clock: difference between the clocks of the node and the server, or None if unknown.
         process: random identifier of the uplink process, as in `AgentHello`.
         egress: digest of the network policy that the node has applied, or None if the node supports no policies.
+        samples: latest measured values of the node's GPUs; empty without a GPU or without recent values.
     """
 
     devices: tuple[Device, ...]
@@ -240,6 +256,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     findings: tuple[str, ...] = ()
     process: str = ""
     egress: str | None = None
+    samples: tuple[DeviceSample, ...] = ()
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):

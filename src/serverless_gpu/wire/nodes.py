@@ -1,6 +1,9 @@
 """Defines bodies for nodes, pools, node rules, and joining machines.
 
     GET    /nodes                                      → NodeList
+    GET    /nodes/{node}                               → NodeView
+    GET    /nodes/{node}/history                       → DeviceHistoryList
+    GET    /devices?node                               → DeviceList
     POST   /nodes/{node}/forget      ForgetRequest     → NodeView         gives up the node's attempts at once
     PUT    /nodes/{node}/drain       NodeDrainRequest  → NodeView
     PUT    /nodes/{node}/calendar    CalendarRequest   → NodeView
@@ -28,9 +31,11 @@ token, which is absent from the join file.
 from __future__ import annotations
 
 from serverless_gpu.model.egress import OPEN
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.isolation import NONE
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.node_keys import NodeKeys
+from serverless_gpu.model.telemetry import GpuSample
 from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.base import Answer, Request
 
@@ -130,6 +135,75 @@ class NodeList(Answer, frozen=True, kw_only=True):
     """The list of all nodes."""
 
     nodes: tuple[NodeView, ...]
+
+
+class HolderRun(Answer, frozen=True, kw_only=True):
+    """The run that holds a device.
+
+    Attributes:
+        run: identifier of the run, or "" if the caller may not see the run.
+        name: name of the run, or "" if the caller may not see the run.
+        state: state of the attempt on the device's node.
+        since_ns: time of the placement, nanoseconds since 1970.
+    """
+
+    run: str
+    name: str
+    owner: str
+    team: str
+    state: State
+    since_ns: int
+
+
+class DeviceView(Answer, frozen=True, kw_only=True):
+    """One device of a node, with its holder and its latest measured values.
+
+    Attributes:
+        node: name of the node. `node_id` is its identifier.
+        state: free, held, quarantined, outside (in use by programs outside this server, or left out), or away.
+        note: reason of a quarantine, or "".
+        holder: the run that holds the device; None for a free device, and before the node has named its devices.
+        sample: latest measured values, at most 30 s old, or None.
+    """
+
+    uuid: str
+    index: int
+    type: str
+    product: str
+    kind: DeviceKind
+    memory_bytes: int
+    node: str
+    node_id: str
+    pool: str
+    state: str
+    note: str = ""
+    holder: HolderRun | None = None
+    sample: GpuSample | None = None
+
+
+class DeviceList(Answer, frozen=True, kw_only=True):
+    """The devices of one node or of all nodes."""
+
+    devices: tuple[DeviceView, ...]
+
+
+class DeviceHistoryView(Answer, frozen=True, kw_only=True):
+    """The highest measured values of one device in buckets of 30 seconds, over at most two hours.
+
+    Attributes:
+        at_s: start of each bucket, in seconds since 1970.
+        series: values of each series of `model.device_history`, with None for an unknown value.
+    """
+
+    uuid: str
+    at_s: tuple[int, ...]
+    series: dict[str, tuple[float | None, ...]]
+
+
+class DeviceHistoryList(Answer, frozen=True, kw_only=True):
+    """The histories of a node's devices since the start of the server."""
+
+    devices: tuple[DeviceHistoryView, ...]
 
 
 class NodeDrainRequest(Request, frozen=True, kw_only=True):

@@ -136,8 +136,9 @@ class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
 
 
 class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
-    """Request for one node frame per second until the sender disconnects."""
+    """Request for node frames until the sender disconnects."""
 
+    interval_s: float = 1.0  # Maximum seconds between two frames.
     fakes: str = ""  # The sender's `SERVERLESS_GPU_FAKE`. The declared fake devices replace the node's GPUs.
 
 

@@ -229,7 +229,8 @@ class Monitor:
             self._show(sample)
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns and self._is_needed():
-            self._due_ns = max(now_ns, self._due_ns + _EVERY_NS) if self._due_ns else now_ns + _EVERY_NS
+            every_ns = self._every_ns()
+            self._due_ns = max(now_ns, self._due_ns + every_ns) if self._due_ns else now_ns + every_ns
             self._sampler.ask(self._wanted())
         for recorder in self._recorders.values():
             recorder.tend()
@@ -277,6 +278,13 @@ class Monitor:
         """Return True if an attempt or a client needs samples."""
         watched = any(peer.watch is not None for peer in self._peers.values())
         return watched or any(recorder.is_sampled for recorder in self._recorders.values())
+
+    def _every_ns(self) -> int:
+        """Return the nanoseconds between two samples: one second, unless all readers accept more."""
+        if any(recorder.is_sampled for recorder in self._recorders.values()):
+            return _EVERY_NS
+        wanted_s = [peer.watch.interval_s for peer in self._peers.values() if peer.watch is not None]
+        return max(_EVERY_NS, round(min(wanted_s, default=0.0) * 1e9))
 
     def _is_done(self) -> bool:
         now_ns = self._clock.boottime_ns()

@@ -45,7 +45,7 @@ from serverless_gpu.node.spawner.verbs import Spawner
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.server import UplinkProfile
 from serverless_gpu.version import __version__
-from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
+from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, DeviceSample, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary", "egress")
@@ -132,11 +132,12 @@ class NodePresence:
         renew: tuple[str, ...] = (),
         clock: ClockReading | None = None,
         egress: str | None = None,
+        samples: tuple[DeviceSample, ...] = (),
     ) -> Heartbeat:
         """Return a heartbeat.
 
-        `renew` lists gangs that need another token. `clock` is the error of this node's clock, if known. `egress` is as
-        in `Heartbeat`.
+        `renew` lists gangs that need another token. `clock` is the error of this node's clock, if known. `egress` and
+        `samples` are as in `Heartbeat`.
         """
         offer = self.offer(attempts)
         return Heartbeat(
@@ -153,6 +154,7 @@ class NodePresence:
             clock=clock,
             process=self.process,
             egress=egress,
+            samples=samples,
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:

@@ -4,6 +4,7 @@
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    sends acknowledgements in batches
     network rules    applies the pool's network policy, and resolves its names again once a minute
+    devices          keeps the latest measured values of the node's GPUs for heartbeats (`device_watch.py`)
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
 The uplink joins the server with an agent token and the key of the node (`node_session.py`). The uplink makes no
@@ -51,6 +52,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import IsolationUnavailable, NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
 from serverless_gpu.model.egress import EgressPolicy
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.attempt.server_attempt_record import open_attempts
@@ -63,6 +65,7 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
+from serverless_gpu.node.uplink.device_watch import DeviceWatch
 from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
 from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
@@ -134,6 +137,7 @@ class Uplink:
         )
         if self._presence.level.level == NONE:
             self._egress.problem = "the node isolates no principals"
+        self._devices = DeviceWatch(home, self._clock)
         self._offered: queue.SimpleQueue[tuple[EgressPolicy, int]] = queue.SimpleQueue()
         self._controllers: dict[str, AttemptController] = {}
         self._lock = threading.Lock()
@@ -156,7 +160,7 @@ class Uplink:
             self._controllers[remote.gang] = controller
             say(f"continues attempt {remote.gang}")
             controller.adopt()
-        for work in (self._follow_orders, self._acknowledge, self._keep_egress):
+        for work in (self._follow_orders, self._acknowledge, self._keep_egress, self._devices.follow):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         backoff = Backoff()
         line = self._server.line()
@@ -200,6 +204,8 @@ class Uplink:
             self._heartbeat_s = welcome.heartbeat_s
             self._node = welcome.node
             self._joined.set()
+            if any(device.kind is not DeviceKind.CPU for device in hello.devices):
+                self._devices.want()
             self._abandon(welcome.stale)
             key = self._server.session.keys.fingerprint
             say(f"joined {self._server.profile.url} as node {welcome.node} with the key {key}")
@@ -210,6 +216,7 @@ class Uplink:
             renew=self._server.credentials.to_renew(),
             clock=self._server.time.reading(self._clock),
             egress=None if self._egress.problem else self._egress.digest,
+            samples=self._devices.latest(),
         )
         asked_ns = self._clock.boottime_ns()
         answer = connection.ask("POST", path, beat, answer=HeartbeatAnswer)

@@ -22,7 +22,7 @@ from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.server_log import ACCESS
 from serverless_gpu.server.core.server_metrics import OTHER, ServerMetrics
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
-from serverless_gpu.server.http.routing import CALL, ROUTE, Call, Route
+from serverless_gpu.server.http.routing import CALL, JSON_API, ROUTE, Call, Route
 
 HEADER = b"sgpu-request"
 QUIET = frozenset(
@@ -111,7 +111,9 @@ class _Request:
         """Return the declared route, or "other" for unknown or unauthenticated requests."""
         call = self._scope.get(CALL)
         route = call.route if isinstance(call, Call) else self._scope.get(ROUTE)
-        return route.path if isinstance(route, Route) else OTHER
+        if not isinstance(route, Route):
+            return OTHER
+        return route.path if route.mount is JSON_API else route.full_path
 
     async def send(self, message: Message) -> None:
         """Send a part of the HTTP response."""

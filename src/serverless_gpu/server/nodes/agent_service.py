@@ -58,6 +58,7 @@ from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, ReportRequests, TransitionResult
 from serverless_gpu.server.nodes import node_admission
 from serverless_gpu.server.nodes.canaries import CanaryService
+from serverless_gpu.server.nodes.device_samples import DeviceSamples
 from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_sessions import NodeSessions
@@ -129,6 +130,7 @@ class AgentService:
         requeue: Requeue,
         canaries: CanaryService,
         egress_policies: EgressPolicies,
+        device_samples: DeviceSamples,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -145,6 +147,7 @@ class AgentService:
         self._requeue = requeue
         self._canaries = canaries
         self._egress_policies = egress_policies
+        self._device_samples = device_samples
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
         """Admit a joining or reconnecting node."""
@@ -218,6 +221,7 @@ class AgentService:
             # A node counts as present even if a full disk prevents the write of its heartbeat.
             with contextlib.suppress(ServerStorageFull):
                 self._database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
+        self._device_samples.add(node_id, said.samples, wall_ns=at_ns)
         if self._presence.heard(node_id, now_ns=self._clock.boottime_ns()) or news:
             self._hub.touch(SCHEDULER)
         if self._presence.read_clock(node_id, said.clock):
@@ -570,6 +574,8 @@ def _check_devices(said: AgentHello | Heartbeat) -> None:
         raise InvalidValue(f"a node may report at most {DEVICES_MAX} findings")
     if len(said.pythons) > PYTHONS_MAX or any(len(python) > PYTHON_CHARACTERS_MAX for python in said.pythons):
         raise InvalidValue(f"a node may report at most {PYTHONS_MAX} Python versions, each of a few characters")
+    if isinstance(said, Heartbeat) and len(said.samples) > DEVICES_MAX:
+        raise InvalidValue(f"a node may report the values of at most {DEVICES_MAX} devices")
     if len(said.attempts) > ATTEMPTS_MAX:
         raise InvalidValue(f"a node may report at most {ATTEMPTS_MAX} attempts")
 

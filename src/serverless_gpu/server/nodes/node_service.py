@@ -31,6 +31,7 @@ from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, TransitionResult
 from serverless_gpu.server.nodes import capacity, node_rules
 from serverless_gpu.server.nodes.capacity import GONE, CapacitySnapshot
+from serverless_gpu.server.nodes.device_samples import DeviceSamples
 from serverless_gpu.server.nodes.node_admission import NodeAdmission, find_node
 from serverless_gpu.server.records import audit, crews, nodes, principals, runs
 from serverless_gpu.server.records.audit import Action
@@ -71,6 +72,7 @@ class NodeService:
         presence: Presence,
         announcer: Announcer,
         requeue: Requeue,
+        device_samples: DeviceSamples,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -80,6 +82,7 @@ class NodeService:
         self._presence = presence
         self._announcer = announcer
         self._requeue = requeue
+        self._device_samples = device_samples
 
     def view_nodes(self) -> list[NodeView]:
         """Return views of all nodes."""
@@ -127,6 +130,7 @@ class NodeService:
 
         node, told = self._database.write(work)
         self._presence.forget(node.id)
+        self._device_samples.forget(node.id)
         for one in told:
             self._announcer.announce(one)
         self._hub.touch(SCHEDULER)
@@ -286,6 +290,12 @@ routes = Routes("nodes")
 def list_nodes(call: Call, node_admission: NodeAdmission, nodes: NodeService) -> NodeList:
     """Return all nodes."""
     return NodeList(nodes=(*nodes.view_nodes(), *node_admission.view_pending()))
+
+
+@routes.get("/nodes/{node}", needs=reading("nodes"))
+def read_node(call: Call, database: Transactions, nodes: NodeService, node: str) -> NodeView:
+    """Return one node, by name or identifier."""
+    return nodes.view(database.read(lambda connection: find_node(connection, node)).id)
 
 
 @routes.post("/nodes/invite", needs=writing("tokens"))

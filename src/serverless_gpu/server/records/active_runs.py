@@ -9,8 +9,9 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
-from serverless_gpu.server.db.tables import attempts, crews, nodes, runs
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, Fact, State, StopReason
+from serverless_gpu.server.db.tables import attempts, crews, facts, nodes, runs
 from serverless_gpu.server.records.crews import CrewId
 
 
@@ -115,3 +116,64 @@ def active_briefly(connection: sa.Connection) -> list[ActiveRun]:
             called_off=bool(row[19]),
         )
     return list(found.values())
+
+
+class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """An unfinished attempt with its devices on one node.
+
+    Attributes:
+        crew: the part of the attempt on the node.
+        uuids: devices that the attempt has reserved; empty before the node has reported them.
+        since_ns: time of the placement, nanoseconds since 1970.
+    """
+
+    crew: CrewId
+    node_id: str
+    owner: str
+    team: str
+    name: str
+    state: State
+    gpus: int
+    uuids: tuple[str, ...]
+    since_ns: int
+
+
+_FIRST = sa.select(sa.func.min(facts.c.seq)).where(
+    facts.c.run_id == crews.c.run_id, facts.c.fence == crews.c.fence, facts.c.crew == crews.c.crew
+)
+_FIRST_FACT = sa.and_(
+    facts.c.run_id == crews.c.run_id,
+    facts.c.fence == crews.c.fence,
+    facts.c.crew == crews.c.crew,
+    facts.c.seq == _FIRST.correlate(crews).scalar_subquery(),
+)
+_HOLDERS = (
+    sa.select(
+        *(crews.c[name] for name in ("run_id", "fence", "crew", "node_id", "gpus", "state")),
+        *(runs.c[name] for name in ("owner", "team", "name")),
+        attempts.c.created_ns,
+        facts.c.fact_json,
+    )
+    .select_from(runs.join(attempts, _CURRENT).join(crews, _OF_CURRENT).outerjoin(facts, _FIRST_FACT))
+    .where(runs.c.state.in_([state.value for state in ACTIVE]), crews.c.ended_ns.is_(None))
+)
+
+
+def device_holders(connection: sa.Connection, *, node_id: str | None = None) -> list[DeviceHolder]:
+    """Return the unfinished attempts with their devices, on one node or on all nodes."""
+    query = _HOLDERS if node_id is None else _HOLDERS.where(crews.c.node_id == node_id)
+    return [
+        DeviceHolder(
+            crew=(row.run_id, row.fence, row.crew),
+            node_id=row.node_id,
+            owner=row.owner,
+            team=row.team,
+            name=row.name,
+            state=State(row.state),
+            gpus=row.gpus,
+            # The first fact of an attempt is the reservation of its devices.
+            uuids=() if row.fact_json is None else from_json(row.fact_json, Fact).gpus,
+            since_ns=row.created_ns,
+        )
+        for row in connection.execute(query)
+    ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import zoneinfo
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from serverless_gpu.ambient import format_utc
 from serverless_gpu.model.lifecycle.attempt import State
@@ -92,6 +93,11 @@ def gpus(count: int | None, gpu_type: str | None) -> str:
     return f"{count} × {gpu_type}" if gpu_type else f"{count} GPU{'s' if count > 1 else ''}"
 
 
+def part_name(kind: str, name: str) -> str:
+    """Return an element's identifier for an object with an arbitrary name."""
+    return f"{kind}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+
+
 def attributes(values: Mapping[str, Any]) -> Markup:
     """Return HTML attributes. The function omits None and False, and writes True as a bare name."""
     parts = [
@@ -102,12 +108,23 @@ def attributes(values: Mapping[str, Any]) -> Markup:
     return Markup("").join(parts)
 
 
+def percent(value: float | None) -> str:
+    """Return a percentage without decimals, or a dash for None."""
+    return "–" if value is None else f"{value:.0f} %"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Return a rounded number with its unit, or a dash for None."""
+    return "–" if value is None else f"{value:,.0f} {unit}".rstrip()
+
+
 FILTERS: Mapping[str, Callable[..., Any]] = {
     "between": between,
     "duration": duration,
     "gpu_time": gpu_time,
     "money": money,
+    "number": number,
+    "percent": percent,
     "size": size,
     "state": state,
 }
-__all__ = ["FILTERS", "attributes", "escape", "gpus", "moments", "zone_of"]

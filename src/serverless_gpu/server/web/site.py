@@ -22,11 +22,12 @@ inline code.
 
 from __future__ import annotations
 
+import datetime
 import http
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 import jinja2
 import msgspec
@@ -80,6 +81,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters.update(formats.FILTERS)
     environment.globals["gpus"] = formats.gpus
+    environment.globals["part_name"] = formats.part_name
     return environment
 
 
@@ -203,13 +205,18 @@ def address(base: str, path: str, **query: Any) -> str:
     return f"{base}{PREFIX}{quote(path, safe='/')}" + (f"?{urlencode(given)}" if given else "")
 
 
+def zone_of_reader(call: Call) -> datetime.tzinfo:
+    """Return the time zone of a page's reader."""
+    return formats.zone_of(_cookies(call).get(ZONE_COOKIE, ""))
+
+
 def _context(call: Call, live: LiveParts) -> dict[str, Any]:
     base, request = base_of(call.scope), _cookies(call)
 
     def may(noun: str, *, write: bool = False) -> bool:
         return reach_of(call, Need(noun=noun, write=write)) != AccessReach.NONE
 
-    zone = formats.zone_of(request.get(ZONE_COOKIE, ""))
+    zone = zone_of_reader(call)
     return {
         "who": call.who,
         "may": may,
@@ -269,10 +276,17 @@ def error_response(error: ServerlessGpuError, scope: Scope, close: bool) -> Resp
         "message": error.message,
         "hint": error.hint,
         "request": server_log.current().get("request_id", ""),
-        "here": _here(base, scope),
+        "here": _here(base, scope) if scope["method"] == "GET" else _page_before(base, headers),
         "theme": "",
     }
     return _finished(_html(TEMPLATES.get_template("error.html").render(values), status), close)
+
+
+def _page_before(base: str, headers: dict[bytes, bytes]) -> str:
+    """Return the path of the page with the refused form."""
+    before = urlsplit(headers.get(b"referer", b"").decode("latin-1"))
+    is_own = before.netloc.encode() == headers.get(b"host", b"") and before.path.startswith(base + PREFIX)
+    return urlunsplit(("", "", before.path, before.query, "")) if is_own else address(base, "/")
 
 
 def _finished(response: Response, close: bool) -> Response:

@@ -1,7 +1,7 @@
 """Declares the web pages, one module for each page. `ROUTES` lists them."""
 
 from serverless_gpu.server.http.routing import Routes
-from serverless_gpu.server.web.pages import device, home, nodes, people, runs, shell, sign_in
+from serverless_gpu.server.web.pages import device, home, nodes, people, pools, queue, runs, shell, sign_in
 
 ROUTES: tuple[Routes, ...] = (
     shell.root,
@@ -10,6 +10,8 @@ ROUTES: tuple[Routes, ...] = (
     home.routes,
     runs.routes,
     nodes.routes,
+    queue.routes,
+    pools.routes,
     device.routes,
     people.routes,
 )
