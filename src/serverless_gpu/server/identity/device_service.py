@@ -23,7 +23,7 @@ import threading
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError, TooManyRequests
+from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError, TooManyRequests, UsageError
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
@@ -199,6 +199,10 @@ class DeviceService:
 
         try:
             made = self._database.write(work)
+        except UsageError:  # An administrator has disabled or deleted the approver.
+            with self._lock:
+                login.state = "refused"
+            return DeviceAnswer(state="refused")
         except ServerlessGpuError:
             with self._lock:
                 login.is_claimed = False  # The next poll tries again.
