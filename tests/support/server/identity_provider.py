@@ -182,7 +182,7 @@ def mock_provider(*claims: dict[str, Any]) -> Iterator[str]:
     users = [part for one in claims for part in ("--user-claims", json.dumps(one))]
     command = [sys.executable, "-m", "oidc_provider_mock", "--port", str(port), *users]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://localhost:{port}"  # Another site than a server at 127.0.0.1, for cookies.
     try:
         deadline = time.monotonic() + 60
         while True:
