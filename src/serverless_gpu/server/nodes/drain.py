@@ -58,10 +58,9 @@ class DrainService:
     def view(self) -> DrainView:
         """Return the server's drain, with the numbers of active and waiting runs."""
 
-        def work(connection: sa.Connection) -> tuple[Drain | None, int, int]:
-            return find(connection), len(runs.active(connection)), len(runs.queue(connection))
-
-        there, going, waiting = self._database.read(work)
+        there, (going, waiting) = self._database.read(
+            lambda connection: (find(connection), runs.count_unended(connection))
+        )
         if there is None:
             return DrainView(on=False, going=going, waiting=waiting)
         return DrainView(

@@ -447,6 +447,15 @@ def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
     return {pool: count for pool, count in connection.execute(query)}
 
 
+def count_unended(connection: sa.Connection) -> tuple[int, int]:
+    """Return the number of active runs and the number of waiting runs."""
+    unended = [state.value for state in (State.QUEUED, *ACTIVE)]
+    query = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(unended)).group_by(runs.c.state)
+    counts = {state: count for state, count in connection.execute(query)}
+    waiting = counts.pop(State.QUEUED.value, 0)
+    return sum(counts.values()), waiting
+
+
 def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
     """Change a run unless its row has changed since the read. Only `transitions.py` calls this function.
 

@@ -24,6 +24,8 @@ VENDORED: Mapping[str, str] = {
     "uplot.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
 }
 """SHA-256 of each file from another project."""
+BUNDLES: Mapping[str, tuple[str, ...]] = {"htmx.js": ("htmx.min.js", "hx-sse.min.js")}
+"""Files that the server joins. htmx starts in the first pause between two scripts, and must know its extension then."""
 _TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 
 
@@ -33,15 +35,19 @@ class _Asset(NamedTuple):
     media_type: str
 
 
+def _media_type(name: str) -> str | None:
+    return _TYPES.get(name[name.rfind(".") :])
+
+
 class Assets:
     """Scripts and styles in memory."""
 
     def __init__(self) -> None:
         self._files: dict[str, _Asset] = {}
         whole = hashlib.sha256()
+        data_of: dict[str, bytes] = {}
         for file in sorted(resources.files(__package__).joinpath("assets").iterdir(), key=lambda one: one.name):
-            media_type = _TYPES.get(file.name[file.name.rfind(".") :])
-            if media_type is None:
+            if _media_type(file.name) is None:
                 continue
             data = file.read_bytes()
             pinned = VENDORED.get(file.name)
@@ -49,8 +55,12 @@ class Assets:
                 raise ServerProblem(
                     f"the file {file.name} of the web pages has changed", hint="install serverless-gpu again"
                 )
+            data_of[file.name] = data
+        for bundle, parts in BUNDLES.items():
+            data_of[bundle] = b"\n".join(data_of.pop(part) for part in parts)
+        for name, data in sorted(data_of.items()):
             whole.update(data)
-            self._files[file.name] = _Asset(data, gzip.compress(data, mtime=0), media_type)
+            self._files[name] = _Asset(data, gzip.compress(data, mtime=0), _media_type(name) or "")
         self.digest = whole.hexdigest()[:16]
 
     def response(self, name: str, *, accepts: str) -> Response:

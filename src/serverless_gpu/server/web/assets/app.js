@@ -181,10 +181,9 @@ let went = 0;
 function moveRow(step) {
   const rows = [...document.querySelectorAll("main tbody tr")].filter(row => row.querySelector("a"));
   if (!rows.length) return;
-  const at = rows.findIndex(row => row.classList.contains("selected"));
-  rows[at]?.classList.remove("selected");
+  // The focus marks the row, because a live update would remove a class.
+  const at = rows.findIndex(row => row.contains(document.activeElement));
   const row = rows[Math.max(0, Math.min(rows.length - 1, at + step))];
-  row.classList.add("selected");
   row.querySelector("a").focus();
   row.scrollIntoView({block: "nearest"});
 }

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from serverless_gpu.wire.sign_in import DeviceAnswer, DeviceCode, DeviceCodeRequest, DevicePoll
 from tests.support.server.identity_provider import mock_provider
 from tests.support.server.served import served
-from tests.support.web.browser import browser, reader
+from tests.support.web.browser import reader
 
-pytestmark = pytest.mark.slow
 
 
 def check_access(page: Page) -> None:
@@ -22,13 +21,14 @@ def check_access(page: Page) -> None:
     assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
 
 
-def test_an_account_of_a_real_provider_signs_in_and_approves_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.spot
+def test_an_account_of_a_real_provider_signs_in_and_approves_a_terminal(chromium: Browser, tmp_path: Path) -> None:
     ada = {"sub": "ada-1", "preferred_username": "ada", "email": "ada@lab.example", "groups": ["gpu-vision"]}
     options = {"oidc_client_id": "sgpu", "oidc_client_secret": "x", "oidc_create": True, "oidc_name": "Lab"}
     with (
         mock_provider(ada) as issuer,
         served(tmp_path / "home", oidc_issuer=issuer, oidc_teams=("gpu-vision=vision",), **options) as server,
-        browser() as chromium,
         reader(chromium, server, token="") as page,
     ):
         terminal = server.connection("")
@@ -53,8 +53,9 @@ def test_an_account_of_a_real_provider_signs_in_and_approves_a_terminal(tmp_path
             check_access(page)
 
 
-def test_dangerous_forms_ask_first_and_work_with_the_keyboard(tmp_path: Path) -> None:
-    with served(tmp_path / "home") as server, browser() as chromium, reader(chromium, server) as page:
+@pytest.mark.long
+def test_dangerous_forms_ask_first_and_work_with_the_keyboard(chromium: Browser, tmp_path: Path) -> None:
+    with served(tmp_path / "home") as server, reader(chromium, server) as page:
         page.goto("/ui/people")
         page.click("text=Create a user or a service")
         page.fill("input[name=name]", "eve")
