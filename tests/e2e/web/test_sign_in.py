@@ -14,7 +14,6 @@ from tests.support.server.served import served
 from tests.support.web.browser import reader
 
 
-
 def check_access(page: Page) -> None:
     """Fail for serious findings of axe."""
     found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
