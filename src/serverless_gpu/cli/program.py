@@ -51,6 +51,7 @@ COMMANDS = {
     "env": CommandEntry("environments:env", "Capture, restore and compare environments."),
     "gpus": CommandEntry("this_machine:gpus", "List the GPUs and CPU slots of this machine."),
     "help": CommandEntry("help:help_command", "Show the help of a command."),
+    "index": CommandEntry("access.indexes:index", "List, set and delete package indexes."),
     "join": CommandEntry("join:join", "Make this machine a node of a server."),
     "login": CommandEntry("access.sign_in:login", "Log in to a server."),
     "logout": CommandEntry("access.principals:logout", "Delete this home's server address and token."),
@@ -96,7 +97,7 @@ SECTIONS = {
     "Nodes and pools": ("node", "pool", "share", "join"),
     "People and access": ("whoami", "user", "team", "token", "session", "secret", "policy", "audit"),
     "Money": ("usage", "budget", "price"),
-    "Environments": ("env",),
+    "Environments": ("env", "index"),
     "Planning": ("advise", "simulate"),
     "Help": ("help", "version", "completion", "schema"),
 }

@@ -122,6 +122,11 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 @click.option("--ui/--no-ui", default=None, help="Serve web pages (default).")
 @click.option("--path-prefix", metavar="PATH", help="Path below which a proxy serves this server, such as /gpu.")
 @click.option(
+    "--index-proxy", metavar="ADDRESS:PORT", help="Listen here as a proxy of package indexes (default: no index proxy)."
+)
+@click.option("--index-url", metavar="URL", help="URL of the index proxy for other machines, such as a proxy address.")
+@click.option("--index-open/--no-index-open", default=None, help="Serve the index proxy without tokens.")
+@click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     help="Engine of the pool (default: local). The ray engine also uses machines that join the pool.",
@@ -179,6 +184,8 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         lines = (*_address_lines(url, home, mlflow), *_web_lines(settings, url, running))
         for line in (*lines, *_outside_lines(settings, running), *joining):
             say(line)
+        if settings.index_proxy is not None:
+            say(f"index proxy: {settings.index_proxy.url} (indexes: sgpu index list)")
         for warning in running.warnings:
             say(f"sgpu: warning: {warning}", err=True)
 

@@ -87,6 +87,8 @@ class Resource(StrEnum):
     # Names and versions of secrets. Write access permits setting and deleting a secret. No route returns a secret's
     # value.
     SECRETS = "secrets"
+    # Package indexes of the index proxy. Who may change an index decides which hosts the server connects to.
+    INDEXES = "indexes"
 
 
 class Right(StrEnum):
@@ -122,6 +124,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
         Resource.TOKENS: (_OWN, _OWN),
         Resource.METRICS: (_ALL, _NONE),
         Resource.SECRETS: (_TEAM, _TEAM),
+        Resource.INDEXES: (_ALL, _NONE),
     },
     "member": {
         Resource.RUNS: (_TEAM, _OWN),
@@ -140,6 +143,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
         Resource.TOKENS: (_OWN, _OWN),
         Resource.METRICS: (_ALL, _NONE),
         Resource.SECRETS: (_TEAM, _TEAM),
+        Resource.INDEXES: (_ALL, _NONE),
     },
     "viewer": {
         Resource.RUNS: (_TEAM, _NONE),
@@ -154,6 +158,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
         Resource.TEAMS: (_TEAM, _NONE),
         Resource.TOKENS: (_OWN, _OWN),
         Resource.METRICS: (_ALL, _NONE),
+        Resource.INDEXES: (_ALL, _NONE),
     },
     "agent": {
         Resource.AGENTS: (_OWN, _OWN),

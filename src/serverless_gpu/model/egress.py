@@ -57,11 +57,13 @@ class EgressPolicy(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         allow: destinations that are open, in the notation of `Destination`.
         closed: control endpoints in the same notation.
+        index_proxy: destinations of the server's index proxy, the only ones that builds reach.
     """
 
     mode: Egress = OPEN
     allow: tuple[str, ...] = ()
     closed: tuple[str, ...] = ()
+    index_proxy: tuple[str, ...] = ()
 
 
 class Destination(msgspec.Struct, frozen=True):
@@ -137,20 +139,31 @@ def check_allowed(texts: Sequence[str]) -> tuple[str, ...]:
 def merged(policies: Sequence[EgressPolicy]) -> EgressPolicy:
     """Return the policy that satisfies all policies of the nodes on one machine.
 
-    The strictest mode and all closed endpoints apply. A destination is allowed only if each policy allows it.
+    The strictest mode and all closed endpoints apply. A destination is allowed only if each policy allows it. Builds
+    reach a destination only if each policy names it as index proxy.
     """
     if not policies:
         return EgressPolicy()
     mode = max((policy.mode for policy in policies), key=EGRESS.index)
-    others = [frozenset(policy.allow) for policy in policies[1:]]
-    allow = tuple(text for text in policies[0].allow if all(text in other for other in others))
     closed = tuple(dict.fromkeys(text for policy in policies for text in policy.closed))
-    return EgressPolicy(mode=mode, allow=allow, closed=closed)
+    return EgressPolicy(
+        mode=mode,
+        allow=_common([policy.allow for policy in policies]),
+        closed=closed,
+        index_proxy=_common([policy.index_proxy for policy in policies]),
+    )
 
 
 def digest_of(policy: EgressPolicy) -> str:
     """Return a short digest of a policy, by which a server knows that a node has applied the policy."""
-    return hashlib.sha256(msgspec.json.encode(policy)).hexdigest()[:16]
+    said = msgspec.structs.asdict(policy)
+    if not policy.index_proxy:  # As nodes compute it that know no index proxy.
+        del said["index_proxy"]
+    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+
+
+def _common(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(text for text in lists[0] if all(text in other for other in lists[1:]))
 
 
 def _split(text: str) -> tuple[str, str | None]:

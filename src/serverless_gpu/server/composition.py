@@ -50,6 +50,11 @@ from serverless_gpu.server.identity.oidc_service import OidcService
 from serverless_gpu.server.identity.password_service import PasswordService
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
+from serverless_gpu.server.index_proxy import index_service
+from serverless_gpu.server.index_proxy.index_catalog import IndexCatalog
+from serverless_gpu.server.index_proxy.index_service import IndexService
+from serverless_gpu.server.index_proxy.index_tokens import IndexTokens
+from serverless_gpu.server.index_proxy.request_log import IndexRequestLog
 from serverless_gpu.server.invariants.self_check import MissedRunCheck, SelfCheck
 from serverless_gpu.server.lifecycle import reports
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
@@ -188,6 +193,12 @@ class Services(ServerResources):
     agents: AgentService
     pools: PoolService
 
+    # Package indexes
+    index_catalog: IndexCatalog
+    index_tokens: IndexTokens
+    index_log: IndexRequestLog
+    indexes: IndexService
+
     # Usage policies, prices, usage and budgets
     policy_admission: PolicyAdmission
     policies: PolicyService
@@ -272,6 +283,7 @@ ROUTES: tuple[Routes, ...] = (
     environments.routes,
     estimates.routes,
     device_views.routes,
+    index_service.routes,
     node_service.routes,
     pools.routes,
     policies.routes,

@@ -35,7 +35,7 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server.composition import guarded
+from serverless_gpu.server.composition import Services, guarded
 from serverless_gpu.server.core import server_log
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.loops import JumpTolerantClock
@@ -56,6 +56,8 @@ from serverless_gpu.server.http.listener import (
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.server.identity.uid_sharing import Exposure
+from serverless_gpu.server.index_proxy import listener as index_listener
+from serverless_gpu.server.index_proxy.application import IndexProxy
 from serverless_gpu.server.operations import systemd
 from serverless_gpu.server.startup import Operator, assembled
 
@@ -294,7 +296,8 @@ def serve(
             administrator = Caller(name=assembly.tokens.principal)
             running.sign_in_path = lambda: services.sessions.link(administrator).path
             assembly.leader_lock.on_gone = running.stop
-            running.serve_until_stopped()
+            with _index_proxy(services, certificate):
+                running.serve_until_stopped()
             if assembly.leader_lock.is_gone:
                 hint = "stop the other server before you start this server again"
                 raise TakenOver("another server has taken the database over", hint=hint)
@@ -306,6 +309,18 @@ def _certificate(settings: Settings, clock: Clock) -> Certificate | None:
         (settings.directory / tls.FILE).unlink(missing_ok=True)
         return None
     return Certificate(settings.tls_cert, settings.tls_key, directory=settings.directory, clock=clock)
+
+
+@contextlib.contextmanager
+def _index_proxy(services: Services, certificate: Certificate | None) -> Iterator[None]:
+    """Serve the index proxy if the settings name its address."""
+    if services.settings.index_proxy is None:
+        yield
+        return
+    application = ProxyMiddleware(services.make(IndexProxy), hub=services.hub, proxies=services.settings.behind_proxy)
+    with index_listener.served(application, services.settings, certificate) as thread:
+        services.health.watch("index_proxy", thread.problem)
+        yield
 
 
 def _configuration(app: AccessLogMiddleware) -> uvicorn.Config:

@@ -19,6 +19,8 @@ WITHOUT_JSON = {
         "cancel",
         "clean",
         "down",
+        "index delete",
+        "index set",
         "login",
         "logout",
         "node approve",

@@ -123,3 +123,13 @@ def test_the_policy_of_a_machine_is_as_strict_as_each_nodes(policies: list[Egres
 def test_a_digest_tells_policies_apart() -> None:
     policies = [EgressPolicy(), EgressPolicy(mode="none"), EgressPolicy(allow=("a",)), EgressPolicy(closed=("a",))]
     assert len({digest_of(policy) for policy in policies}) == len(policies)
+
+
+def test_27_builds_reach_an_index_proxy_that_all_nodes_of_a_machine_name() -> None:
+    one, other = (
+        EgressPolicy(index_proxy=("10.0.0.5:7880", "10.0.0.6:7880")),
+        EgressPolicy(index_proxy=("10.0.0.5:7880",)),
+    )
+    assert merged([one, other]).index_proxy == ("10.0.0.5:7880",)
+    assert merged([one, EgressPolicy()]).index_proxy == ()
+    assert len({digest_of(one), digest_of(other), digest_of(EgressPolicy())}) == 3

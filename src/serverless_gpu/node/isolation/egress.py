@@ -17,6 +17,9 @@ If a name cannot be resolved, its earlier addresses stay open for an hour. Witho
 closed. The node resolves names every minute. A program that reads other addresses from its name server can be refused
 for a minute.
 
+A build reaches the index proxy of the server and nothing else (`NodeEgress.confined_build`). If the node is killed
+during a build, the uid of the build stays closed until the next build with the same uid has ended.
+
 If the node is killed, the rules stay. Without the rules, the principals' remaining processes would be open.
 """
 
@@ -30,7 +33,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -121,6 +124,37 @@ class NodeEgress:
         self._applied_ns = 0
         self._loaded: EgressRules | None = None
         self._said = ""
+        self._builds: frozenset[int] | None = None  # None before the node has read the builds of its earlier process.
+
+    @contextlib.contextmanager
+    def confined_build(self, uid: int) -> Iterator[None]:
+        """Let a uid reach the index proxy of the server and nothing else, until the end of the context.
+
+        The uid must be one of the range for principals. Start the build within the context, and end all of its
+        processes before the end of the context. Raises IsolationUnavailable.
+        """
+        if not any(first <= uid <= last for first, last in ranges_of(self._environ)):
+            raise IsolationUnavailable(f"the uid {uid} of a build is not one of the node's range for principals")
+        if self._policy is None or not self._policy.index_proxy:
+            raise IsolationUnavailable(
+                "the node knows no index proxy for builds",
+                hint="start the server with --index-proxy, and give the node's pool an isolation level",
+            )
+        self._change_builds(add=frozenset({uid}))
+        try:
+            yield
+        finally:
+            self._change_builds(remove=frozenset({uid}))
+
+    def _change_builds(self, *, add: frozenset[int] = frozenset(), remove: frozenset[int] = frozenset()) -> None:
+        with self._lock:
+            before = self._builds or frozenset()
+            self._builds = (before | add) - remove
+            try:
+                self._enforce()
+            except IsolationUnavailable:
+                self._builds = before
+                raise
 
     def require(self, policy: EgressPolicy) -> str:
         """Apply a policy before an attempt starts.
@@ -204,13 +238,18 @@ class NodeEgress:
         if policy is None:
             return
         own = msgspec.structs.replace(policy, closed=(*policy.closed, *_endpoint(self._server_url())))
-        entry = NodeEntry(policy=own, uids=ranges_of(self._environ), boot_id=self._clock.boot_id())
+        uids, boot_id = ranges_of(self._environ), self._clock.boot_id()
         try:
-            with _policies(self._environ, self._clock.boot_id()) as known:
-                known[self._home] = entry
+            with _policies(self._environ, boot_id) as known:
+                if self._builds is None:
+                    # Processes of a build can outlive the node's process. Their uids stay closed.
+                    self._builds = frozenset(known[self._home].builds if self._home in known else ())
+                builds = tuple(sorted(self._builds))
+                known[self._home] = NodeEntry(policy=own, uids=uids, boot_id=boot_id, builds=builds)
                 policies = [each.policy for each in known.values()]
-                uids = tuple(pair for each in known.values() for pair in each.uids)
-                rules = self._rules(merged(policies), uids)
+                all_uids = tuple(pair for each in known.values() for pair in each.uids)
+                all_builds = {uid for each in known.values() for uid in each.builds}
+                rules = self._rules(merged(policies), all_uids, all_builds)
                 if rules != self._loaded:
                     _load(rules, self._environ)
                     self._loaded = rules
@@ -220,9 +259,12 @@ class NodeEgress:
                 f"the node cannot store its network policy: {error}", hint=f"make {place} writable for the node"
             ) from None
 
-    def _rules(self, policy: EgressPolicy, uids: tuple[tuple[int, int], ...]) -> EgressRules:
-        allow, closed = [destination(text) for text in policy.allow], [destination(text) for text in policy.closed]
-        found = self._names.addresses({each.host for each in (*allow, *closed) if each.network is None})
+    def _rules(
+        self, policy: EgressPolicy, uids: tuple[tuple[int, int], ...], builds: Collection[int] = ()
+    ) -> EgressRules:
+        lists = (policy.allow, policy.closed, policy.index_proxy)
+        allow, closed, proxy = ([destination(text) for text in texts] for texts in lists)
+        found = self._names.addresses({each.host for each in (*allow, *closed, *proxy) if each.network is None})
         return EgressRules(
             uids=uids,
             mode=policy.mode,
@@ -230,6 +272,8 @@ class NodeEgress:
             allowed=tuple(_resolved(allow, found)),
             closed=tuple(_resolved(closed, found)),
             resolvers=resolvers(_RESOLVERS),
+            index_proxy=tuple(_resolved(proxy, found)),
+            builds=tuple(sorted(builds)),
         )
 
 
@@ -288,11 +332,12 @@ def resolvers(path: Path) -> tuple[str, ...]:
 
 
 class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of one node of this machine, and the uids of its principals."""
+    """Policy of one node of this machine, the uids of its principals, and the uids of its running builds."""
 
     policy: EgressPolicy
     uids: tuple[tuple[int, int], ...]
     boot_id: str
+    builds: tuple[int, ...] = ()
 
 
 @contextlib.contextmanager

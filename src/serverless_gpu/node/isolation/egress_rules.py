@@ -8,6 +8,7 @@
                                                              ├─ control endpoints ─▶ reject
                                                              └─ mode: open ─▶ accept; pool ─▶ allow-list; reject
                             … to an address of this node ─▶ local ─▶ dial4/6
+                            … of a build ─▶ build: index proxy ─▶ accept; reject
 
 A rank reaches TCP services of its own node only if their listener has the rank's uid. The rules need no list of ports.
 An nftables rule cannot see the owner of a listener in a SYN. The listener's answer passes the output hook too, and has
@@ -60,6 +61,8 @@ class EgressRules(msgspec.Struct, frozen=True, kw_only=True):
         allowed: further allowed destinations.
         closed: control endpoints.
         resolvers: addresses of name servers.
+        index_proxy: destinations that builds reach.
+        builds: uids of running builds, which are uids of principals.
     """
 
     uids: tuple[tuple[int, int], ...]
@@ -68,6 +71,8 @@ class EgressRules(msgspec.Struct, frozen=True, kw_only=True):
     allowed: tuple[Destination, ...] = ()
     closed: tuple[Destination, ...] = ()
     resolvers: tuple[str, ...] = ()
+    index_proxy: tuple[Destination, ...] = ()
+    builds: tuple[int, ...] = ()
 
 
 class _Version:
@@ -94,10 +99,15 @@ def ruleset(rules: EgressRules, table: str = TABLE, *, afresh: bool = False) -> 
     lines += [f"table {FAMILY} {table} {{", *_sets(rules)]
     for version in _VERSIONS:
         lines += _records(version)
+    lines += _chain("build", [*_verdicts(rules.index_proxy, "accept"), "reject"])
     lines += _chain("local", _local(rules))
     lines += _chain("principal", _principal(rules))
     lines += _chain("output", _output())
-    return "\n".join((*lines, "}", ""))
+    # The set keeps its elements when the rules are replaced, so the same transaction empties it.
+    lines += ["}", f"flush set {FAMILY} {table} builds"]
+    if rules.builds:
+        lines.append(f"add element {FAMILY} {table} builds {{ {', '.join(map(str, sorted(rules.builds)))} }}")
+    return "\n".join((*lines, ""))
 
 
 def removal(table: str = TABLE) -> str:
@@ -122,6 +132,7 @@ def admission(uid: int, addresses: Iterable[str], table: str = TABLE) -> str:
 def _sets(rules: EgressRules) -> list[str]:
     uids = ", ".join(f"{first}-{last}" if first != last else f"{first}" for first, last in _joined(rules.uids))
     lines = _set("principals", "type uid; flags interval;", f"elements = {{ {uids} }}")
+    lines += _set("builds", "type uid;")
     lines += _set("syns", "type uid; flags dynamic,timeout;", f"size {_RECORDS_MAX}; timeout 1m;")
     for version in _VERSIONS:
         lines += _set(f"gang{version.number}", f"type uid . {version.address}; flags timeout;", "size 65536;")
@@ -191,6 +202,7 @@ def _local(rules: EgressRules) -> list[str]:
 def _principal(rules: EgressRules) -> list[str]:
     """Return the rules for the sockets of principals."""
     return [
+        "meta skuid @builds goto build",
         'oifname "lo" goto local',
         *(f"meta skuid . {version.ip} daddr @gang{version.number} accept" for version in _VERSIONS),
         *_name_servers(rules),

@@ -3,6 +3,7 @@
     key ─┬─ "sealing"  ─▶ `Sealer`: encrypts callers' variables and secrets in the database
          ├─ "attempts" ─▶ tokens of attempts, one for each supervisor
          ├─ "sessions" ─▶ tokens of nodes' sessions
+         ├─ "indexes"  ─▶ tokens of the index proxy, and signatures of its links
          └─ "requests" ─▶ fingerprints that identify repeated requests
 
     sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
@@ -21,6 +22,10 @@ The server computes session tokens in the same way. A session token is valid whi
 bound to no other key.
 
     sgpn_<node's own token>_<fingerprint of the node's keys>_<until>_<43 characters>
+
+Tokens of the index proxy name their holder (a build, an attempt or a user) in hexadecimal.
+
+    sgpx_<holder>_<until>_<43 characters>
 
 A database copy alone reveals neither callers' variables nor attempt tokens. Without the key file, sealed data is lost.
 `sgpu server backup` therefore saves the key file with the database. Keep a backup as confidential as the server.
@@ -54,6 +59,8 @@ SESSION_PREFIX = "sgpn_"
 _SESSION = re.compile(
     SESSION_PREFIX + r"(?P<token>[^_]{26})_(?P<key>[0-9a-f]{32})_(?P<until>[1-9][0-9]{0,11})_[A-Za-z0-9_-]{43}"
 )
+INDEX_PREFIX = "sgpx_"
+_INDEX = re.compile(INDEX_PREFIX + r"(?P<holder>(?:[0-9a-f]{2}){1,256})_(?P<until>[1-9][0-9]{0,11})_[A-Za-z0-9_-]{43}")
 _UNNAMED = re.compile(r"\.(key|key\.next|rotation\.json|token|node\.token|join\.token|[^/]+\.mark)\.[0-9a-f]{16}")
 
 
@@ -81,6 +88,7 @@ class Keys:
         self._attempts = _derived(key, "attempts")
         self._requests = _derived(key, "requests")
         self._sessions = _derived(key, "sessions")
+        self._indexes = _derived(key, "indexes")
 
     def attempt_token(self, run_id: str, fence: int, crew: int = 0, *, until_s: int | None = None) -> str:
         """Return the attempt token of one supervisor. Equal arguments produce the same token.
@@ -115,6 +123,25 @@ class Keys:
             return None
         session = NodeSession(match["token"], match["key"], int(match["until"]))
         return session if hmac.compare_digest(token, self.session_token(session)) else None
+
+    def index_token(self, holder: str, *, until_s: int) -> str:
+        """Return a token of the index proxy. Equal arguments produce the same token."""
+        parts = [holder.encode().hex(), f"{until_s}"]
+        said = hmac.digest(self._indexes, ":".join(["token", *parts]).encode(), "sha256")
+        return INDEX_PREFIX + "_".join([*parts, encode(said)])
+
+    def index_holder(self, token: str) -> tuple[str, int] | None:
+        """Return the holder of a token of the index proxy and its end in seconds since 1970, or None."""
+        match = _INDEX.fullmatch(token)
+        if match is None:
+            return None
+        holder, until_s = bytes.fromhex(match["holder"]).decode("utf-8", "replace"), int(match["until"])
+        signed = self.index_token(holder, until_s=until_s)
+        return (holder, until_s) if hmac.compare_digest(token, signed) else None
+
+    def link_signature(self, link: str) -> str:
+        """Return the signature of a link of the index proxy, 128 bits in 22 characters."""
+        return encode(hmac.digest(self._indexes, f"link:{link}".encode(), "sha256")[:16])
 
     def fingerprint(self, request: bytes) -> str:
         """Return a keyed 64-character hash of a request.

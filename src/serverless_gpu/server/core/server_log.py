@@ -55,6 +55,12 @@ FIELDS = (
     "ms",  # Milliseconds until the first response byte.
     "total_ms",  # Milliseconds until the last response byte.
     "peer",  # Network address of the peer.
+    "client",  # Client of the index proxy: a build, an attempt, a user or an address.
+    "index",  # Package index of the index proxy.
+    "project",  # Project of a package index.
+    "file",  # File of a package index.
+    "bytes",  # Bytes of the response body.
+    "outcome",  # Result of a request of the index proxy.
     "more",  # Number of dropped log lines before this line.
 )
 VALUE_CHARACTERS_MAX = 200
@@ -73,7 +79,7 @@ MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
 """Minimum length of a secret that the formatter removes. Shorter secrets could match ordinary words."""
-_TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
+_TOKEN = re.compile(r"\b(sgp[uanx]_)[A-Za-z0-9_\-]{8,}")
 _PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 _BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
 _ROW = re.compile(r"Failing row contains \(.*")

@@ -114,6 +114,10 @@ class ServerMetrics:
         self.store = histogram("store_seconds", "Duration of a store call in seconds.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Failed calls to a store.", "store", "operation")
         self.violations = counter("violations", "Invariant violations that the self-check found.", "invariant")
+        self.index_requests = counter(
+            "index_proxy_requests", "Requests of the index proxy, by index and outcome.", "index", "outcome"
+        )
+        self.index_bytes = counter("index_proxy_bytes", "Bytes that the index proxy sent, by index.", "index")
         # Create the failure series at zero, so that Prometheus notices the first failure of each series.
         for kind in ("read", "write"):
             self.transaction_failures.labels(kind)

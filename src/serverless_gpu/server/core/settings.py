@@ -45,6 +45,7 @@ from serverless_gpu.engines.ray.start_arguments import check_node_address, ports
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.access_control import Role
+from serverless_gpu.model.egress import destination
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.model.usage_policy import MAX_RUN_S
 from serverless_gpu.units import parse_duration_s
@@ -144,6 +145,22 @@ def _typed(seconds: float) -> str:
     return f"{seconds / size:.0f}{unit}"
 
 
+class IndexProxySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the index proxy.
+
+    Attributes:
+        host: address of this machine on which the proxy listens.
+        port: port of the proxy.
+        url: URL of the proxy for clients, with a slash at its end.
+        open: True if clients need no token.
+    """
+
+    host: str
+    port: int
+    url: str
+    open: bool = False
+
+
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings before validation, with their defaults. The values "" and None select a default."""
 
@@ -193,6 +210,9 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     oidc_roles: tuple[str, ...] = ()
     oidc_role: Literal["admin", "operator", "member", "viewer", "none"] = "member"
     oidc_create: bool = False
+    index_proxy: str = ""
+    index_url: str = ""
+    index_open: bool = False
     queue_half_life: str = _typed(_USUAL.half_life_s)
     queue_entry_penalty: str = _typed(_USUAL.entry_penalty_s)
     queue_reservations: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.reservations
@@ -244,6 +264,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         path_prefix: path below which a proxy serves this server, such as "/gpu"; "" for the root.
         oidc: identity provider with which users sign in; None for none.
         stopping_s: time for running requests to finish when the server stops. A stopping server refuses new requests.
+        index_proxy: settings of the proxy for package indexes; None for no proxy.
         queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
     """
 
@@ -284,6 +305,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     oidc: OidcSettings | None = None
     stopping_s: float = 30.0
     queue: QueuePolicy = _USUAL
+    index_proxy: IndexProxySettings | None = None
 
     @property
     def directory(self) -> Path:
@@ -361,6 +383,7 @@ def read_settings(
         oidc=checked.oidc(merged),
         stopping_s=checked.stop_within_s(merged),
         queue=checked.queue(merged),
+        index_proxy=checked.index_proxy(merged),
     )
 
 
@@ -652,6 +675,36 @@ class _Checked:
             )
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}", hint=hint)
         return text
+
+    def index_proxy(self, said: _Options) -> IndexProxySettings | None:
+        if not said.index_proxy:
+            for name in ("index_url", "index_open"):
+                if getattr(said, name):
+                    raise self._impossible(
+                        name, f"{name} needs index_proxy", hint="set its address: --index-proxy ADDRESS:PORT"
+                    )
+            return None
+        hint = "use an address of this machine and a port, such as 10.0.0.5:7880"
+        try:
+            where = destination(said.index_proxy)
+        except InvalidValue as error:
+            raise self._impossible("index_proxy", f"index_proxy: {error.message}", hint=hint) from None
+        if not where.first or where.first != where.last:
+            raise self._impossible("index_proxy", f"index_proxy is {said.index_proxy!r}", hint=hint)
+        network = where.network
+        if network is not None and (network.num_addresses > 1 or network.network_address.is_unspecified):
+            raise self._impossible("index_proxy", f"index_proxy is {said.index_proxy!r}, not one address", hint=hint)
+        host = where.host if network is None else str(network.network_address)
+        url = said.index_url or f"{'https' if said.tls_cert else 'http'}://{where.text}/"
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError as error:
+            raise self._impossible("index_url", f"index_url is {_shown(url)!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None or parts.query:
+            hint = "use an address like https://packages.gpu.internal/"
+            raise self._impossible("index_url", f"index_url is {_shown(url)!r}", hint=hint)
+        return IndexProxySettings(host=host, port=where.first, url=f"{url.rstrip('/')}/", open=said.index_open)
 
     def _duration(self, name: str, text: str, least_s: float, most_s: float) -> float:
         try:

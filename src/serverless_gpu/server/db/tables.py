@@ -379,6 +379,20 @@ secrets = sa.Table(
     sa.Column("by", sa.String(64), nullable=False),
 )
 
+indexes = sa.Table(  # Package indexes of the index proxy.
+    "indexes",
+    metadata,
+    sa.Column("name", sa.String(32), primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("hosts_json", sa.Text, nullable=False),  # Further hosts of files.
+    sa.Column("private", sa.Boolean, nullable=False),
+    sa.Column("secret", sa.String(64), nullable=False),  # Name of the secret with the credentials, or "".
+    sa.Column("secret_kind", sa.String(8), nullable=False),
+    sa.Column("secret_owner", sa.String(64), nullable=False),
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("by", sa.String(64), nullable=False),
+)
+
 orders = sa.Table(  # Outbox of orders to nodes. The server repeats each order until the node's acknowledgement.
     "orders",
     metadata,

@@ -48,7 +48,7 @@ class AccessLogMiddleware:
         self.proxy = proxy
         self._measures, self._clock = measures, clock
         self._quiet: Counter[tuple[str, str]] = Counter()
-        self._refused = _Budget(clock)
+        self._refused = LineBudget(clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request to the proxy middleware, and log the result."""
@@ -123,7 +123,7 @@ class _Request:
         await self._send(message)
 
 
-class _Budget:
+class LineBudget:
     """Limits the number of log lines per second."""
 
     def __init__(self, clock: Clock) -> None:

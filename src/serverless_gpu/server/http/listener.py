@@ -128,17 +128,17 @@ def bind_sockets(settings: Settings) -> ListeningSockets:
         InvalidValue: this machine lacks the address, or tokens would cross a network unencrypted.
     """
     is_safe = bool(settings.tls_cert or settings.behind_proxy)
-    if not is_safe and not _is_loopback(settings.host):
+    if not is_safe and not is_loopback(settings.host):
         raise InvalidValue(
             f"a server that listens on {settings.host} would send tokens across the network unencrypted",
             hint="set a certificate with --tls-cert and --tls-key. Or listen on loopback behind a TLS proxy, "
             "with its name in --allow-host. Or name the TLS proxy's address: --behind-proxy ADDRESS",
         )
     if settings.port is not None:
-        main = _bound(settings.host, settings.port)
+        main = bound_socket(settings.host, settings.port)
     else:
         main = _remembered(settings.host, settings.directory / "port", PORT)
-    if not settings.tls_cert and (_is_loopback(settings.host) or _is_unspecified(settings.host)):
+    if not settings.tls_cert and (is_loopback(settings.host) or _is_unspecified(settings.host)):
         return ListeningSockets(main, None)
     try:
         return ListeningSockets(main, _remembered("127.0.0.1", settings.directory / "port.here", PORT + 1))
@@ -260,7 +260,7 @@ def _remembered(host: str, file: Path, first: int) -> socket.socket:
             ports.insert(0, last)
     for port in ports:
         try:
-            found = _bound(host, port)
+            found = bound_socket(host, port)
         except ServerProblem:
             continue
         file.write_text(f"{found.getsockname()[1]}\n", encoding="ascii")
@@ -268,7 +268,18 @@ def _remembered(host: str, file: Path, first: int) -> socket.socket:
     raise ServerProblem(f"no port is free on {host}")
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """Open a listening socket.
+
+    Args:
+        host: address of this machine.
+        port: port; 0 for any free port.
+        option: option that sets the port, for the message.
+
+    Raises:
+        ServerProblem: the port is taken.
+        InvalidValue: the address is not one of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -279,15 +290,18 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise ServerProblem(
-                f"the server cannot use port {port} of {host}: {error.strerror}", hint="choose another port with --port"
+                f"the server cannot use port {port} of {host}: {error.strerror}",
+                hint=f"choose another port with {option}",
             ) from error
         raise InvalidValue(
-            f"{host} is not an address of this machine: {error}", hint="set an address of this machine with --host"
+            f"{host} is not an address of this machine: {error}",
+            hint=f"set an address of this machine with {'--host' if option == '--port' else option}",
         ) from error
     return made
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address or `localhost`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

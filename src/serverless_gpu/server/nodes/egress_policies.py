@@ -2,7 +2,8 @@
 
     pool's mode and allow-list ─┐
     addresses of all nodes ─────┼─▶ EgressPolicy ─▶ in each order to start, and in the answer to a heartbeat of a node
-    server, database, Ray ──────┘                   that has applied another policy
+    server, database, Ray, ─────┘                   that has applied another policy
+    index proxy
 
 A node adds the address at which it reaches the server, and resolves names. Only nodes know the uids of principals.
 """
@@ -46,7 +47,12 @@ class EgressPolicies:
         pool = pools.find(connection, pool_name)
         if pool is None or pool.level == NONE:
             return None
-        return EgressPolicy(mode=pool.mode, allow=pool.allow, closed=self._endpoints(connection))
+        return EgressPolicy(
+            mode=pool.mode,
+            allow=pool.allow,
+            closed=self._endpoints(connection),
+            index_proxy=tuple(each.text for each in index_proxy_endpoints(self._settings)),
+        )
 
     def news(self, connection: sa.Connection, node_id: str, applied: str | None) -> EgressPolicy | None:
         """Return the policy for a node that has applied another policy, or None.
@@ -71,7 +77,7 @@ class EgressPolicies:
 
 
 def control_endpoints(settings: Settings) -> list[Destination]:
-    """Return the endpoints of the server, of its database and of Ray."""
+    """Return the endpoints of the server, of its index proxy, of its database and of Ray."""
     ports = {settings.port or PORT}
     with contextlib.suppress(OSError, ValueError):
         ports.add(int((settings.directory / "port").read_text(encoding="ascii")))
@@ -79,6 +85,7 @@ def control_endpoints(settings: Settings) -> list[Destination]:
     for name in settings.hosts:
         with contextlib.suppress(InvalidValue):
             found += [Destination(destination(name).host, port, port) for port in sorted(ports)]
+    found += [each for each in index_proxy_endpoints(settings) if not _is_loopback(each)]
     # The URL may list several database servers, or name the directory of a Unix socket.
     for place in urlsplit(settings.database).netloc.rpartition("@")[2].split(","):
         with contextlib.suppress(InvalidValue):
@@ -91,6 +98,19 @@ def control_endpoints(settings: Settings) -> list[Destination]:
         if host and port_text.isdigit():
             found.append(Destination(_canonical(host.strip("[]")), int(port_text), int(port_text)))
     return found
+
+
+def index_proxy_endpoints(settings: Settings) -> list[Destination]:
+    """Return the endpoint of the index proxy, and its endpoint behind another name."""
+    asked = settings.index_proxy
+    if asked is None:
+        return []
+    found = [Destination(_canonical(asked.host), asked.port, asked.port)]
+    parts = urlsplit(asked.url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with contextlib.suppress(InvalidValue):
+        found.append(Destination(destination(parts.hostname or "").host, port, port))
+    return list(dict.fromkeys(found))
 
 
 def policy_changes(before: StoredPool, now: StoredPool) -> bool:
@@ -108,6 +128,10 @@ def _hosts(host: str) -> list[str]:
             return [_canonical(one.address) for one in own_addresses() if not is_loopback(one)]
         return [] if address.is_loopback else [_canonical(host)]
     return [] if host == "localhost" else [host.lower()]
+
+
+def _is_loopback(each: Destination) -> bool:
+    return each.host == "localhost" if each.network is None else each.network.is_loopback
 
 
 def _canonical(host: str) -> str:

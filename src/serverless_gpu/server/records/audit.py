@@ -86,6 +86,8 @@ class Action(StrEnum):
     SERVER_ROTATE = "server.rotate"
     SECRET_SET = "secret.set"
     SECRET_DELETE = "secret.delete"
+    INDEX_SET = "index.set"
+    INDEX_DELETE = "index.delete"
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,6 +165,23 @@ def values(
     return tuple(found)
 
 
+def newest(connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str) -> bytes:
+    """Return the value of a secret's newest version.
+
+    Raises:
+        SecretMissing: the secret does not exist, or the server cannot decrypt its value.
+    """
+    last = _last(connection, whose, name)
+    if last is None or last.sealed is None:
+        of = f" --team {whose.owner}" if whose.kind == "team" else ""
+        raise SecretMissing(
+            f"{whose.kind} {whose.owner} has no secret {name[:64]!r}",
+            hint=f"create it with `sgpu secret set {name[:64]}{of}`",
+        )
+    _require_open(sealer, whose, name, last)
+    return sealer.unseal(last.sealed, about=_about(whose, name, last.version))
+
+
 def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[SecretOwner, str, int]]:
     """Return the secret versions that the current key cannot decrypt."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name, secrets.c.version, secrets.c.sealed)

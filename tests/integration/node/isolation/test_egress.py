@@ -282,3 +282,44 @@ def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) 
 def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress_rules, "_output", lambda: [])
     assert golden("node.egress.reaches-root") in egress.measure({**os.environ, PLACE: str(place)})
+
+
+def test_27_a_build_reaches_the_index_proxy_and_nothing_else(nets: Nets, place: Path) -> None:
+    local, beyond = f"127.0.0.1:{nets.ports[ROOT]}", f"{OTHER}:{SERVER_PORT}"
+    for mode in ("open", "pool", "none"):
+        kept = rules(nets, place, mode=mode, closed=(NODE,), index_proxy=(local, beyond), allow=(f"{ALLOWED}:{PORT}",))
+        before = reached(nets)
+        with inside(nets.node), kept.confined_build(ALICE):
+            found = reached(nets)
+            assert {target for target, said in found.items() if said == REACHED} == {"of root", "server"}, found
+            assert {said for said in found.values() if said != REACHED} == {REFUSED}
+            assert nets.here.send(ALICE, RESOLVER, 53) != "sent", "names are a way out"
+            assert nets.here.connect(BOB, ALLOWED, PORT) == REACHED, "another principal keeps its rules"
+            kept.require(EgressPolicy(mode="open", index_proxy=(beyond,)))
+            assert nets.here.connect(ALICE, OTHER, SERVER_PORT) == REACHED
+            assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED, "also under another policy of the pool"
+            kept.require(EgressPolicy(mode=mode, closed=(NODE,), index_proxy=(local,), allow=(f"{ALLOWED}:{PORT}",)))
+        assert reached(nets) == before
+
+
+def test_27_a_build_stays_confined_after_its_nodes_end_and_lost_rules(nets: Nets, place: Path) -> None:
+    policy: dict[str, Any] = {"mode": "open", "index_proxy": (f"{OTHER}:{SERVER_PORT}",)}
+    kept = rules(nets, place, **policy)
+    with inside(nets.node):
+        with kept.confined_build(ALICE):
+            nft_of("flush", "ruleset")
+            kept.refresh()
+            assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED
+            again = rules(nets, place, **policy)
+            assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED, "the next process of the node knows the build"
+        with again.confined_build(ALICE):
+            pass
+        assert nets.here.connect(ALICE, OTHER, PORT) == REACHED
+
+
+def test_27_a_build_needs_a_proxy_and_a_uid_of_the_range(nets: Nets, place: Path) -> None:
+    without, kept = rules(nets, place, mode="none"), rules(nets, place, mode="none", index_proxy=(f"{OTHER}:1",))
+    with inside(nets.node):
+        for each, uid in ((without, ALICE), (kept, ROOT), (kept, NOBODY)):
+            with pytest.raises(IsolationUnavailable), each.confined_build(uid):
+                pass

@@ -1,4 +1,4 @@
-"""Adds passwords, identities at an identity provider, and the creators of tokens."""
+"""Adds the package indexes of the index proxy."""
 
 from __future__ import annotations
 
@@ -11,29 +11,17 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Add the tables, and take the creators of existing tokens from the audit."""
+    """Create the table of package indexes."""
     op.create_table(
-        "passwords",
-        sa.Column("principal", sa.String(64), sa.ForeignKey("principals.name"), primary_key=True),
-        sa.Column("hash", sa.Text(), nullable=True),
-        sa.Column("changed_ns", sa.BigInteger(), nullable=True),
-        sa.Column("reset_sha256", sa.String(64), unique=True, nullable=True),
-        sa.Column("reset_until_ns", sa.BigInteger(), nullable=True),
-    )
-    op.create_table(
-        "identities",
-        sa.Column("id", sa.String(26), primary_key=True),
-        sa.Column("issuer", sa.String(512), nullable=False),
-        sa.Column("subject", sa.String(256), nullable=False),
-        sa.Column("principal", sa.String(64), sa.ForeignKey("principals.name"), nullable=False),
-        sa.Column("shown", sa.String(256), nullable=False),
+        "indexes",
+        sa.Column("name", sa.String(length=32), nullable=False),
+        sa.Column("url", sa.Text(), nullable=False),
+        sa.Column("hosts_json", sa.Text(), nullable=False),
+        sa.Column("private", sa.Boolean(), nullable=False),
+        sa.Column("secret", sa.String(length=64), nullable=False),
+        sa.Column("secret_kind", sa.String(length=8), nullable=False),
+        sa.Column("secret_owner", sa.String(length=64), nullable=False),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
-        sa.Column("used_ns", sa.BigInteger(), nullable=True),
-        sa.UniqueConstraint("issuer", "subject", name="uq_identities_issuer"),
-    )
-    op.create_index("ix_identities_principal", "identities", ["principal"])
-    op.add_column("tokens", sa.Column("made_by", sa.String(64), nullable=True))
-    op.execute(
-        "UPDATE tokens SET made_by = (SELECT MIN(audit.principal) FROM audit"
-        " WHERE audit.subject = tokens.id AND audit.action = 'token.create') WHERE kind IS NULL"
+        sa.Column("by", sa.String(length=64), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_indexes")),
     )
