@@ -248,7 +248,10 @@ def _address_lines(url: str, home: Home, mlflow: str) -> list[str]:
 
 
 def _web_lines(settings: Settings, url: str, running: UvicornServer) -> list[str]:
-    """Return the address of the web pages. Only a terminal receives a one-time link, because others may read a log."""
+    """Return the address of the web pages.
+
+    Only a terminal receives a one-time link, because others may read a log.
+    """
     if not settings.ui:
         return []
     if not sys.stdout.isatty():

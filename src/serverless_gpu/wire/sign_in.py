@@ -1,4 +1,4 @@
-"""Defines bodies for approving a terminal's login, for passwords, and for identities at an identity provider.
+"""Defines bodies for logins of terminals, passwords, and identities at an identity provider.
 
     POST   /device/codes                 DeviceCodeRequest  → DeviceCode          public
     POST   /device/token                 DevicePoll         → DeviceAnswer        public

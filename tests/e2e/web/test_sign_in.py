@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -24,7 +25,12 @@ def check_access(page: Page) -> None:
 @pytest.mark.spot
 def test_an_account_of_a_real_provider_signs_in_and_approves_a_terminal(chromium: Browser, tmp_path: Path) -> None:
     ada = {"sub": "ada-1", "preferred_username": "ada", "email": "ada@lab.example", "groups": ["gpu-vision"]}
-    options = {"oidc_client_id": "sgpu", "oidc_client_secret": "x", "oidc_create": True, "oidc_name": "Lab"}
+    options: dict[str, Any] = {
+        "oidc_client_id": "sgpu",
+        "oidc_client_secret": "x",
+        "oidc_create": True,
+        "oidc_name": "Lab",
+    }
     with (
         mock_provider(ada) as issuer,
         served(tmp_path / "home", oidc_issuer=issuer, oidc_teams=("gpu-vision=vision",), **options) as server,

@@ -54,7 +54,7 @@ class SmallProvider:
         self.userinfo: dict[str, Any] | None = None
         self.metadata: dict[str, Any] = {}
         self.key = RSAKey.generate_key(2048, auto_kid=True)
-        self.known = [self.key]
+        self.known: list[Any] = [self.key]
         self.algorithm = "RS256"
         self.ahead_s = 0
         self.is_down = False

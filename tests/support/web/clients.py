@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import httpx2
 
@@ -35,9 +34,12 @@ def csrf_of(client: httpx2.Client) -> str:
     return found[1]
 
 
-def post(client: httpx2.Client, path: str, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx2.Response:
-    """Post a form as a page of the server does, with the session's token if there is a session."""
+def post(client: httpx2.Client, path: str, *, origin: str = "", **fields: str) -> httpx2.Response:
+    """Post a form as a page of the server does, with the session's token if there is a session.
+
+    `origin` is the site whose page contains the form; the server's own unless another is given.
+    """
     if "sgpu_session" in client.cookies and "csrf" not in fields:
         fields["csrf"] = csrf_of(client)
-    origin = f"{client.base_url.scheme}://{client.base_url.netloc.decode()}"
-    return client.post(path, data=fields, headers={"Origin": origin, **(headers or {})})
+    origin = origin or f"{client.base_url.scheme}://{client.base_url.netloc.decode()}"
+    return client.post(path, data=fields, headers={"Origin": origin})

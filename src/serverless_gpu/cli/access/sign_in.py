@@ -84,7 +84,7 @@ def login(url: str, asks_token: bool, token_file: Path | None, no_browser: bool,
 
 
 def _approved_token(profile: ServerProfile, *, opens: bool) -> str:
-    """Return a token after a user has approved this terminal in a browser, or "" for a server without web pages."""
+    """Return a token after the approval in a browser, or "" for a server without web pages."""
     connection = connect(profile)
     try:
         while True:
@@ -140,7 +140,7 @@ def _wait(connection: Connection, code: DeviceCode) -> str:
             raise NotAllowed("a user has refused this login", hint="run `sgpu login` again")
         if answer.state == "expired":
             if is_over:
-                raise NotAuthenticated("nobody has approved the code in time", hint="run `sgpu login` again")
+                raise NotAuthenticated("no user has approved the code in time", hint="run `sgpu login` again")
             return ""
         interval_s = answer.interval_s or interval_s
 

@@ -8,7 +8,7 @@ The codes are in memory for ten minutes, so that callers without a token cannot 
 code the server has forgotten, for example at a restart, asks for another code.
 
 Failure cases:
-* A terminal that polls too often is told to slow down.
+* The server tells a terminal that polls too often to slow down.
 * A terminal that misses an answer receives the same token again, until the code expires.
 * A caller that guesses user codes reaches a rate limit. There are 25 billion codes, and at most a thousand are valid.
 * The host name is what the terminal says. The page shows the terminal's address too, and names what approval permits.

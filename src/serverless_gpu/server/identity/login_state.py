@@ -12,7 +12,9 @@ _RANDOM_BYTES = 32
 
 
 class LoginState(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that bind a callback to the browser that began the sign-in. A cookie of the browser contains them.
+    """Values that bind a callback to the browser that began the sign-in.
+
+    A cookie of the browser contains the values.
 
     Attributes:
         state: random text that the provider returns.

@@ -36,8 +36,8 @@ from joserfc.jwk import KeySet
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerUnavailable, TooManyRequests
 from serverless_gpu.server.core.settings import OidcSettings
-from serverless_gpu.server.identity.identity_mapping import Account, account_of, missing_claims
 from serverless_gpu.server.identity.login_state import LoginState
+from serverless_gpu.server.identity.provider_accounts import Account, account_of, missing_claims
 
 ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 1 << 20

@@ -36,11 +36,11 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, writing
-from serverless_gpu.server.identity import identity_mapping
+from serverless_gpu.server.identity import provider_accounts
 from serverless_gpu.server.identity.bootstrap import NODE
-from serverless_gpu.server.identity.identity_mapping import Account
 from serverless_gpu.server.identity.login_state import LoginState
 from serverless_gpu.server.identity.principal_service import PrincipalService, check_unscoped
+from serverless_gpu.server.identity.provider_accounts import Account
 from serverless_gpu.server.records import audit, credentials, principals
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.wire.access import PrincipalChange, PrincipalRequest, PrincipalView
@@ -99,7 +99,7 @@ class OidcService:
             raise NotFound("this server has no identity provider")
         return self._provider
 
-    def begin(self, *, to: str, links: bool, redirect: str) -> tuple[str, bytes]:
+    def start(self, *, to: str, links: bool, redirect: str) -> tuple[str, bytes]:
         """Return the provider's address for a sign-in, and the state of the sign-in for a cookie.
 
         Args:
@@ -147,7 +147,7 @@ class OidcService:
         """
         settings = self.settings
         assert settings is not None
-        role = identity_mapping.role_of(settings, account.groups)
+        role = provider_accounts.role_of(settings, account.groups)
         issuer, subject = account.issuer, account.subject
         if self._database.read(lambda connection: credentials.identity(connection, issuer, subject)) is None:
             if links or not settings.create:
@@ -243,7 +243,7 @@ class OidcService:
                 self._principals.change(SERVER, user.name, change)
             except InvalidValue as error:  # The user is the only administrator.
                 _log.warning("the role of %s stays %s: %s", user.name, user.role, error.message)
-        changes = identity_mapping.team_changes(settings, account.groups, user.teams)
+        changes = provider_accounts.team_changes(settings, account.groups, user.teams)
         there = self._database.read(principals.all_teams) if changes.join else ()
         for team in changes.join:
             if all(one.name != team for one in there):

@@ -3,14 +3,14 @@
     sgpu user password NAME            the user or an administrator sets a password
     sgpu user password NAME --link     a one-time link with which the user sets the password, valid for a day
 
-The database contains Argon2id hashes. An attempt to sign in takes the same time and has the same answer for an unknown
-user, for a user without a password and for a wrong password. Each user name and each address has a limited number of
-wrong attempts. A limited number of threads compute hashes, because each hash needs 64 MiB.
+The database contains Argon2id hashes. An unknown user and a wrong password take the same time and have the same
+answer. Each user name and each address has a limited number of wrong attempts. A limited number of threads compute
+hashes, because each hash needs 64 MiB.
 
 Failure cases:
 * After ten wrong passwords of a user, further attempts fail until the limit refills. Other ways to sign in still work.
 * A changed password ends the other sessions of the user. Tokens stay valid.
-* With an identity provider, nobody can sign in with a password. Stored passwords stay in the database.
+* With an identity provider, no user can sign in with a password. Stored passwords stay in the database.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class SessionService:
         self._database.write(work)
 
     def end_all(self, who: Caller, principal: str, *, reach: str, kept: str = "") -> tuple[str, ...]:
-        """End the sessions of a principal except the session `kept`, and return the identifiers of ended sessions."""
+        """End the sessions of a principal except `kept`, and return the identifiers of ended sessions."""
         if not covers(reach, name=who.name, teams=(), owner=principal):
             raise NotFound(f"there is no user or service {principal[:64]!r}")
         now_ns = self._clock.wall_ns()

@@ -13,9 +13,9 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerUnavailable
 from serverless_gpu.server.core.settings import OidcSettings
 from serverless_gpu.server.identity import oidc_provider
-from serverless_gpu.server.identity.identity_mapping import Account
 from serverless_gpu.server.identity.login_state import LoginState
 from serverless_gpu.server.identity.oidc_provider import OidcProvider
+from serverless_gpu.server.identity.provider_accounts import Account
 from serverless_gpu.testing import FakeClock
 from tests.support.server.identity_provider import CLIENT, SECRET, SmallProvider, small_provider
 
@@ -91,7 +91,7 @@ def test_a_key_that_the_provider_does_not_name_signs_nothing(small: SmallProvide
 
 def test_a_shared_secret_signs_nothing(small: SmallProvider) -> None:
     secret = OctKey.import_key(SECRET * 8, {"kid": str(small.key.kid)})
-    small.algorithm, small.key = "HS256", secret  # type: ignore[assignment]
+    small.algorithm, small.key = "HS256", secret  # type: ignore[assignment]  # a wrong key on purpose
     with pytest.raises(NotAuthenticated):
         sign_in(speaks_to(small), small)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import OidcSettings
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import audit
-from serverless_gpu.server.identity.identity_mapping import Account
 from serverless_gpu.server.identity.oidc_service import TICKET_S
+from serverless_gpu.server.identity.provider_accounts import Account
 from serverless_gpu.server.records import principals
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import PrincipalChange, PrincipalRequest, SessionOrigin
@@ -34,10 +35,8 @@ class Team:
         self._database, self._home, self._clock = database, home, clock
         self.services = self.with_settings()
         for name, role in (("root", "admin"), ("bob", "member")):
-            request = PrincipalRequest(name=name, role=role)  # type: ignore[arg-type]
-            database.write(
-                lambda connection, request=request: principals.create_principal(connection, request, now_ns=1)
-            )
+            request = PrincipalRequest(name=name, role=role)  # type: ignore[arg-type]  # from a tuple of texts
+            database.write(functools.partial(principals.create_principal, request=request, now_ns=1))
 
     def with_settings(self, **changes: Any) -> Services:
         oidc = OidcSettings(issuer=ISSUER, client_id="sgpu", **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     """Return services with the users root and alice, and the service bot."""
     made = made_services(database, tmp_path, clock=clock)
     for name, role, kind in (("root", "admin", "user"), ("alice", "member", "user"), ("bot", "member", "service")):
-        request = PrincipalRequest(name=name, role=role, kind=kind)  # type: ignore[arg-type]
-        database.write(lambda connection, request=request: principals.create_principal(connection, request, now_ns=1))
+        request = PrincipalRequest(name=name, role=role, kind=kind)  # type: ignore[arg-type]  # from a tuple of texts
+        database.write(functools.partial(principals.create_principal, request=request, now_ns=1))
     return made
 
 

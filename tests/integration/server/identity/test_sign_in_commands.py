@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +127,12 @@ def test_web_gives_the_browser_a_private_file_instead_of_the_link(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setenv("DISPLAY", ":0")
-    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)  # type: ignore[func-returns-value]
+
+    def open_page(address: str) -> bool:
+        opened.append(address)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_page)
     said = sgpu("web")
     path = laptop / sign_in.LINK_FILE
     assert opened == [path.as_uri()]
@@ -176,7 +182,7 @@ def test_passwords_are_set_changed_and_removed_on_the_command_line(server: Serve
 def test_up_shows_a_link_on_a_terminal_alone(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, ui: bool, shown: str
 ) -> None:
-    monkeypatch.setattr(server_commands.sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     settings: Any = SimpleNamespace(ui=ui)
     running: Any = SimpleNamespace(sign_in_path=lambda: "/ui/sign-in?code=secret")
     lines = "\n".join(server_commands._web_lines(settings, "http://127.0.0.1:7878", running))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -23,10 +25,8 @@ BROWSER = SessionOrigin(method="link", browser="Firefox", address="127.0.0.1")
 @pytest.fixture
 def alice(services: Services) -> Caller:
     for name, role in (("root", "admin"), ("alice", "member"), ("bob", "member")):
-        request = PrincipalRequest(name=name, kind="user", role=role)  # type: ignore[arg-type]
-        services.database.write(
-            lambda connection, request=request: principals.create_principal(connection, request, now_ns=1)
-        )
+        request = PrincipalRequest(name=name, kind="user", role=role)  # type: ignore[arg-type]  # from a tuple of texts
+        services.database.write(functools.partial(principals.create_principal, request=request, now_ns=1))
     return Caller(name="alice", role="member")
 
 

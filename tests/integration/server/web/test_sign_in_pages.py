@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Iterator
 from types import NoneType
+from typing import Any
 
 import httpx2
 import pytest
@@ -69,6 +70,16 @@ def test_a_name_and_a_password_sign_in_and_lead_to_the_page_that_was_asked_for(s
     assert somebody.get("/ui/").status_code == 200
 
 
+def found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match is not None
+    return match[1]
+
+
+problems: set[str] = set()
+"""What the page said of a wrong password and of an unknown name."""
+
+
 @pytest.mark.parametrize("name", ["alice", "nobody"])
 def test_a_wrong_password_and_an_unknown_name_have_one_answer(somebody: httpx2.Client, name: str) -> None:
     answer = post(somebody, "/ui/sign-in/password", name=name, password="wrong", to="/runs")
@@ -76,7 +87,8 @@ def test_a_wrong_password_and_an_unknown_name_have_one_answer(somebody: httpx2.C
     assert "set-cookie" not in answer.headers
     page = answer.text.replace(f'value="{name}"', "")
     assert 'value="/runs"' in page
-    assert re.search(r'class="problem"[^>]*>([^<]+)', page)[1] == "the name or the password is wrong"  # type: ignore[index]
+    problems.add(found(r'class="problem"[^>]*>([^<]+)', page))
+    assert len(problems) == 1
 
 
 @pytest.mark.parametrize("to", ELSEWHERE)
@@ -111,8 +123,8 @@ def test_an_unknown_secret_of_the_browser_ends_no_session(server: Served, somebo
 
 def test_a_form_of_another_site_signs_nobody_in(somebody: httpx2.Client) -> None:
     fields = {"name": "alice", "password": PASSWORD}
-    for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}):
-        assert post(somebody, "/ui/sign-in/password", headers=headers, **fields).status_code == 403
+    for origin in ("http://evil.example", "null"):
+        assert post(somebody, "/ui/sign-in/password", origin=origin, **fields).status_code == 403
     assert somebody.post("/ui/sign-in/password", data=fields).status_code == 403
 
 
@@ -219,7 +231,7 @@ def provider() -> Iterator[SmallProvider]:
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory, provider: SmallProvider) -> Iterator[Served]:
     """Yield a server with an identity provider, which creates users."""
-    options = {
+    options: dict[str, Any] = {
         "oidc_issuer": provider.issuer,
         "oidc_client_id": CLIENT,
         "oidc_client_secret": SECRET,
@@ -243,7 +255,7 @@ def begin(client: httpx2.Client, provider: SmallProvider, **claims: object) -> s
 def test_an_account_signs_in_and_the_cookie_of_the_sign_in_goes(team: Served, provider: SmallProvider) -> None:
     with stranger(team) as client:
         page = client.get("/ui/sign-in").text
-        assert "Sign in with Lab" in page
+        assert "with Lab<" in page
         assert 'name="password"' not in page
         answer = client.get(begin(client, provider, sub="1", preferred_username="ada"))
         assert (answer.status_code, answer.headers["location"]) == (303, "/ui/runs")
@@ -325,7 +337,7 @@ def test_an_account_with_a_taken_name_is_linked_by_its_owner_alone(team: Served,
         page = client.get(begin(client, provider, sub="7", preferred_username="bob"))
         assert page.status_code == 200
         assert "sgpu_session" not in client.cookies
-        link = html.unescape(re.search(r'href="(/ui/link[^"]+)"', page.text)[1])  # type: ignore[index]
+        link = html.unescape(found(r'href="(/ui/link[^"]+)"', page.text))
         assert client.get(link).headers["location"].startswith("/ui/sign-in?to=%2Flink%3Fticket%3D")
         client.get(sign_in_path(team, token))
         assert "bob" in client.get(link).text

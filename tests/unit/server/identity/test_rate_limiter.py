@@ -16,7 +16,7 @@ def test_a_key_has_a_number_of_attempts_that_refill_one_by_one() -> None:
         limiter.take("a")
     with pytest.raises(TooManyRequests) as caught:
         limiter.take("a")
-    assert caught.value.hint == "try again in 10 s"
+    assert "10 s" in caught.value.hint
     limiter.take("b")
     clock.advance(10)
     limiter.take("a")

@@ -1,4 +1,6 @@
-"""Approves the login of a terminal: `sgpu login` shows a code, and a signed-in reader compares and approves it.
+"""Approves the login of a terminal.
+
+`sgpu login` shows a code. A signed-in reader compares the code and approves the login.
 
     GET  /ui/device?code=BCDF-GHJK     the terminal that waits with this code, or a form for the code
     POST /ui/device                    approves or refuses

@@ -101,7 +101,7 @@ class RoleForm(Form, frozen=True, kw_only=True):
 
 
 class StateForm(Form, frozen=True, kw_only=True):
-    """Whether a user is disabled, and what happens to the user's runs."""
+    """The state of a user: disabled or not, and what happens to the runs of a disabled user."""
 
     disabled: bool
     runs: OnDisabled | None = None

@@ -91,7 +91,10 @@ class ProviderQuery(Query, frozen=True, kw_only=True):
 
 
 class CallbackQuery(Query, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Parameters with which the identity provider sends a reader back. Providers add parameters of their own."""
+    """Parameters with which the identity provider sends a reader back.
+
+    Providers add parameters of their own.
+    """
 
     code: Annotated[str, msgspec.Meta(max_length=4_000)] = ""
     state: Code = ""
@@ -237,7 +240,7 @@ def open_provider(
     """Send the reader to the identity provider."""
     to = check_target(query.to) if len(query.to) <= _LOGIN_TARGET_MAX else "/"
     try:
-        url, login = oidc.begin(to=to, links=query.links, redirect=_absolute(call, site, "/sign-in/callback"))
+        url, login = oidc.start(to=to, links=query.links, redirect=_absolute(call, site, "/sign-in/callback"))
     except ServerlessGpuError as error:
         return _Ways(call, site, passwords, oidc).page(to=to, problem=error)
     return ToProvider(url=url, login=base64.urlsafe_b64encode(login).decode())

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.errors import NotAllowed
 from serverless_gpu.server.core.settings import OidcSettings
-from serverless_gpu.server.identity.identity_mapping import (
+from serverless_gpu.server.identity.provider_accounts import (
     TeamChanges,
     account_of,
     missing_claims,

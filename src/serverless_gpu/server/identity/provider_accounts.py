@@ -71,7 +71,7 @@ def account_of(settings: OidcSettings, claims: Mapping[str, object], *, issuer: 
 
 
 def missing_claims(settings: OidcSettings, claims: Mapping[str, object]) -> bool:
-    """Return True if the provider's user information could contain more of the claims that the settings need."""
+    """Return True if claims lack something that the settings need and the user information may contain."""
     wanted = [settings.name_claim]
     wanted += [settings.groups_claim] if settings.teams or settings.roles else []
     wanted += ["email", "email_verified"] if settings.domains else []
