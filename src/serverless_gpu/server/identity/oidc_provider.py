@@ -35,6 +35,7 @@ from joserfc.jwk import KeySet
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerUnavailable, TooManyRequests
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.server.core.settings import OidcSettings
 from serverless_gpu.server.identity.login_state import LoginState
 from serverless_gpu.server.identity.provider_accounts import Account, account_of, missing_claims
@@ -244,7 +245,7 @@ class OidcProvider:
                 f"the identity provider {host} refused the sign-in: {_error_of(data)}", hint=_REGISTRATION
             )
         try:
-            return msgspec.json.decode(data, type=answer)
+            return from_json(data, answer)
         except msgspec.MsgspecError as error:
             raise ServerUnavailable(f"the answer of {host} cannot be understood", hint=_OTHER_WAY) from error
 

@@ -30,6 +30,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.access_control import covers
 from serverless_gpu.server.core.caller import Caller
@@ -126,7 +127,7 @@ class OidcService:
         """
         provider = self.provider
         try:
-            login = msgspec.json.decode(cookie, type=LoginState)
+            login = from_json(cookie, LoginState)
         except msgspec.MsgspecError:
             raise NotAuthenticated("the sign-in did not begin in this browser", hint="begin again") from None
         if error[0]:
