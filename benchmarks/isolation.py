@@ -1,17 +1,20 @@
-"""Rounds of runs in sandboxes, beside the same runs of a pool whose runs share a uid."""
+"""Rounds of runs at each isolation level of one pool: none, an own uid, and a sandbox.
+
+All contestants of a row use one server and one node in the home of the row. Each round first sets the level of the
+pool, outside of its time. So the environment is captured, uploaded and restored once for all levels, and only the
+level differs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 
 from benchmarks import ranks, remote
-from benchmarks.databases import held
 from benchmarks.ranks import GIGABYTE, now_ns
 from serverless_gpu import distributed
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.model.isolation import NONE, SANDBOX, Level
+from serverless_gpu.errors import ServerNotConfigured
+from serverless_gpu.model.isolation import NONE, SANDBOX, USER, Level
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import PoolRequest, PoolView
@@ -26,6 +29,11 @@ def warm_none(_directory: str) -> dict[str, object]:
     return _call(NONE)
 
 
+def warm_user(_directory: str) -> dict[str, object]:
+    """The same with an own uid."""
+    return _call(USER)
+
+
 def warm_sandbox(_directory: str) -> dict[str, object]:
     """The same in a sandbox."""
     return _call(SANDBOX)
@@ -33,16 +41,17 @@ def warm_sandbox(_directory: str) -> dict[str, object]:
 
 def cold_none(_directory: str) -> dict[str, object]:
     """Call when the node has no agent, where all runs share a uid."""
-    _serving(NONE)
-    stop_agent(remote.own_home())
-    return _call(NONE)
+    return _call(NONE, cold=True)
+
+
+def cold_user(_directory: str) -> dict[str, object]:
+    """The same with an own uid."""
+    return _call(USER, cold=True)
 
 
 def cold_sandbox(_directory: str) -> dict[str, object]:
     """The same in a sandbox."""
-    _serving(SANDBOX)
-    stop_agent(remote.own_home())
-    return _call(SANDBOX)
+    return _call(SANDBOX, cold=True)
 
 
 def tensor_none(_directory: str) -> dict[str, object]:
@@ -50,36 +59,42 @@ def tensor_none(_directory: str) -> dict[str, object]:
     return _return(NONE)
 
 
+def tensor_user(_directory: str) -> dict[str, object]:
+    """The same with an own uid."""
+    return _return(USER)
+
+
 def tensor_sandbox(_directory: str) -> dict[str, object]:
     """The same in a sandbox."""
     return _return(SANDBOX)
 
 
-def _call(level: Level) -> dict[str, object]:
-    _serving(level)
+def _call(level: Level, *, cold: bool = False) -> dict[str, object]:
+    _serve(level)
+    if cold:
+        stop_agent(remote.own_home())
     called_ns = now_ns()
     (entered_ns,) = _enter.distributed()
     return {"ms": (now_ns() - called_ns) / 1e6, "enter_ms": (entered_ns - called_ns) / 1e6}
 
 
 def _return(level: Level) -> dict[str, object]:
-    _serving(level)
+    _serve(level)
     ((value, made_ns),) = _make.distributed(GIGABYTE)
+    got_ns = now_ns()
     ranks.read(value)
     read_ns = now_ns()
     del value
     remote.forget_runs()
-    return {"ms": (read_ns - made_ns) / 1e6}
+    return {"ms": (got_ns - made_ns) / 1e6, "read_ms": (read_ns - made_ns) / 1e6}
 
 
-@functools.cache
-def _serving(level: Level) -> None:
-    """Start a server in a home of its own, and set the isolation of its pool."""
-    home = remote.own_home() / level
-    home.mkdir(mode=0o700)
-    os.environ["SERVERLESS_GPU_HOME"] = str(home)
-    held.callback(stop_agent, home)
-    remote.serving()
-    profile = find_profile(remote.own_home(), {})
+def _serve(level: Level) -> None:
+    """Start the server of this home, unless another contestant has started it, and set the level of its pool."""
+    try:
+        profile = find_profile(remote.own_home(), {})
+    except ServerNotConfigured:
+        remote.serving()
+        profile = find_profile(remote.own_home(), {})
     with contextlib.closing(Connection(profile.url, profile.token)) as connection:
         connection.ask("PUT", "/pools/default", PoolRequest(isolation=level), answer=PoolView)

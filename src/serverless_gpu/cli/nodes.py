@@ -25,7 +25,7 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.isolation import NONE
-from serverless_gpu.node.spawner import SOCKET
+from serverless_gpu.node.spawner import SOCKET, VARIABLE
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
@@ -145,21 +145,17 @@ def forget(name: str, certain: bool) -> None:
 def sweep(name: str | None, delete_home: bool, as_json: bool) -> None:
     """Remove what principals left on this machine.
 
-    Run the command as root on the node. The agent runs the same sweep at its start and every 15 minutes. The sweep
-    removes files, shared memory and message queues an hour after their last change, if no process of their principal
-    runs. The sweep reports processes outside of sandboxes and scheduled jobs. With --forget, the command frees the uid
-    of a deleted user for another principal.
+    Run the command as root on the node. With SERVERLESS_GPU_SPAWNER, the account of the node can run the command too.
+    The agent runs the same sweep at its start and every 15 minutes. The sweep removes files, shared memory and message
+    queues an hour after their last change, if no process of their principal runs. The sweep reports processes outside
+    of sandboxes and scheduled jobs. With --forget, root frees the uid of a deleted user for another principal.
     """
-    if os.geteuid() != 0:
-        raise NotAllowed("only root can look at all processes and files of a node", hint="run sudo sgpu node sweep")
+    if os.geteuid() != 0 and (name is not None or not os.environ.get(VARIABLE)):
+        what = "free the uid of a principal" if name is not None else "look at all processes and files of a node"
+        raise NotAllowed(f"only root can {what}", hint="run sudo sgpu node sweep")
     if delete_home and name is None:
         raise click.UsageError("--delete-home needs --forget")
-    sweeper, principals = (
-        load("serverless_gpu.node.isolation.sweeper"),
-        load("serverless_gpu.node.isolation.principals"),
-    )
-    known = principals.PrincipalMap(os.environ)
-    findings = sweeper.sweep(known)
+    findings = load("serverless_gpu.node.spawner.client").find_spawner(os.environ).sweep()
     if as_json:
         print_json(findings)
     else:
@@ -168,7 +164,8 @@ def sweep(name: str | None, delete_home: bool, as_json: bool) -> None:
         if not findings.sentences():
             say("nothing remains outside of the places of principals")
     if name is not None:
-        owner = sweeper.forget(known, name, delete_home=delete_home)
+        known = load("serverless_gpu.node.isolation.principals").PrincipalMap(os.environ)
+        owner = load("serverless_gpu.node.isolation.sweeper").forget(known, name, delete_home=delete_home)
         say(f"{owner} has no uid on this node any more", err=as_json)
 
 
@@ -303,19 +300,22 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
 @node.command()
 @click.option("--account", default="serverless-gpu", show_default=True, metavar="NAME", help="Account of the agent.")
 @click.option("--socket", "place", default=SOCKET, show_default=True, metavar="PATH", help="Path of the socket.")
-def spawner(account: str, place: str) -> None:
+@click.option("--open", "services", multiple=True, metavar="ADDRESS:PORT", help="Service that an allow-list may open.")
+def spawner(account: str, place: str, services: Sequence[str]) -> None:
     """Hold the rights of root for a node.
 
     The command runs as root until it gets SIGTERM. The agent runs under the account and needs no rights. With
     SERVERLESS_GPU_SPAWNER=PATH in its environment, the agent asks the spawner to start isolated interpreters.
+
+    The allow-list of a pool opens services of this machine only if --open names them.
     """
     process = load("serverless_gpu.node.spawner.process")
     if os.geteuid() != 0:
         raise InvalidValue("the spawner does not run as root", hint="start it as root, for example with systemd")
-    owner = process.find_account(account)
+    owner, opened = process.find_account(account), process.opened_services(services)
     listener = process.listen(Path(place), owner)
     say(f"the spawner serves {owner.name} (uid {owner.uid}) at {place}")
-    process.serve(listener, owner, os.environ)
+    process.serve(listener, owner, os.environ, opened)
 
 
 def key_text(view: NodeView) -> str:

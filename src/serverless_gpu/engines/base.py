@@ -24,10 +24,15 @@ from serverless_gpu.model.hardware import Device
 
 
 class EngineNode(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a node before the node's agent connects to the server."""
+    """Description of a node before the node's agent connects to the server.
+
+    Attributes:
+        endpoints: addresses (``HOST:PORT``) at which the engine's own processes listen on the node.
+    """
 
     name: str
     devices: tuple[Device, ...] = ()
+    endpoints: tuple[str, ...] = ()
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):

@@ -154,6 +154,13 @@ def merged(policies: Sequence[EgressPolicy]) -> EgressPolicy:
     )
 
 
+def is_opened(endpoint: Destination, opened: Sequence[Destination]) -> bool:
+    """Return True if one of the opened services contains an address with ports."""
+    return any(
+        each.host == endpoint.host and each.first <= endpoint.first <= endpoint.last <= each.last for each in opened
+    )
+
+
 def digest_of(policy: EgressPolicy) -> str:
     """Return a short digest of a policy, by which a server knows that a node has applied the policy."""
     said = msgspec.structs.asdict(policy)

@@ -19,7 +19,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.base import Engine
+from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.server import audit, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
@@ -122,7 +122,7 @@ class ServerResources:
         waiting_room: free queue slots by principal.
         spending: current state of every budget.
         feasible: cache of runs that at least one node could execute.
-        engine_nodes: returns the names of the engine's nodes, even before their agents register.
+        engine_nodes: returns the engine's nodes, even before their agents register.
         ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
         unwritable: returns why the database accepts no writes, or "" while the database accepts writes.
         low: returns why the database accepts no new runs, or "" while the database accepts new runs.
@@ -150,7 +150,7 @@ class ServerResources:
     health: ServerHealth = dataclasses.field(default_factory=ServerHealth)
     spending: Spending = dataclasses.field(default_factory=Spending)
     feasible: FeasibilityCache = dataclasses.field(default_factory=FeasibilityCache)
-    engine_nodes: Callable[[], Collection[str]] = tuple
+    engine_nodes: Callable[[], Collection[EngineNode]] = tuple
     ray_pool: Callable[[], RayPool | None] = lambda: None
     low: Callable[[], str] = lambda: ""
     unwritable: Callable[[], str] = lambda: ""

@@ -202,7 +202,7 @@ def assembled(
                 health=ServerHealth(clock),
                 low=database.reserve.problem,
                 unwritable=lambda: database.write_problem,
-                engine_nodes=lambda: {node.name for each in engines for node in each.nodes()},
+                engine_nodes=lambda: [node for each in engines for node in each.nodes()],
                 ray_pool=(lambda: None) if beside is None else beside.pool,
                 **storage._asdict(),
             )

@@ -383,7 +383,8 @@ class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
     Attributes:
         id: identifier of the request. The node runs a repeated request only once.
         isolation: isolation level of the canary's run, which the node's pool requires.
-        services: addresses (``HOST:PORT``) that the run must not reach, by name, such as ``database_port``.
+        services: addresses that the run must not reach, by name, such as ``database_port``. Commas separate several
+            addresses (``HOST:PORT``) of one name.
         egress: network policy of the pool, as in `Start`.
     """
 

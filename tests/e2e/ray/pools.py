@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -34,13 +34,19 @@ _blocks = iter(range(12_000 + os.getpid() % 100 * 200, 32_000, start_arguments.P
 class Machine:
     """A machine: a home, and commands of it.
 
+    Args:
+        name: its name.
+        fake: what it offers.
+        around: a command in whose surroundings its commands run, such as `ip netns exec NAME`.
+
     Attributes:
         home: `$SERVERLESS_GPU_HOME`.
         port: the first of its ports.
     """
 
-    def __init__(self, name: str, fake: str) -> None:
+    def __init__(self, name: str, fake: str, around: Sequence[str] = ()) -> None:
         self.name = name
+        self._around = tuple(around)
         self.home = Path(tempfile.mkdtemp(prefix=f"sg-{name}-", dir="/tmp"))
         self.port = next(base for base in _blocks if ray_machine.taken_port(base, "127.0.0.2") is None)
         kept = {
@@ -59,7 +65,7 @@ class Machine:
         """Start a command of ours; what it says is in `said`."""
         with open(self.home / "said", "wb") as said:
             process = subprocess.Popen(
-                [str(python), "-m", "serverless_gpu.cli", *arguments],
+                [*self._around, str(python), "-m", "serverless_gpu.cli", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -85,7 +91,7 @@ class Machine:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of ours."""
-        argv = [str(PYTHON), "-m", "serverless_gpu.cli", *arguments]
+        argv = [*self._around, str(PYTHON), "-m", "serverless_gpu.cli", *arguments]
         return subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=START_S, check=False)
 
     def program(self, text: str, *arguments: str) -> subprocess.Popen[str]:

@@ -20,14 +20,14 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import OutOfMemory, ServerlessGpuError
+from serverless_gpu.errors import NodeLost, OutOfMemory, ServerlessGpuError
 from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, count
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.egress_rules import removal
 from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.testing import agent_status
-from serverless_gpu.wire.access import PrincipalRequest, SecretRequest, SecretView, TokenMade
+from serverless_gpu.wire.access import PrincipalList, PrincipalRequest, SecretRequest, SecretView, TokenMade
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.nodes import NodeList, PoolRequest, PoolView
@@ -36,6 +36,7 @@ from tests.support.cli.cli import sgpu
 from tests.support.golden import golden
 from tests.support.local.observe import cancel_all, processes_of, wait_for
 from tests.support.local.small_machine import small_memory
+from tests.support.remote import member_attacks
 from tests.support.remote.gang_work import add_up_by_sockets
 from tests.support.remote.machines import Machines
 from tests.support.remote.server_process import ServerProcess
@@ -93,7 +94,7 @@ SHARED_UID = {
     *("shared-memory", "abstract-socket", "other-device", "user-namespace", "key-ring", "io-uring", "change-root"),
 }
 """Attempts that succeed where runs share the uid of the agent."""
-CONNECTIONS = {"server-port", "node-port", "other-run-port", "replay-node-token"}
+CONNECTIONS = {"server-port", "node-port", "other-run-port"}
 """Attempts on the network whose controls need no service of this machine."""
 CONTROLS_MIN = 100
 _CANARY_S = 90.0
@@ -139,6 +140,10 @@ def identity(name: str) -> dict[str, object]:
     }
 
 
+one_gpu = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")
+one_gpu_with_secret = distributed(
+    gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", secrets=["TOKEN"], timeout="2m"
+)
 identify = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True, env="live")(by_value(identity))
 
 
@@ -163,6 +168,44 @@ def test_27_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_
             return
         assert count(report.rows, "refused") >= CONTROLS_MIN, verdicts
         assert {name for name in SHARED_UID | CONNECTIONS if verdicts[name] != "refused"} == set(), verdicts
+
+
+attacked = one_gpu_with_secret(by_value(member_attacks.be_victim))
+by_value(member_attacks.processes)
+attacking = one_gpu(by_value(member_attacks.attack))
+ending_supervisors = one_gpu(by_value(member_attacks.end_supervisor))
+SUCCEEDED = member_attacks.SUCCEEDED
+WITHOUT_ISOLATION = {*member_attacks.ATTACKS} - {member_attacks.ZYGOTE}
+"""Attacks that succeed where runs share a uid. Even there, each principal has a zygote in its own user namespace."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["none", "user", "sandbox"])
+def test_27_the_attacks_of_a_member_on_other_users_and_the_node(
+    admin: Connection, home: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """At 6f51c1b, all six attacks succeed (`tests/support/remote/member_attacks.py`)."""
+    isolate(admin, level)
+    with acting_as(admin, "victim", monkeypatch) as victim:
+        victim.ask("PUT", "/secrets/TOKEN", SecretRequest(value=member_attacks.VALUE.encode()), answer=SecretView)
+        run = attacked.submit()
+        log = Home(home).attempt(run.id, 1) / "logs" / "0.stdout"
+        wait_for(lambda: log.exists() and member_attacks.OUTPUT.encode() in log.read_bytes(), "the victim runs")
+        with acting_as(admin, "mallory", monkeypatch):
+            (found,) = attacking.distributed(str(home), "second")
+            try:
+                (found[member_attacks.SUPERVISOR],) = ending_supervisors.distributed(str(home))
+            except NodeLost:
+                found[member_attacks.SUPERVISOR] = SUCCEEDED
+        run.cancel()
+        # A standby process of the first run can be older than the attack.
+        is_patched = [member_attacks.PATCH] in [attacked.distributed(False) for _ in range(3)]
+    found[member_attacks.ZYGOTE] = SUCCEEDED if is_patched else "the victim's interpreter is unchanged"
+    succeeded = {name for name, outcome in found.items() if outcome == SUCCEEDED}
+    assert succeeded == (WITHOUT_ISOLATION if level == "none" else set()), found
+    assert found.keys() == {*member_attacks.ATTACKS}
+    names = {each.name for each in admin.ask("GET", "/users", answer=PrincipalList).principals}
+    assert ("second" in names) is (level == "none")
 
 
 @pytest.mark.slow
@@ -466,7 +509,6 @@ def explode() -> int:
     return children
 
 
-one_gpu = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live")
 staying, exploding = one_gpu(by_value(stay_until)), one_gpu(by_value(explode))
 growing = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, env="live", memory="256MiB")(by_value(grow))
 growing_without_limit = one_gpu(by_value(grow))

@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
+from serverless_gpu.client.agent import agent_status
+from serverless_gpu.node.base.protocol import Status
 from serverless_gpu.node.inside import own_uid
 from serverless_gpu.node.inside.sandbox import View
 from serverless_gpu.node.processes.process_tree import end_cgroup, mount_point, own_place, remove_cgroup
 from serverless_gpu.node.spawner import VARIABLE
 from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile
-from serverless_gpu.server.operations.systemd_units import CAPABILITIES
 from tests.support.local.observe import Process, processes_of, wait_for
+from tests.support.node.served_spawner import with_capabilities
 from tests.support.remote.machines import Machine
 
 ACCOUNT = pwd.getpwnam("nobody")
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@contextlib.contextmanager
-def running_spawner(place: Path) -> Iterator[Path]:
-    """Run `sgpu node spawner` with the capabilities of its unit, and yield the path of its socket."""
-    path = place / "spawner.sock"
-    kept = [f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES]
-    command = [
-        "setpriv",
-        "--bounding-set",
-        ",".join(["-all", *kept]),
-        "--no-new-privs",
-        sys.executable,
-        "-m",
-        "serverless_gpu.cli",
-    ]
-    words = ["node", "spawner", "--account", ACCOUNT.pw_name, "--socket", str(path)]
-    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert "serves nobody" in process.stdout.readline()
-            yield path
-        finally:
-            process.terminate()
-            process.wait()
+class RunningSpawner:
+    """`sgpu node spawner` with the capabilities of its unit, for `ACCOUNT`.
+
+    Args:
+        place: directory of the socket.
+        words: further options of the command.
+    """
+
+    def __init__(self, place: Path, *words: str) -> None:
+        self.path = place / "spawner.sock"
+        self._words = words
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> RunningSpawner:
+        self.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end(signal.SIGTERM)
+
+    def start(self) -> None:
+        """Start the spawner, and wait until it serves."""
+        words = ["node", "spawner", "--account", ACCOUNT.pw_name, "--socket", str(self.path), *self._words]
+        command = [*with_capabilities(), sys.executable, "-m", "serverless_gpu.cli", *words]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert "serves nobody" in self._process.stdout.readline()
+
+    def end(self, number: signal.Signals) -> None:
+        """End the spawner's process, but not its workers."""
+        if self._process is None:
+            return
+        self._process.send_signal(number)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
 
 
 class AccountMachine(Machine):
@@ -89,6 +106,24 @@ class AccountMachine(Machine):
 
     def agent(self) -> Process:
         return self._process("serverless_gpu.node.agent.agent")
+
+    def status(self) -> Status:
+        """Return the status of the agent, which only the account may ask."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgroups([])
+                os.setresgid(ACCOUNT.pw_gid, ACCOUNT.pw_gid, ACCOUNT.pw_gid)
+                os.setresuid(ACCOUNT.pw_uid, ACCOUNT.pw_uid, ACCOUNT.pw_uid)
+                os.write(writing, msgspec.json.encode(agent_status(self.root)))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading, "rb") as answer:
+            found = msgspec.json.decode(answer.read(), type=Status)
+        os.waitpid(pid, 0)
+        return found
 
     def end(self) -> None:
         end_cgroup(self.cgroup)

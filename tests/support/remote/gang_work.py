@@ -121,6 +121,16 @@ def add_up_by_sockets() -> tuple[int, int]:
     return total, os.getuid()
 
 
+def reached_places(*places: str) -> list[str]:
+    """Return the places (ADDRESS:PORT) that accept a connection of this rank."""
+    found = []
+    for each in places:
+        address, _, port = each.rpartition(":")
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((address, int(port)), timeout=10):
+            found.append(each)
+    return found
+
+
 def add_up_until_one_dies(site: str) -> None:
     """Add up with gloo; the last rank dies of it, and the others are told by their sockets only."""
     sys.path.append(site)

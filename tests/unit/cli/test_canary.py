@@ -49,6 +49,29 @@ def test_a_canary_that_cannot_run_exits_with_1_and_the_reason(monkeypatch: pytes
     assert shown(monkeypatch, report) == (1, f"{golden('cli.canary.no-slot')}\n")
 
 
+def test_a_pool_has_a_line_for_each_node_and_fails_with_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = msgspec.structs.replace(REPORT, rows=rows(SANDBOX, {**ALL, "fill-disk": POSSIBLE}, CONTROLS))
+    bad = msgspec.structs.replace(good, node="gpu-2", rows=rows(SANDBOX, {**ALL, "io-uring": POSSIBLE}, CONTROLS))
+    away = msgspec.structs.replace(REPORT, node="gpu-3", problem="not connected")
+    monkeypatch.setattr(canary, "_on_pool", lambda _pool: (good, bad, away))
+    done = sgpu("node", "canary", "--pool", "default")
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
+    total = len(ATTEMPTS)
+    assert lines["gpu-1"] == ["gpu-1", "sandbox", str(total - 1), "0", "1", "0"]
+    assert lines["gpu-2"] == ["gpu-2", "sandbox", str(total - 1), "1", "0", "0", "io-uring"]
+    assert lines["gpu-3"][-2:] == ["not", "connected"]
+    assert (done.exit_code, "2 of 3" in done.stdout) == (1, True)
+    monkeypatch.setattr(canary, "_on_pool", lambda _pool: (good,))
+    assert sgpu("node", "canary", "--pool", "default").exit_code == 0
+    listed = sgpu("node", "canary", "--pool", "default", "--json")
+    assert msgspec.json.decode(listed.stdout, type=list[CanaryReport]) == [good]
+
+
+@pytest.mark.parametrize("more", [("gpu-1",), ("--level", "user")])
+def test_a_pool_excludes_a_node_and_a_level(more: tuple[str, ...]) -> None:
+    assert sgpu("node", "canary", "--pool", "default", *more).exit_code == 2
+
+
 def test_a_level_for_a_node_of_a_server_is_refused() -> None:
     done = sgpu("node", "canary", "gpu-1", "--level", "none")
     assert done.exit_code == 2

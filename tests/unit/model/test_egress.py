@@ -18,6 +18,7 @@ from serverless_gpu.model.egress import (
     check_allowed,
     destination,
     digest_of,
+    is_opened,
     merged,
 )
 
@@ -133,3 +134,21 @@ def test_27_builds_reach_an_index_proxy_that_all_nodes_of_a_machine_name() -> No
     assert merged([one, other]).index_proxy == ("10.0.0.5:7880",)
     assert merged([one, EgressPolicy()]).index_proxy == ()
     assert len({digest_of(one), digest_of(other), digest_of(EgressPolicy())}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "opened"),
+    [
+        ("127.0.0.1:5000", True),
+        ("127.0.0.1:5000-5010", True),
+        ("127.0.0.1:5005", True),
+        ("127.0.0.1:5010-5011", False),
+        ("127.0.0.1:4999", False),
+        ("127.0.0.2:5000", False),
+        ("[::1]:80", True),
+        ("[::1]:81", False),
+    ],
+)
+def test_27_a_service_is_opened_by_its_address_and_port(text: str, opened: bool) -> None:
+    services = [destination("127.0.0.1:5000-5010"), destination("[::1]:80")]
+    assert is_opened(destination(text), services) is opened

@@ -45,8 +45,6 @@ from serverless_gpu.node.base.network import NoPort, reserve_port
 from serverless_gpu.node.base.protocol import agent_socket
 from serverless_gpu.node.base.requirements import flock_refusal, is_noexec, pidfd_refusal, record_lock_refusal
 from serverless_gpu.node.inside import namespaces
-from serverless_gpu.node.isolation.principals import PrincipalMap
-from serverless_gpu.node.isolation.sweeper import read_findings
 from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
 from serverless_gpu.node.processes.spawn import clean_process, one_name
 from serverless_gpu.node.spawner.client import find_spawner
@@ -197,14 +195,13 @@ def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts |
 
 def look_at_principals(environ: Mapping[str, str]) -> PrincipalFacts | UnknownFact:
     """Return the number of this node's principals, and the findings of its sweeper."""
-    known = PrincipalMap(environ)
     try:
-        uids, findings = known.read(), read_findings(known.place)
+        count, findings = find_spawner(environ).findings()
     except (OSError, msgspec.MsgspecError, ServerlessGpuError) as error:
         return UnknownFact(f"the principals of this node cannot be read: {error}")
     since_ns = SystemClock().wall_ns() - findings.swept_ns
     return PrincipalFacts(
-        count=len(uids), swept_s=since_ns / 1e9 if findings.swept_ns else None, findings=findings.sentences()
+        count=count, swept_s=since_ns / 1e9 if findings.swept_ns else None, findings=findings.sentences()
     )
 
 

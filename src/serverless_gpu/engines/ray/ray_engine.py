@@ -128,7 +128,7 @@ class RayEngine(Engine):
     def nodes(self) -> Sequence[EngineNode]:
         """Return the nodes that the scheduler can use."""
         with self._lock:
-            return [ray_tables.engine_node(name) for name, one in self._now().items() if not one.lost]
+            return [ray_tables.engine_node(one.row) for one in self._now().values() if not one.lost]
 
     def has(self, node: str) -> bool:
         """Return True if Ray has ever reported a node of this name, even if Ray no longer lists the node."""

@@ -21,12 +21,16 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Share, Waiting
-from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE
+from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE, joined
 from serverless_gpu.model.hardware import CPU
 
 PIN = 0.001
 """Amount of a node's pinning resource that each bundle requests, small enough for any number of bundles."""
 _TYPE = "accelerator_type:"
+_PORT_FIELDS = (
+    *("NodeManagerPort", "ObjectManagerPort", "RuntimeEnvAgentPort", "DashboardAgentListenPort"),
+    *("MetricsAgentPort", "MetricsExportPort"),
+)
 _TEXT_MAX = 200
 _UNSAID = "Ray gives no reason"
 
@@ -68,6 +72,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     declares: bool = False  # True if Ray has a separate resource for each device type.
     gpus: int = 0
     cpus: int = 0
+    ports: tuple[int, ...] = ()  # Ports of Ray's processes on the node.
 
 
 class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +128,7 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
         declares=declares,
         gpus=gpus,
         cpus=int(resources.get("CPU", 0)),
+        ports=tuple(port for port in (raw.get(name) for name in _PORT_FIELDS) if isinstance(port, int) and port > 0),
     )
 
 
@@ -182,13 +188,13 @@ def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> lis
         if one.lost and told.get(name) == "":
             events.append(NodeLost(node=name, sentence=one.lost))
         elif not one.lost and told.get(name) != "":
-            events.append(NodeUp(node=engine_node(name)))
+            events.append(NodeUp(node=engine_node(one.row)))
     return events
 
 
-def engine_node(name: str) -> EngineNode:
+def engine_node(row: NodeRow) -> EngineNode:
     """Return a node for the scheduler, without devices, because the node's agent reports the devices."""
-    return EngineNode(name=name)
+    return EngineNode(name=row.name, endpoints=tuple(joined(row.address, port) for port in row.ports if row.address))
 
 
 def gang_name(pool: str, gang: str) -> str:

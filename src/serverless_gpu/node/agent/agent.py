@@ -48,12 +48,12 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
-from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.principals import Principal, PrincipalMap
-from serverless_gpu.node.isolation.sweeper import SweepSchedule, note_finding
+from serverless_gpu.node.isolation.sweeper import SweepSchedule
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
+from serverless_gpu.node.spawner import VARIABLE
 from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.spawner.ownership import reclaim, written_files
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
@@ -127,11 +127,11 @@ class Agent:
         self._secrets = secret_files.SecretSweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
-        known, sweeper = PrincipalMap(environ), "serverless_gpu.node.isolation.sweeper"
+        known, sweeper = PrincipalMap(environ), "serverless_gpu.node.spawner.sweeper_process"
         self._sweeps = SweepSchedule(
             self._clock, known, lambda: clean_process(sweeper, (), fds=(), log=self._log, environ=environ)
         )
-        zygotes.on_stranger = lambda sentence: note_finding(known, sentence)
+        zygotes.on_stranger = self._spawner.findings
         self._clients: dict[int, Channel] = {}
         self._inside: dict[int, str] = {}  # Owners of the attempts in which clients run, by client descriptor.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
@@ -311,7 +311,7 @@ class Agent:
         try:
             principal = self._spawner.principal(launch.owner, self._home.root) if launch.isolation != NONE else None
             if principal is not None and launch.egress_problem == "":
-                nft.cover(principal.uid, self._environ)
+                self._spawner.admit(principal.uid, ())
         except IsolationUnavailable as error:
             self._refuse(client, protocol.Refused(code=error.code, message=error.message, hint=error.hint))
             return
@@ -436,7 +436,7 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=bool(ended))
-        if os.geteuid() == 0:  # Only root sees what principals have left.
+        if os.geteuid() == 0 or self._environ.get(VARIABLE):  # Only root sees what principals have left.
             self._sweeps.tend()
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=bool(ended))

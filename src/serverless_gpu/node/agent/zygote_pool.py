@@ -27,6 +27,7 @@ import selectors
 from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.node.agent.environments import RestoredEnvironment
 from serverless_gpu.node.agent.zygote_policy import MEMORY_BYTES_MIN, MEMORY_SHARE, ZygoteUsage, abnormal_end, excess
 from serverless_gpu.node.agent.zygotes import Containment, Key, ProblemTaker, Zygote, ZygoteRequest, first_run, kill
@@ -80,7 +81,7 @@ class ZygotePool:
         self._weigh_ns = 0
         self._ending: list[Containment] = []  # Cgroup containments of ended zygotes that still have processes.
         self.became_ready = False
-        self.on_stranger: Callable[[str], None] = lambda sentence: None  # Receives a finding for operators.
+        self.on_stranger: Callable[[str], object] = lambda sentence: None  # Receives a finding for operators.
 
     @property
     def ending(self) -> bool:
@@ -288,7 +289,7 @@ class ZygotePool:
         if found:
             self._replace(zygote, strangers_text(found))
             kill(each.pids[0] for each in found)
-            with contextlib.suppress(OSError):  # The receipt of the next run contains the reason as well.
+            with contextlib.suppress(OSError, IsolationUnavailable):  # The receipt of the next run has the reason too.
                 self.on_stranger(f"{zygote.key.owner}: {strangers_text(found)}. The agent ended them")
         return found is not None
 

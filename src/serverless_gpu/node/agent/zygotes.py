@@ -412,7 +412,12 @@ class Zygote:
         self.weighed_ns = now_ns
         if self.ready and not self.dead:
             stems = [pid for pid, _, _ in self._stems]
-            self.memory_bytes = memory_of([self.pid, *stems, *(pid for stem in stems for pid in children(stem))])
+            pids = [self.pid, *stems, *(pid for stem in stems for pid in children(stem))]
+            if self.principal is None:
+                self.memory_bytes = memory_of(pids)
+                return
+            with contextlib.suppress(OSError, IsolationUnavailable):  # Without an answer, the last memory counts.
+                self.memory_bytes = self._spawner.memory_of(pids)
 
     def strangers(self) -> tuple[SandboxProcess, ...] | None:
         """Return processes of no run in the zygote's sandbox, or None while a stem is being forked."""

@@ -48,7 +48,6 @@ from serverless_gpu.node.canary.runs import (
 from serverless_gpu.node.canary.targets import MEMORY_BYTES, new_mark, prepared
 from serverless_gpu.node.inside.canary import victim
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.isolation import nft
 from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.processes.process_tree import AGENT
 from serverless_gpu.node.spawner.client import find_spawner
@@ -99,8 +98,9 @@ def examine_alone(home: Home, clock: Clock, wanted: Examination, environ: Mappin
     if wanted.level == NONE:
         return examine(home, clock, wanted, environ)
     url = wanted.services.get("server_url", "")
-    egress = NodeEgress(home.root, environ, clock, server_url=lambda: url, say=lambda _line: None)
-    if not egress.problem and nft.exists(environ):  # A node of this machine already applies its rules.
+    verbs = find_spawner(environ, "network")
+    egress = NodeEgress(home.root, environ, clock, verbs, server_url=lambda: url, say=lambda _line: None)
+    if not egress.problem and verbs.measure_egress().is_loaded:  # A node of this machine already applies its rules.
         return examine(home, clock, wanted._replace(egress_problem=""), environ)
     try:
         return examine(home, clock, wanted._replace(egress_problem=egress.require(EgressPolicy())), environ)

@@ -33,9 +33,14 @@ MEMORY_BYTES = 128 << 20
 _SERVER_FILES = {
     "server_key": ("server/key",),
     "administrator_token": ("server.json", "server/token"),
-    "node_token": ("server/node.token", "node.token"),
+    "node_token": ("server/node.token", "ray/profile.json", "node/profile.json", "node.token"),
+    "node_key": ("node.key",),
+    "join_token": ("server/join.token",),
+    "ray_token": ("server/ray/token", "ray/token"),
     "database": ("server/server.db",),
 }
+_RAYLET = "raylet"
+_RAY_SOCKETS = "sgpu-pool-*/*/session_latest/sockets/raylet"
 _TIMERS = ("/etc/cron.d", "/var/spool/cron/crontabs", "/var/spool/cron", "/var/spool/at", "/etc/systemd/system")
 _CONTENT = b"a target of sgpu node canary\n"
 _IPC_CREAT, _IPC_EXCL, _IPC_RMID = 0o1000, 0o2000, 0
@@ -74,6 +79,7 @@ def prepared(home: Home, environ: Mapping[str, str], mark: str) -> Iterator[dict
                 found |= prepare(stack, mark)
         found["handle"] = _handle(str(found["node_file"]))
         found |= _machine(home)
+        found |= _ray()
         yield found
 
 
@@ -203,6 +209,18 @@ def _machine(home: Home) -> dict[str, object]:
         "tmp_device": os.stat("/tmp").st_dev,
         "segment_device": os.stat("/dev/shm").st_dev,
     }
+
+
+def _ray() -> dict[str, object]:
+    """Return the process and the socket of Ray on this machine, if Ray runs with the uid of this process."""
+    found: dict[str, object] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            is_own = entry.name.isdigit() and entry.stat().st_uid == os.geteuid()
+            if is_own and (entry / "comm").read_text(encoding="utf-8", errors="replace").strip() == _RAYLET:
+                found |= {"ray_pid": int(entry.name), "ray_name": _RAYLET}
+    sockets = sorted(Path("/tmp").glob(_RAY_SOCKETS))
+    return found | ({"ray_socket": str(sockets[0])} if sockets else {})
 
 
 def _disks() -> list[str]:

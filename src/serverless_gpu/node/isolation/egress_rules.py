@@ -57,7 +57,8 @@ class EgressRules(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         uids: first and last uid of each range of principals.
-        endpoints: allowed addresses with ports, which also open control endpoints and services of this node.
+        endpoints: allowed addresses with ports, which also open control endpoints.
+        services: allowed addresses with ports that open services of this node.
         allowed: further allowed destinations.
         closed: control endpoints.
         resolvers: addresses of name servers.
@@ -68,6 +69,7 @@ class EgressRules(msgspec.Struct, frozen=True, kw_only=True):
     uids: tuple[tuple[int, int], ...]
     mode: Egress = OPEN
     endpoints: tuple[Destination, ...] = ()
+    services: tuple[Destination, ...] = ()
     allowed: tuple[Destination, ...] = ()
     closed: tuple[Destination, ...] = ()
     resolvers: tuple[str, ...] = ()
@@ -187,7 +189,7 @@ def _local(rules: EgressRules) -> list[str]:
     return [
         *_name_servers(rules),
         *_verdicts(_metadata(), "reject"),
-        *_verdicts(rules.endpoints, "accept"),
+        *_verdicts(rules.services, "accept"),
         *([f"meta l4proto {{ tcp, udp }} th dport {_DNS_PORT} reject"] if rules.mode == NONE else []),
         f"meta l4proto tcp {_SYN} != syn accept",
         f"meta l4proto tcp tcp option {_FAST_OPEN_OPTION} exists reject with tcp reset",

@@ -18,6 +18,7 @@ from serverless_gpu.node.isolation.principals import PLACE, RANGE, uid_range
 from serverless_gpu.node.processes.spawn import clean_variables
 
 HINT = "install nftables on the node, and start the node again"
+MISSING = "nft is missing: install nftables"
 _LIMIT_S = 10.0
 _NETFILTER, _INET, _TABLE_NAME, _REQUEST, _ERROR = 12, 1, 1, 1, 2
 _GET_TABLE = 10 << 8 | 1  # NFNL_SUBSYS_NFTABLES and NFT_MSG_GETTABLE.

@@ -20,7 +20,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -28,7 +28,6 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.node.inside import linux
 from serverless_gpu.node.isolation.principals import MAP, PrincipalMap
 from serverless_gpu.node.isolation.remains import Remain, RemainAction, RemainKind, judge
 from serverless_gpu.node.isolation.survey import SHARED_PLACES, posix_queues, survey
@@ -62,6 +61,13 @@ class SweepFindings(msgspec.Struct, frozen=True, kw_only=True):
     def sentences(self) -> tuple[str, ...]:
         """Return the findings that an operator should read."""
         return (*self.reported, *self.unknown, *(each.sentence for each in self.noted))
+
+
+class PrincipalFindings(NamedTuple):
+    """Number of a node's principals, and the latest findings about them."""
+
+    principals: int
+    findings: SweepFindings
 
 
 def sweep(known: PrincipalMap, shared: Sequence[str] = SHARED_PLACES) -> SweepFindings:
@@ -227,20 +233,6 @@ class SweepSchedule:
         if now_ns < self._due_ns or self._process is not None:
             return
         self._due_ns = now_ns + round(EVERY_S * 1e9)
-        if os.geteuid() == 0 and (self._known.place / MAP).exists():
+        if (self._known.place / MAP).exists():
             with contextlib.suppress(OSError):  # Without a free process, the next sweep is a quarter of an hour later.
                 self._process = self._start()
-
-
-def main() -> NoReturn:
-    """Run one sweep and exit."""
-    os.nice(19)
-    linux.be_ordinary()
-    linux.die_with_parent(os.getppid())
-    known = PrincipalMap(os.environ)
-    if not known.place.is_dir():  # This machine has had no principal.
-        os._exit(0)
-    findings = sweep(known)
-    for sentence in (*findings.removed, *findings.sentences()):
-        print(f"sweeper: {sentence}", flush=True)
-    os._exit(0)

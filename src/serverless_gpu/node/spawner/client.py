@@ -20,28 +20,37 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation.egress import EgressState
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.levels import OfferedLevel
 from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.isolation.sweeper import PrincipalFindings, SweepFindings
 from serverless_gpu.node.spawner import VARIABLE, messages
 from serverless_gpu.node.spawner.verbs import RootSpawner, Spawner, ZygoteOrder, ZygoteProcess
 
 _ANSWER_S = 60.0
+_SWEEP_S = 600.0
+_IDLE_MAX = 4
 _UNEXPECTED = "the node's spawner gave an answer of another kind"
 _ANSWER = msgspec.json.Decoder(messages.Answer)
 
 
-def find_spawner(environ: Mapping[str, str]) -> Spawner:
-    """Return the spawner of this node: its process, or this process with the rights of root."""
+def find_spawner(environ: Mapping[str, str], purpose: str = "") -> Spawner:
+    """Return the spawner of this node: its process, or this process with the rights of root.
+
+    Users with another `purpose` use other connections. A connection without concurrent requests stays the same, and so
+    does the spawner's memory of what it has loaded.
+    """
     path = environ.get(VARIABLE, "")
-    return _client_of(Path(path), os.getpid()) if path else RootSpawner(environ)
+    return _client_of(Path(path), os.getpid(), purpose) if path else RootSpawner(environ)
 
 
 @functools.cache
-def _client_of(path: Path, _pid: int) -> SpawnerClient:
-    """Return the client of this process. A forked process must not share its parent's connection."""
+def _client_of(path: Path, _pid: int, _purpose: str) -> SpawnerClient:
+    """Return the client of this process. A forked process must not share its parent's connections."""
     return SpawnerClient(path)
 
 
@@ -64,11 +73,14 @@ class SpawnedZygote:
 
 
 class SpawnerClient:
-    """A connection to the spawner's process, made with the first verb."""
+    """Connections to the spawner's process, made when a thread needs one. Thread-safe.
+
+    The threads of a process do not wait for each other.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._channel: Channel | None = None
+        self._idle: list[Channel] = []  # Connections that no thread uses.
 
     def measure(self) -> OfferedLevel:
         try:
@@ -127,11 +139,49 @@ class SpawnerClient:
     def open_kernel_log(self) -> int:
         return self._descriptor(messages.AskKernelLog())
 
+    def memory_of(self, pids: Sequence[int]) -> int:
+        answer, _ = self._ask(messages.AskMemory(pids=tuple(pids)))
+        if not isinstance(answer, messages.MemoryAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.memory_bytes
+
+    def measure_egress(self) -> EgressState:
+        try:
+            answer, _ = self._ask(messages.AskEgressState())
+        except (OSError, IsolationUnavailable) as error:
+            return EgressState(str(error), is_loaded=False)
+        if not isinstance(answer, messages.EgressAnswer):
+            return EgressState(_UNEXPECTED, is_loaded=False)
+        return EgressState(answer.problem, answer.is_loaded)
+
+    def enforce(self, home: Path, policy: EgressPolicy | None, *, refresh: bool = False) -> str:
+        answer, _ = self._ask(messages.AskEnforce(home=str(home), policy=policy, refresh=refresh))
+        if not isinstance(answer, messages.NoteAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.note
+
+    def confine(self, home: Path, uid: int, *, confined: bool) -> None:
+        self._ask(messages.AskConfine(home=str(home), uid=uid, confined=confined))
+
+    def admit(self, uid: int, addresses: Sequence[str]) -> None:
+        self._ask(messages.AskAdmit(uid=uid, addresses=tuple(addresses)))
+
+    def sweep(self) -> SweepFindings:
+        answer, _ = self._ask(messages.AskSweep(), limit_s=_SWEEP_S)
+        if not isinstance(answer, messages.SweepAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.findings
+
+    def findings(self, note: str = "") -> PrincipalFindings:
+        answer, _ = self._ask(messages.AskFindings(note=note))
+        if not isinstance(answer, messages.FindingsAnswer):
+            raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
+        return answer.found
+
     def close(self) -> None:
-        """Close the connection. The next verb makes a new one."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """Close the unused connections. The next verb makes a new one."""
+        while self._idle:
+            self._idle.pop().close()
 
     @property
     def _hint(self) -> str:
@@ -144,11 +194,14 @@ class SpawnerClient:
             raise IsolationUnavailable(_UNEXPECTED, hint=self._hint)
         return received[0]
 
-    def _ask(self, request: messages.Request, fds: tuple[int, ...] = ()) -> tuple[messages.Answer, tuple[int, ...]]:
+    def _ask(
+        self, request: messages.Request, fds: tuple[int, ...] = (), limit_s: float = _ANSWER_S
+    ) -> tuple[messages.Answer, tuple[int, ...]]:
         """Return the spawner's answer with its descriptors. Raises OSError or IsolationUnavailable."""
-        received = None
+        channel = received = None
         try:
-            channel = self._channel = self._channel or self._connect()
+            channel = self._take_channel()
+            channel.sock.settimeout(limit_s)
             channel.send(msgspec.json.encode(request), fds)
             received = channel.receive()
             if received is None:
@@ -157,12 +210,27 @@ class SpawnerClient:
         except (OSError, msgspec.MsgspecError) as error:
             if received is not None:
                 close_all(received[1])
+            if channel is not None:
+                channel.close()
             self.close()
             problem = f"the node's spawner at {self._path} does not answer: {str(error) or type(error).__name__}"
             raise IsolationUnavailable(problem, hint=self._hint) from None
+        self._idle.append(channel)
+        if len(self._idle) > _IDLE_MAX:
+            self._idle.pop(0).close()
         if isinstance(answer, messages.Problem):
             raise answer.exception
         return answer, received[1]
+
+    def _take_channel(self) -> Channel:
+        """Return an unused connection, or make one.
+
+        A signal handler may use a verb while its own thread waits for an answer.
+        """
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connect()
 
     def _connect(self) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

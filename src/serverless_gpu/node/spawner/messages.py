@@ -12,9 +12,11 @@ import errno
 import msgspec
 
 from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import Level
 from serverless_gpu.node.isolation.levels import OfferedLevel
 from serverless_gpu.node.isolation.principals import Principal
+from serverless_gpu.node.isolation.sweeper import PrincipalFindings, SweepFindings
 
 
 class SpawnerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
@@ -107,6 +109,49 @@ class AskKernelLog(SpawnerMessage, frozen=True, kw_only=True, tag="kernel_log"):
     """Request to open the kernel log. The answer is `Done` with a descriptor."""
 
 
+class AskMemory(SpawnerMessage, frozen=True, kw_only=True, tag="memory"):
+    """Request for the memory of a zygote and its standby processes. The answer is `MemoryAnswer`."""
+
+    pids: tuple[int, ...]
+
+
+class AskEgressState(SpawnerMessage, frozen=True, kw_only=True, tag="measure_egress"):
+    """Request to try the network rules. The answer is `EgressAnswer`."""
+
+
+class AskEnforce(SpawnerMessage, frozen=True, kw_only=True, tag="enforce"):
+    """Request to load the rules for a policy, or to remove the policy. The answer is `NoteAnswer`."""
+
+    home: str
+    policy: EgressPolicy | None
+    refresh: bool = False
+
+
+class AskConfine(SpawnerMessage, frozen=True, kw_only=True, tag="confine"):
+    """Request to close everything but the index proxy for a build, or to open it again. The answer is `Done`."""
+
+    home: str
+    uid: int
+    confined: bool
+
+
+class AskAdmit(SpawnerMessage, frozen=True, kw_only=True, tag="admit"):
+    """Request to apply the rules to a principal, and to open addresses of its gang. The answer is `Done`."""
+
+    uid: int
+    addresses: tuple[str, ...]
+
+
+class AskSweep(SpawnerMessage, frozen=True, kw_only=True, tag="sweep"):
+    """Request to remove what principals left. The answer is `SweepAnswer`."""
+
+
+class AskFindings(SpawnerMessage, frozen=True, kw_only=True, tag="findings"):
+    """Request for the latest findings, after adding one. The answer is `FindingsAnswer`."""
+
+    note: str = ""
+
+
 class LevelAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="level"):
     """The level that the node offers."""
 
@@ -135,6 +180,31 @@ class NoteAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="note"):
     """The spawner has executed the request, with a note for the receipt, or ""."""
 
     note: str
+
+
+class MemoryAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="memory_bytes"):
+    """Memory of processes in bytes."""
+
+    memory_bytes: int
+
+
+class EgressAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="egress"):
+    """Result of a trial of the network rules."""
+
+    problem: str
+    is_loaded: bool
+
+
+class SweepAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="swept"):
+    """Findings of a sweep."""
+
+    findings: SweepFindings
+
+
+class FindingsAnswer(SpawnerMessage, frozen=True, kw_only=True, tag="found_principals"):
+    """Number of principals, and the latest findings about them."""
+
+    found: PrincipalFindings
 
 
 class Done(SpawnerMessage, frozen=True, kw_only=True, tag="done"):
@@ -176,5 +246,23 @@ Request = (
     | AskTake
     | AskStack
     | AskKernelLog
+    | AskMemory
+    | AskEgressState
+    | AskEnforce
+    | AskConfine
+    | AskAdmit
+    | AskSweep
+    | AskFindings
 )
-Answer = LevelAnswer | PrincipalAnswer | ZygoteAnswer | NoteAnswer | Done | Problem
+Answer = (
+    LevelAnswer
+    | PrincipalAnswer
+    | ZygoteAnswer
+    | NoteAnswer
+    | MemoryAnswer
+    | EgressAnswer
+    | SweepAnswer
+    | FindingsAnswer
+    | Done
+    | Problem
+)

@@ -10,17 +10,25 @@ file or the uid.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.errors import InvalidValue, IsolationUnavailable
+from serverless_gpu.model.egress import METADATA, EgressPolicy, check_allowed, destination
 from serverless_gpu.node.inside import sandbox
 
 _ATTEMPT = re.compile(re.escape(sandbox.ATTEMPT) + r"/[0-9a-f]{8}")
 _DEVICE = re.compile(r"/dev/(nvidia[a-z0-9-]*|nvidia-caps/nvidia-cap[0-9]+|infiniband/[a-z0-9_]+)")
+CLOSED_MAX = 20_000
+"""Maximum number of control endpoints in a network policy."""
+GANG_MAX = 4_096
+"""Maximum number of addresses in one request for a gang."""
+NOTE_CHARACTERS_MAX = 1_000
+PIDS_MAX = 1_000
 _HINT = "start agent, uplink and supervisors with the account of the spawner, and keep their files in its home"
 
 
@@ -99,3 +107,55 @@ def check_attempt(directory: str) -> None:
     """Raise IsolationUnavailable unless a path is the directory of an attempt in a mount namespace."""
     if not _ATTEMPT.fullmatch(directory):
         raise IsolationUnavailable(f"{directory!r} is no directory of an attempt", hint=_HINT)
+
+
+def checked_policy(policy: EgressPolicy) -> EgressPolicy:
+    """Return a network policy in its canonical notation. Raises IsolationUnavailable.
+
+    An allow-list cannot name the metadata services of clouds.
+    """
+    if len(policy.closed) > CLOSED_MAX:
+        problem = f"a network policy closes at most {CLOSED_MAX} endpoints, but {len(policy.closed)} are given"
+        raise IsolationUnavailable(problem, hint=_HINT)
+    try:
+        closed = tuple(destination(text).text for text in policy.closed)
+        # Builds reach the index proxy only. Its address obeys the rules for an allow-list.
+        proxy = check_allowed(policy.index_proxy)
+        return EgressPolicy(mode=policy.mode, allow=check_allowed(policy.allow), closed=closed, index_proxy=proxy)
+    except InvalidValue as error:
+        raise IsolationUnavailable(f"the network policy is not valid: {error.message}", hint=error.hint or "") from None
+
+
+def check_gang(addresses: Sequence[str]) -> None:
+    """Raise IsolationUnavailable unless each text is the address of one other machine.
+
+    The rules open all ports of these addresses, before they close the metadata services of clouds.
+    """
+    if len(addresses) > GANG_MAX:
+        raise IsolationUnavailable(f"a gang has at most {GANG_MAX} addresses, not {len(addresses)}", hint=_HINT)
+    for text in addresses:
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            raise IsolationUnavailable(f"{text[:100]!r} is not an address of a node", hint=_HINT) from None
+        if getattr(address, "scope_id", None) or _is_closed(address):
+            raise IsolationUnavailable(f"{text} cannot be the address of another node", hint=_HINT)
+
+
+def _is_closed(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    mapped = getattr(address, "ipv4_mapped", None)
+    if mapped is not None or address.is_multicast or address.is_unspecified:
+        return True
+    return any(address in ipaddress.ip_network(text) for text in METADATA)
+
+
+def check_note(note: str) -> None:
+    """Raise IsolationUnavailable unless a finding of the agent is one line of bounded length."""
+    if len(note) > NOTE_CHARACTERS_MAX or not note.isprintable():
+        raise IsolationUnavailable(f"a finding has at most {NOTE_CHARACTERS_MAX} characters in one line", hint=_HINT)
+
+
+def check_count(pids: Sequence[int]) -> None:
+    """Raise IsolationUnavailable for too many processes."""
+    if len(pids) > PIDS_MAX:
+        raise IsolationUnavailable(f"a request names at most {PIDS_MAX} processes, not {len(pids)}", hint=_HINT)

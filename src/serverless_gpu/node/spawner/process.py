@@ -33,6 +33,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
+from serverless_gpu.model.egress import Destination, destination
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.isolation import accounts
 from serverless_gpu.node.isolation.grafts import Graft
@@ -97,10 +98,32 @@ def listen(path: Path, account: AgentAccount) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, account: AgentAccount, environ: Mapping[str, str]) -> NoReturn:
-    """Serve connections until a signal ends the process."""
+def opened_services(texts: Sequence[str]) -> tuple[Destination, ...]:
+    """Return services of this machine that an allow-list may open. Raises InvalidValue.
+
+    Args:
+        texts: addresses with ports, for example ``127.0.0.1:5432``.
+    """
+    found = [(text, destination(text)) for text in texts]
+    for text, each in found:
+        if not each.is_endpoint:
+            raise InvalidValue(f"{text!r} is not an address with a port", hint="for example --open 127.0.0.1:5432")
+    return tuple(each for _, each in found)
+
+
+def serve(
+    listener: socket.socket,
+    account: AgentAccount,
+    environ: Mapping[str, str],
+    opened: Sequence[Destination] = (),
+) -> NoReturn:
+    """Serve connections until a signal ends the process.
+
+    `opened` are services of this machine that an allow-list may open.
+    """
     workers: set[int] = set()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # A Python handler could run in a hook of `os.fork`, which ignores exceptions.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
         connection, _ = listener.accept()
         workers -= set(_ended(workers))
@@ -110,7 +133,8 @@ def serve(listener: socket.socket, account: AgentAccount, environ: Mapping[str, 
         pid = os.fork()
         if pid == 0:
             listener.close()
-            _work(connection, account, environ)
+            spawner = RootSpawner(environ, account.uid, account.gid, opened)
+            _work(connection, Worker(spawner, account.uid, environ))
         workers.add(pid)
         connection.close()
 
@@ -127,11 +151,9 @@ def _peer(connection: socket.socket) -> int:
     return uid
 
 
-def _work(connection: socket.socket, account: AgentAccount, environ: Mapping[str, str]) -> NoReturn:
+def _work(connection: socket.socket, worker: Worker) -> NoReturn:
     code = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        worker = Worker(RootSpawner(environ, account.uid, account.gid), account.uid, environ)
         channel = Channel(connection)
         while (received := channel.receive()) is not None:
             answer, fds = worker.answer(received[0], received[1])
@@ -186,7 +208,9 @@ class Worker:
                 return messages.PrincipalAnswer(principal=principal), ()
             case messages.AskZygote():
                 channel, log = _exactly(fds, 2)
-                process = spawner.start_zygote(self._order(request), channel_fd=channel, log=log)
+                order = self._order(request)
+                spawner.close_network(order.owner)  # The account may have applied no policy.
+                process = spawner.start_zygote(order, channel_fd=channel, log=log)
                 self._started.append(process)
                 return messages.ZygoteAnswer(pid=process.pid), ()
             case messages.AskEnvironment():
@@ -209,6 +233,35 @@ class Worker:
                 return messages.Done(), (spawner.open_stack(request.pid, request.number),)
             case messages.AskKernelLog():
                 return messages.Done(), (spawner.open_kernel_log(),)
+            case messages.AskMemory():
+                permissions.check_count(request.pids)
+                uids = {pid: uid_of(pid) for pid in request.pids}
+                running = [pid for pid, owner in uids.items() if owner is not None]
+                for pid in running:
+                    self._check_uid(uids[pid])
+                return messages.MemoryAnswer(memory_bytes=spawner.memory_of(running)), ()
+            case messages.AskEgressState():
+                problem, is_loaded = spawner.measure_egress()
+                return messages.EgressAnswer(problem=problem, is_loaded=is_loaded), ()
+            case messages.AskEnforce():
+                permissions.check_file(request.home, (self._account,))
+                policy = None if request.policy is None else permissions.checked_policy(request.policy)
+                note = spawner.enforce(Path(request.home), policy, refresh=request.refresh)
+                return messages.NoteAnswer(note=note), ()
+            case messages.AskConfine():
+                permissions.check_file(request.home, (self._account,))
+                self._check_uid(request.uid)
+                spawner.confine(Path(request.home), request.uid, confined=request.confined)
+            case messages.AskAdmit():
+                self._check_uid(request.uid)
+                permissions.check_gang(request.addresses)
+                spawner.admit(request.uid, request.addresses)
+            case messages.AskSweep():
+                os.nice(19)  # Only a sweeper's process uses this connection.
+                return messages.SweepAnswer(findings=spawner.sweep()), ()
+            case messages.AskFindings():
+                permissions.check_note(request.note)
+                return messages.FindingsAnswer(found=spawner.findings(request.note)), ()
             case messages.AskHide():
                 (namespace,) = _exactly(fds, 1)
                 permissions.check_attempt(request.directory)

@@ -10,6 +10,13 @@
     give, take           changes the owner of an attempt's files, to the principal and back
     open_stack           opens the memory file in which a rank writes its stack
     open_kernel_log      opens the kernel log, which names failed GPUs
+    memory_of            measures the memory of a zygote
+    measure_egress       tries the network rules in a network namespace of its own
+    enforce              loads the network rules for the policy of a node, or removes the policy
+    confine              closes everything but the index proxy for the uid of a build
+    admit                applies the network rules to a uid, and opens the addresses of a gang for the uid
+    sweep                removes what principals left on the node
+    findings             returns the findings of the sweeper, and adds a finding of the agent
 
 A node that runs as root executes the verbs in its agent and supervisors (`RootSpawner`). On a node with a spawner,
 agent and supervisors use an account without rights. They ask the spawner's process (`client.py`).
@@ -21,6 +28,7 @@ links, because such a file could also lie outside of the attempt.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -28,14 +36,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
+from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.egress import Destination, EgressPolicy
 from serverless_gpu.model.isolation import Level
 from serverless_gpu.node.devices.kernel_log import KERNEL
 from serverless_gpu.node.inside import protocol as inside
-from serverless_gpu.node.isolation import grafts
+from serverless_gpu.node.isolation import grafts, machine_egress, nft, sweeper
 from serverless_gpu.node.isolation.device_filter import limit_devices
+from serverless_gpu.node.isolation.egress import EgressState
 from serverless_gpu.node.isolation.grafts import Graft
+from serverless_gpu.node.isolation.inspection import memory_of
 from serverless_gpu.node.isolation.levels import OfferedLevel, measure
-from serverless_gpu.node.isolation.principals import RANGE, Principal, Principals, uid_range
+from serverless_gpu.node.isolation.principals import RANGE, Principal, PrincipalMap, Principals, uid_range
+from serverless_gpu.node.isolation.sweeper import PrincipalFindings, SweepFindings
 from serverless_gpu.node.isolation.views import view_of
 from serverless_gpu.node.processes.spawn import CallerInterpreter, zygote_process
 
@@ -106,15 +121,47 @@ class Spawner(Protocol):
     def open_kernel_log(self) -> int:
         """Return a descriptor of the kernel log."""
 
+    def memory_of(self, pids: Sequence[int]) -> int:
+        """Return the memory of processes in bytes, where each sharer of a page counts for its part (PSS)."""
+
+    def measure_egress(self) -> EgressState:
+        """Try the network rules in a network namespace of its own. The call takes about 0.2 s."""
+
+    def enforce(self, home: Path, policy: EgressPolicy | None, *, refresh: bool = False) -> str:
+        """Load the network rules for the policy of a node, or remove the policy.
+
+        Return a note for the log, or "". `home` is the home directory of the node. With `refresh`, the rules follow
+        changes of names and of other nodes' policies.
+        """
+
+    def confine(self, home: Path, uid: int, *, confined: bool) -> None:
+        """Close everything but the index proxy for the uid of a build of a node, or open it again."""
+
+    def admit(self, uid: int, addresses: Sequence[str]) -> None:
+        """Apply the network rules to a principal, and open addresses of its gang for `egress_rules.GANG_S`."""
+
+    def sweep(self) -> SweepFindings:
+        """Remove what principals certainly left behind, and return the findings."""
+
+    def findings(self, note: str = "") -> PrincipalFindings:
+        """Return the latest findings about the principals, after adding a finding of the agent."""
+
 
 class RootSpawner:
     """Executes the verbs in this process. The process needs the rights of root."""
 
-    def __init__(self, environ: Mapping[str, str], account: int = 0, group: int = 0) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        account: int = 0,
+        group: int = 0,
+        opened: Sequence[Destination] | None = None,
+    ) -> None:
         self._environ = environ
         self._account = account  # The uid and gid of the node's files.
         self._group = group
         self._principals = Principals(environ)
+        self._egress = machine_egress.MachineEgress(environ, opened)
 
     def measure(self) -> OfferedLevel:
         return measure(self._environ)
@@ -174,6 +221,40 @@ class RootSpawner:
 
     def open_kernel_log(self) -> int:
         return os.open(KERNEL, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def memory_of(self, pids: Sequence[int]) -> int:
+        return memory_of(pids)
+
+    def measure_egress(self) -> EgressState:
+        problem = machine_egress.measure(self._environ)
+        return EgressState(problem, is_loaded=not problem and nft.exists(self._environ))
+
+    def enforce(self, home: Path, policy: EgressPolicy | None, *, refresh: bool = False) -> str:
+        if policy is None:
+            self._egress.remove(str(home))
+            return ""
+        return self._egress.enforce(str(home), policy, refresh=refresh)
+
+    def confine(self, home: Path, uid: int, *, confined: bool) -> None:
+        self._egress.confine(str(home), uid, confined=confined)
+
+    def close_network(self, owner: str) -> None:
+        """Ensure that network rules apply to a principal, if the machine can load rules."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError, IsolationUnavailable):
+            self._egress.protect(self._principals.of(owner).uid)
+
+    def admit(self, uid: int, addresses: Sequence[str]) -> None:
+        nft.cover(uid, self._environ)
+        nft.admit(uid, addresses, self._environ)
+
+    def sweep(self) -> SweepFindings:
+        return sweeper.sweep(PrincipalMap(self._environ))
+
+    def findings(self, note: str = "") -> PrincipalFindings:
+        known = PrincipalMap(self._environ)
+        if note:
+            sweeper.note_finding(known, note)
+        return PrincipalFindings(len(known.read()), sweeper.read_findings(known.place))
 
 
 def _owned(path: str, uid: int, at: int | None = None, depth: int = 0) -> Iterator[tuple[int, bool]]:

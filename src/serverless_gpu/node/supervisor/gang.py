@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import os
 import select
 import signal
@@ -19,7 +18,6 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.isolation import USER
 from serverless_gpu.model.lifecycle.attempt import (
@@ -224,10 +222,7 @@ class LocalGang:
             )
             holds = (*holds, self._cluster.fd)
         cluster = "" if self._cluster is None else self._cluster.own
-        try:
-            self._mounts, note = self._files.show(self._spawner, self.stem_pidfd, devices, cluster, self._cgroup)
-        except IsolationUnavailable as error:
-            raise OSError(errno.EPERM, f"{error.message} ({error.hint})") from None
+        self._mounts, note = self._files.show(self._spawner, self.stem_pidfd, devices, cluster, self._cgroup)
         self.account.notes += [note] if note else []
         if self._files.uid:
             secret_files.remove(directory)  # The ranks have copies.

@@ -88,6 +88,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 from serverless_gpu.node.output.logs import RankLog, cut_output, hidden_tails
 from serverless_gpu.node.processes.process_tree import AttemptSegments, ProcessIdentity
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.supervisor.attempt_files import attempt_files
 from serverless_gpu.node.supervisor.gang import HostStem, LocalGang
 from serverless_gpu.node.supervisor.gang_network import GangNetwork
@@ -131,7 +132,7 @@ class Supervisor:
         self._reservation: DeviceReservation | BorrowedDevices | None = None
         self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
-        self._gang_network = GangNetwork(launch, assign.uid, self._clock)
+        self._gang_network = GangNetwork(launch, assign.uid, self._clock, find_spawner(os.environ))
         self._watchdogs.judged_by(self._peers)
         self._waiting = ""
         self._preparing = ""
@@ -272,7 +273,8 @@ class Supervisor:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
             return
         except IsolationUnavailable as error:
-            self._apply(RanksNotStarted(Reason.START_FAILED, error.message))
+            hint = f" ({error.hint})" if error.hint else ""
+            self._apply(RanksNotStarted(Reason.START_FAILED, f"{error.message}{hint}"))
             return
         except OSError as error:
             told = "" if isinstance(error, NoDirectory) else "cannot start the ranks through their parent process: "

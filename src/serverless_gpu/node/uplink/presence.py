@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, host, machine, new_run_id
 from serverless_gpu.environment.restore.interpreters import minors
-from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.errors import IsolationUnavailable, ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import Reason
@@ -38,8 +38,6 @@ from serverless_gpu.node.devices.locks import DeviceLocks, Quarantine, holder_ru
 from serverless_gpu.node.devices.nvml import Usage, unknown_usage
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.isolation.levels import OfferedLevel, problem_of_cgroups
-from serverless_gpu.node.isolation.principals import PrincipalMap
-from serverless_gpu.node.isolation.sweeper import read_findings
 from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.spawner.verbs import Spawner
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
@@ -83,8 +81,8 @@ class NodePresence:
         self._faults = NodeFaults(home, self._clock)
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
-        self.level = _offered_level(find_spawner(os.environ))
-        self._principals = PrincipalMap(os.environ).place
+        self._spawner = find_spawner(os.environ)
+        self.level = _offered_level(self._spawner)
 
     def hello(
         self,
@@ -177,8 +175,8 @@ class NodePresence:
     def _left_behind(self) -> tuple[str, ...]:
         """Return the findings about principals that the sweeper of this node keeps."""
         try:
-            return read_findings(self._principals).sentences()
-        except OSError:
+            return self._spawner.findings().findings.sentences()
+        except (OSError, msgspec.MsgspecError, IsolationUnavailable):
             return ()  # `sgpu doctor` reports unreadable findings.
 
     def _pythons(self) -> tuple[str, ...]:

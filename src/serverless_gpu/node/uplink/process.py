@@ -62,7 +62,9 @@ from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.canary.examination import Examination, examine
 from serverless_gpu.node.canary.targets import server_address
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.isolation.egress import REFRESH_S, NodeEgress
+from serverless_gpu.node.isolation.egress import NodeEgress
+from serverless_gpu.node.isolation.machine_egress import REFRESH_S
+from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import AttemptController
 from serverless_gpu.node.uplink.device_watch import DeviceWatch
@@ -133,7 +135,12 @@ class Uplink:
         self._server = UplinkServer(profile, self._clock, NodeKeyFile(home))
         self._presence = NodePresence(home)
         self._egress = NodeEgress(
-            home.root, os.environ, self._clock, server_url=lambda: self._server.profile.url, say=say
+            home.root,
+            os.environ,
+            self._clock,
+            find_spawner(os.environ, "network"),
+            server_url=lambda: self._server.profile.url,
+            say=say,
         )
         if self._presence.level.level == NONE:
             self._egress.problem = "the node isolates no principals"

@@ -3,6 +3,8 @@
     POST /nodes/{node}/canary ─▶ request ─▶ order stream of the node ─▶ the node runs the canary
     GET  /nodes/{node}/canary ◀─ last report ◀─ POST /agents/{node}/canary ◀─┘
 
+The order names targets that only the server knows: its database, Ray on all nodes, and the other nodes.
+
 A restart of the server forgets requests and reports. The node runs a repeated request only once. A report does not
 change scheduling decisions.
 
@@ -13,13 +15,15 @@ request, for example after a restart, replaces no other report.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, new_run_id
+from serverless_gpu.engines.base import EngineNode
+from serverless_gpu.engines.ray.start_arguments import joined
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import Hub, node_key
@@ -31,6 +35,7 @@ from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import find_node
 from serverless_gpu.server.records import audit, nodes, pools
 from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.wire.agents import CanaryResult, RunCanary
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 from serverless_gpu.wire.nodes import RayPool
@@ -38,7 +43,9 @@ from serverless_gpu.wire.nodes import RayPool
 CANARY = "canary"
 """Capability of nodes that can run the canary."""
 ANSWERED_S = 600.0
-_POSTGRESQL_PORT = 5432
+_POSTGRESQL_PORT, _SSH_PORT = 5432, 22
+_TARGETS_MAX = 64
+"""Most addresses of one attempt. The node tries all of them at once."""
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +66,7 @@ class CanaryService:
         presence: Presence,
         ray_pool: Callable[[], RayPool | None],
         egress_policies: EgressPolicies,
+        engine_nodes: Callable[[], Collection[EngineNode]] = tuple,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -67,6 +75,7 @@ class CanaryService:
         self._presence = presence
         self._ray_pool = ray_pool
         self._egress_policies = egress_policies
+        self._engine_nodes = engine_nodes
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._reports: dict[str, CanaryView] = {}
@@ -74,7 +83,7 @@ class CanaryService:
     def start(self, who: Caller, name: str) -> CanaryView:
         """Request a canary at the isolation level of the node's pool. A running canary continues."""
         at_ns, now_ns = self._clock.wall_ns(), self._clock.boottime_ns()
-        request_id, services = new_run_id(), self._services()
+        request_id = new_run_id()
 
         def work(connection: sa.Connection) -> tuple[str, RunCanary]:
             node = find_node(connection, name)
@@ -86,6 +95,7 @@ class CanaryService:
             detail = {"name": node.name, "isolation": level}
             audit.record(connection, who=who, action=Action.NODE_CANARY, subject=node.id, now_ns=at_ns, detail=detail)
             egress = self._egress_policies.of(connection, node.pool)
+            services = self._services(node, nodes.every(connection))
             return node.id, RunCanary(id=request_id, isolation=level, services=services, egress=egress)
 
         node_id, order = self._database.write(work)
@@ -128,15 +138,21 @@ class CanaryService:
             report = msgspec.structs.replace(said.report, node=node.name)
             self._reports[node_id] = CanaryView(id=said.id, report=report)
 
-    def _services(self) -> dict[str, str]:
-        """Return the network addresses that only the server knows."""
+    def _services(self, node: StoredNode, known: Sequence[StoredNode]) -> dict[str, str]:
+        """Return the network addresses that only the server knows, as targets of a node's canary."""
         url, ray = urlsplit(self._settings.database), self._ray_pool()
-        found: dict[str, str] = {}
-        if url.hostname:
-            found["database_port"] = f"{url.hostname}:{url.port or _POSTGRESQL_PORT}"
-        if ray is not None:
-            found["ray_port"] = ray.address
-        return found
+        engine_nodes = self._engine_nodes()
+        own_ray = [place for each in engine_nodes if each.name == node.name for place in each.endpoints]
+        other_ray = [place for each in engine_nodes if each.name != node.name for place in each.endpoints]
+        own = set(node.hello.addresses)
+        others = [address for each in known if each.id != node.id for address in each.hello.addresses]
+        found = {
+            "database_port": [f"{url.hostname}:{url.port or _POSTGRESQL_PORT}"] if url.hostname else [],
+            "ray_port": [*([ray.address] if ray is not None else []), *own_ray],
+            "other_ray_port": other_ray,
+            "other_node_port": [joined(address, _SSH_PORT) for address in others if address not in own],
+        }
+        return {name: ",".join(places[:_TARGETS_MAX]) for name, places in found.items() if places}
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.ray.start_arguments import PORTS as RAY_PORTS
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.egress import Destination, EgressPolicy, destination, digest_of
@@ -35,9 +37,12 @@ _EVERYWHERE = ("0.0.0.0/0", "::/0")
 class EgressPolicies:
     """Builds the network policy of each pool."""
 
-    def __init__(self, *, settings: Settings, clock: Clock) -> None:
+    def __init__(
+        self, *, settings: Settings, clock: Clock, engine_nodes: Callable[[], Collection[EngineNode]] = tuple
+    ) -> None:
         self._settings = settings
         self._clock = clock
+        self._engine_nodes = engine_nodes
         self._lock = threading.Lock()
         self._closed: tuple[str, ...] = ()
         self._read_ns: int | None = None
@@ -70,6 +75,8 @@ class EgressPolicies:
             now_ns = self._clock.boottime_ns()
             if self._read_ns is None or now_ns - self._read_ns > _FRESH_S * 1e9:
                 found = {address for node in nodes.every(connection) for address in node.hello.addresses}
+                # A node reports no address of a bridge, but an engine may use this address.
+                found |= {host for node in self._engine_nodes() for host in _outside(node.endpoints)}
                 own = [each.text for each in control_endpoints(self._settings)]
                 self._closed = tuple(dict.fromkeys((*own, *sorted(found))))
                 self._read_ns = now_ns
@@ -132,6 +139,15 @@ def _hosts(host: str) -> list[str]:
 
 def _is_loopback(each: Destination) -> bool:
     return each.host == "localhost" if each.network is None else each.network.is_loopback
+
+
+def _outside(endpoints: Iterable[str]) -> Iterator[str]:
+    """Yield the addresses of endpoints, except loopback addresses."""
+    for each in endpoints:
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(each.rpartition(":")[0].strip("[]"))
+            if not address.is_loopback:
+                yield str(address)
 
 
 def _canonical(host: str) -> str:

@@ -55,6 +55,7 @@ CAPABILITIES = {
     "CAP_FOWNER": "sets modes of files that belong to the account or to principals",
     "CAP_DAC_OVERRIDE": "mounts and makes files below private directories of the account and of principals",
     "CAP_SYS_PTRACE": "opens the memory file in which a rank writes its stack",
+    "CAP_NET_ADMIN": "loads the network rules of principals",
     "CAP_SYSLOG": "opens the kernel log, which names failed GPUs",
 }
 """Capabilities of a spawner, and the reason for each capability."""

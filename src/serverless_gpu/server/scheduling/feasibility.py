@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.errors import NoSuitableNode, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import Unsatisfiable
@@ -66,7 +67,7 @@ class Feasibility:
         clock: Clock,
         presence: Presence,
         feasible: FeasibilityCache,
-        engine_nodes: Callable[[], Collection[str]],
+        engine_nodes: Callable[[], Collection[EngineNode]],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -113,7 +114,7 @@ class Feasibility:
             self._feasible.note(alike, now_ns)
             return True, None
         here = {node.name for node in known if presence.last_ns(node.id) is not None}
-        if not known or not here.issuperset(self._engine_nodes()):
+        if not known or not here.issuperset(node.name for node in self._engine_nodes()):
             return False, None
         return True, found
 

@@ -17,9 +17,11 @@ from serverless_gpu.node.canary.examination import OBSERVED, trials
 from serverless_gpu.node.canary.inspection import process_limit
 from serverless_gpu.node.canary.runs import json_lines, program_of
 from serverless_gpu.node.canary.targets import MEMORY_BYTES
-from serverless_gpu.node.isolation.egress import NodeEgress, measure
+from serverless_gpu.node.isolation.egress import NodeEgress
+from serverless_gpu.node.isolation.machine_egress import measure
 from serverless_gpu.node.isolation.principals import PLACE, RANGE
 from serverless_gpu.node.processes.process_tree import MemoryWatch, end_cgroup, find_cgroup_root, remove_cgroup
+from serverless_gpu.node.spawner.verbs import RootSpawner
 from tests.support.node.canary_sandbox import UID, Ended, Place, attempt_in_sandbox, targets_of_a_victim
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make sandboxes")
@@ -202,7 +204,7 @@ def test_27_without_network_rules_a_port_of_the_node_is_open(targets: dict[str, 
     names = ["node-port", "server-port"]
     here = {**targets, "server_port": targets["node_port"]}
     assert attempt_in_sandbox(here, names).possible == {*names}
-    egress = NodeEgress(tmp_path, environ, SystemClock(), server_url=str, say=print, trial=lambda _: "")
+    egress = NodeEgress(tmp_path, environ, SystemClock(), RootSpawner(environ), server_url=str, say=print)
     try:
         assert egress.require(EgressPolicy()) == ""
         found = attempt_in_sandbox(here, names)

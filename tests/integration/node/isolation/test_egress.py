@@ -16,12 +16,16 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import EgressPolicy
-from serverless_gpu.node.isolation import egress, egress_rules, nft
-from serverless_gpu.node.isolation.egress import NodeEgress
+from serverless_gpu.node.isolation import egress_rules, machine_egress, nft
+from serverless_gpu.node.isolation.egress import EgressState, NodeEgress
 from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.node.processes.spawn import CallerInterpreter
+from serverless_gpu.node.spawner.client import SpawnerClient
+from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
 from tests.support.golden import golden
 from tests.support.network.connecting import Connector
 from tests.support.network.namespaces import inside, ip, need_root
+from tests.support.node.served_spawner import ACCOUNT, served
 
 ALICE, BOB, ROOT, NOBODY = 1_900_000_001, 1_900_000_002, 0, 65_534
 HERE, GANG, ALLOWED, OTHER, METADATA = "10.78.0.1", "10.78.0.2", "10.78.0.3", "10.78.0.4", "169.254.170.2"
@@ -70,7 +74,7 @@ def place(nets: Nets, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sg-egress-", dir="/var/tmp") as directory:
         resolver = Path(directory, "resolv.conf")
         resolver.write_text(f"nameserver {RESOLVER}\n")
-        monkeypatch.setattr(egress, "_RESOLVERS", resolver)
+        monkeypatch.setattr(machine_egress, "_RESOLVERS", resolver)
         yield Path(directory)
     with inside(nets.node):
         nft_of("flush", "ruleset")
@@ -81,17 +85,36 @@ def nft_of(*words: str) -> str:
     return subprocess.run(["nft", *words], capture_output=True, text=True, check=True).stdout
 
 
+class Untried(RootSpawner):
+    """The verbs of root, whose trial has the result `problem` and the number of `trials`."""
+
+    problem, trials = "", 0
+
+    def measure_egress(self) -> EgressState:
+        self.trials += 1
+        return EgressState(self.problem, is_loaded=False)
+
+
 def rules(nets: Nets, place: Path, name: str = "home", **policy: Any) -> NodeEgress:
     """Return the rules of a node with a policy, which is applied."""
     home = place / name
     home.mkdir(exist_ok=True)
     environ = {**os.environ, PLACE: str(place)}
     url = f"http://{OTHER}:{SERVER_PORT}"
-    clock = SystemClock()
-    kept = NodeEgress(home, environ, clock, server_url=lambda: url, say=print, trial=lambda environ: "")
+    kept = NodeEgress(home, environ, SystemClock(), Untried(environ), server_url=lambda: url, say=print)
     with inside(nets.node):
         assert kept.require(EgressPolicy(**policy)) == ""
     return kept
+
+
+@contextlib.contextmanager
+def behind_spawner(nets: Nets, place: Path, *opened: str) -> Iterator[SpawnerClient]:
+    """Yield the verbs of a spawner for the account of the home directory `home`."""
+    (place / "home").mkdir()
+    os.chown(place / "home", ACCOUNT.uid, ACCOUNT.gid)
+    environ = {**os.environ, PLACE: str(place)}
+    with inside(nets.node), served(place / "spawner.sock", environ, opened) as client:
+        yield client
 
 
 def reached(nets: Nets, uid: int = ALICE) -> dict[str, str]:
@@ -133,7 +156,7 @@ POLICIES: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_27_a_principal_reaches_what_the_policy_opens_and_nothing_else(
     nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
+    monkeypatch.setattr(machine_egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
     policy, opened = POLICIES[name]
     rules(nets, place, closed=(NODE,), **policy)
     found = reached(nets)
@@ -252,7 +275,7 @@ def test_27_without_nft_only_an_open_pool_starts_runs_and_says_so(
 ) -> None:
     kept = rules(nets, place, mode="open")
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert "nft" in egress.measure({})
+    assert "nft" in machine_egress.measure({})
     assert "nft" in kept.require(EgressPolicy(mode="open"))
     for mode in ("pool", "none", "none"):  # also again, after a failure
         with pytest.raises(IsolationUnavailable, match="nft"):
@@ -260,28 +283,24 @@ def test_27_without_nft_only_an_open_pool_starts_runs_and_says_so(
 
 
 def test_27_a_node_that_fails_the_trial_enforces_no_policy(nets: Nets, place: Path) -> None:
-    tried: list[str] = []
-
-    def fail(environ: object) -> str:
-        tried.append("once")
-        return golden("node.egress.no-nftables")
-
-    kept = NodeEgress(place, os.environ, SystemClock(), server_url=lambda: "", say=lambda line: None, trial=fail)
+    verbs = Untried(os.environ)
+    verbs.problem = golden("node.egress.no-nftables")
+    kept = NodeEgress(place, os.environ, SystemClock(), verbs, server_url=lambda: "", say=lambda line: None)
     assert kept.problem == "", "a node without policies spends no time on a trial"
     for _ in range(2):
         with pytest.raises(IsolationUnavailable, match=golden("node.egress.no-nftables")):
             kept.require(EgressPolicy(mode="none"))
         assert kept.require(EgressPolicy(mode="open")).endswith(golden("node.egress.no-nftables"))
-    assert (tried, kept.problem) == (["once"], golden("node.egress.no-nftables"))
+    assert (verbs.trials, kept.problem) == (1, golden("node.egress.no-nftables"))
 
 
 def test_27_this_machine_passes_the_trial_of_the_rules(nets: Nets, place: Path) -> None:
-    assert egress.measure({**os.environ, PLACE: str(place)}) == ""
+    assert machine_egress.measure({**os.environ, PLACE: str(place)}) == ""
 
 
 def test_27_the_trial_finds_rules_that_close_nothing(nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress_rules, "_output", lambda: [])
-    assert golden("node.egress.reaches-root") in egress.measure({**os.environ, PLACE: str(place)})
+    assert golden("node.egress.reaches-root") in machine_egress.measure({**os.environ, PLACE: str(place)})
 
 
 def test_27_a_build_reaches_the_index_proxy_and_nothing_else(nets: Nets, place: Path) -> None:
@@ -323,3 +342,94 @@ def test_27_a_build_needs_a_proxy_and_a_uid_of_the_range(nets: Nets, place: Path
         for each, uid in ((without, ALICE), (kept, ROOT), (kept, NOBODY)):
             with pytest.raises(IsolationUnavailable), each.confined_build(uid):
                 pass
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_27_a_spawner_enforces_policies_like_an_agent_of_root(
+    nets: Nets, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(machine_egress, "addresses_of", {"packages.example": [ALLOWED]}.__getitem__)
+    policy, opened = POLICIES[name]
+    with behind_spawner(nets, place) as client:
+        kept = NodeEgress(
+            place / "home",
+            os.environ,
+            SystemClock(),
+            client,
+            server_url=lambda: f"http://{OTHER}:{SERVER_PORT}",
+            say=print,
+        )
+        assert kept.require(EgressPolicy(closed=(NODE,), **policy)) == ""
+        assert client.measure_egress() == EgressState("", is_loaded=True)
+        found = reached(nets)
+        assert {target for target, said in found.items() if said == REACHED} == OWN | opened, found
+        nft_of("flush", "ruleset")
+        kept.refresh()
+        assert nets.here.connect(ALICE, METADATA, PORT) == REFUSED
+
+
+def test_27_a_spawner_confines_builds(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client:
+        client.enforce(place / "home", EgressPolicy(index_proxy=(f"{OTHER}:{SERVER_PORT}",)))
+        client.confine(place / "home", ALICE, confined=True)
+        reached_by = [nets.here.connect(ALICE, OTHER, port) for port in (SERVER_PORT, PORT)]
+        assert reached_by == [REACHED, REFUSED]
+        client.confine(place / "home", ALICE, confined=False)
+        assert nets.here.connect(ALICE, OTHER, PORT) == REACHED
+        for home, uid in ((place / "home", ROOT), (place / "other", ALICE)):
+            with pytest.raises((IsolationUnavailable, OSError)):
+                client.confine(home, uid, confined=True)
+
+
+def test_27_behind_a_spawner_only_root_opens_services_of_the_node(nets: Nets, place: Path) -> None:
+    closed, opened = (f"{address}:{nets.ports[ROOT]}" for address in (HERE, "127.0.0.1"))
+    policy = EgressPolicy(mode="none", allow=(closed, opened, f"{OTHER}:{SERVER_PORT}"))
+    with behind_spawner(nets, place, opened) as client:
+        note = client.enforce(place / "home", policy)
+        found = reached(nets)
+        assert {target for target, said in found.items() if said == REACHED} == OWN | {"of root", "server"}, found
+    assert f"--open {closed}" in note
+    assert opened not in note
+
+
+def test_27_a_spawner_opens_gangs_for_principals_and_no_metadata_service(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client:
+        client.enforce(place / "home", EgressPolicy(mode="none", closed=(GANG,)))
+        client.admit(ALICE, (GANG, "127.0.0.1"))
+        assert (nets.here.connect(ALICE, GANG, PORT), nets.here.connect(BOB, GANG, PORT)) == (REACHED, REFUSED)
+        for uid, address in ((ALICE, METADATA), (ALICE, f"{OTHER} }}; flush ruleset"), (NOBODY, OTHER)):
+            with pytest.raises(IsolationUnavailable):
+                client.admit(uid, (GANG, address))
+        assert nets.here.connect(ALICE, METADATA, PORT) == REFUSED
+
+
+def test_27_a_spawner_changes_only_the_policy_of_its_account(nets: Nets, place: Path) -> None:
+    other = rules(nets, place, "other", mode="none")
+    with behind_spawner(nets, place) as client:
+        client.enforce(place / "home", EgressPolicy())
+        for policy in (None, EgressPolicy()):
+            with pytest.raises(IsolationUnavailable, match="of the node's"):
+                client.enforce(place / "other", policy)
+        with pytest.raises(IsolationUnavailable, match="not valid"):
+            client.enforce(place / "home", EgressPolicy(allow=("10.0.0.0/8 } accept",)))
+        client.enforce(place / "home", None)
+        assert nets.here.connect(ALICE, OTHER, PORT) == REFUSED, "the policy of the other node applies"
+        other.leave()
+
+
+def test_27_an_account_removes_no_rules(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client:
+        client.enforce(place / "home", EgressPolicy(mode="none"))
+        client.enforce(place / "home", None)
+        found = reached(nets)
+    assert {target for target, said in found.items() if said == REFUSED} == {
+        *("of root", "of root, other address", "of another principal", "metadata here", "metadata"),
+    }
+
+
+def test_27_no_interpreter_of_a_principal_starts_without_rules(nets: Nets, place: Path) -> None:
+    with behind_spawner(nets, place) as client, open(os.devnull, "r+b") as null:
+        interpreter = CallerInterpreter("/bin/true", (), {})
+        order = ZygoteOrder("ana of s", "user", interpreter, [], [])
+        client.start_zygote(order, channel_fd=null.fileno(), log=null.fileno())
+        assert nets.here.connect(ALICE, METADATA, PORT) == REFUSED

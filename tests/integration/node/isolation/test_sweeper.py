@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from serverless_gpu.node.isolation.remains import RemainKind
 from serverless_gpu.node.isolation.survey import posix_queues, survey
 from serverless_gpu.node.isolation.sweeper import forget, note_finding, read_findings, sweep
 from tests.support.golden import golden
+from tests.support.node.served_spawner import with_capabilities
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -113,6 +116,22 @@ def test_27_the_sweeper_removes_what_an_ended_attempt_left_and_reports_the_rest(
     )
     assert place.found(uid) == {RemainKind.FILE} and not (place.shared / "own").exists()
     assert read_findings(place.known.place) == done
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
+def test_27_the_capabilities_of_a_spawner_suffice_for_a_sweep(place: Place) -> None:
+    uid = place.principals().of("ana of s", place.home).uid
+    place.objects = leave(uid, place.shared, place.queue)
+    program = (
+        "import os\n"
+        "from serverless_gpu.node.isolation import principals, remains, sweeper\n"
+        "remains.LEFT_S = -60.0\n"
+        f"print(len(sweeper.sweep(principals.PrincipalMap(os.environ), [{str(place.shared)!r}]).removed))"
+    )
+    words = [*with_capabilities(), sys.executable, "-c", program]
+    environ = {**os.environ, **place.environ}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert (done.stdout.strip(), place.found(uid)) == ("5", {RemainKind.FILE})
 
 
 def test_27_a_uid_gets_free_only_after_nothing_remains_and_goes_to_no_one_before(place: Place) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import os
-import signal
 import stat
 import subprocess
 import tempfile
@@ -12,20 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
-from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.isolation import remains, sweeper
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.principals import PLACE, RANGE
 from serverless_gpu.node.processes.spawn import CallerInterpreter
-from serverless_gpu.node.spawner import process
+from serverless_gpu.node.spawner import VARIABLE, process, sweeper_process
 from serverless_gpu.node.spawner.client import SpawnerClient
 from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
+from tests.support.node.served_spawner import ACCOUNT, served
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run the spawner")
 
-ACCOUNT = process.find_account("nobody")
-UIDS = range(1_900_060_000, 1_900_060_010)
+_FIRST = 1_900_040_000 + os.getpid() % 1_000 * 10  # Tests in other processes use other uids.
+UIDS = range(_FIRST, _FIRST + 10)
 UID = UIDS[0]
 
 
@@ -40,22 +42,11 @@ def place() -> Iterator[Path]:
 @pytest.fixture
 def client(place: Path) -> Iterator[SpawnerClient]:
     """Yield a client of a spawner that serves `ACCOUNT`."""
-    path = place / "spawner.sock"
-    listener = process.listen(path, ACCOUNT)
-    environ = {PLACE: str(place / "principals"), RANGE: f"{UIDS[0]}-{UIDS[-1]}"}
-    pid = os.fork()
-    if pid == 0:
-        try:
-            process.serve(listener, ACCOUNT, environ)
-        finally:
-            os._exit(0)
-    listener.close()
     (place / "home").mkdir()
     os.chown(place / "home", ACCOUNT.uid, ACCOUNT.gid)
-    with contextlib.closing(SpawnerClient(path)) as made:
+    environ = {PLACE: str(place / "principals"), RANGE: f"{UIDS[0]}-{UIDS[-1]}"}
+    with served(place / "spawner.sock", environ) as made:
         yield made
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
 
 
 def own(path: Path, uid: int = ACCOUNT.uid) -> Path:
@@ -108,7 +99,7 @@ def test_a_readable_file_stays_the_file_of_the_account(client: SpawnerClient, pl
     assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (ACCOUNT.uid, UID, 0o440)
 
 
-@pytest.mark.parametrize("uid", [0, ACCOUNT.uid, UIDS[-1] + 1])
+@pytest.mark.parametrize("uid", [0, ACCOUNT.uid, 1_900_070_000])
 def test_the_spawner_gives_no_file_to_another_account(client: SpawnerClient, place: Path, uid: int) -> None:
     directory = own(place / "results")
     for verb in (client.take, lambda uid, path: client.give(uid, path, writable=True)):
@@ -170,8 +161,7 @@ def test_a_principal_keeps_its_uid(client: SpawnerClient, place: Path) -> None:
 
 def test_an_invalid_request_is_answered_and_the_connection_stays(client: SpawnerClient, place: Path) -> None:
     client.principal("ana", place / "home")
-    channel = client._channel
-    assert isinstance(channel, Channel)
+    (channel,) = client._idle
     channel.send(b'{"verb": "become_root"}')
     received = channel.receive()
     assert received is not None
@@ -212,3 +202,84 @@ def test_only_the_file_of_a_stack_is_opened(tmp_path: Path) -> None:
         RootSpawner({}).open_stack(os.getpid(), other)
     os.close(fd)
     os.close(other)
+
+
+def leave_behind(place: Path, uid: int) -> Path:
+    """Make a file of a uid in a directory that all users can write."""
+    shared = place / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "left").touch()
+    os.chown(shared / "left", uid, uid)
+    return shared / "left"
+
+
+@pytest.fixture
+def left(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file that a principal left, for a spawner that starts afterwards."""
+    file = leave_behind(place, UID)
+    monkeypatch.setattr(remains, "LEFT_S", -60.0)
+    monkeypatch.setattr(sweeper.sweep, "__defaults__", ((str(file.parent),),))
+    return file
+
+
+def test_27_the_spawner_sweeps_the_node_for_its_account(
+    left: Path, client: SpawnerClient, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client.principal("ana", place / "home")
+    for name, value in ((PLACE, place / "principals"), (VARIABLE, place / "spawner.sock")):
+        monkeypatch.setenv(name, str(value))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(ACCOUNT.gid, ACCOUNT.gid, ACCOUNT.gid)
+            os.setresuid(ACCOUNT.uid, ACCOUNT.uid, ACCOUNT.uid)
+            sweeper_process.main()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert str(left) in capfd.readouterr().out
+    assert not left.exists()
+    note = "a process was ended"
+    found = client.findings(note)
+    assert (found.principals, found.findings.sentences()) == (1, (note,))
+    assert len(found.findings.removed) == 1
+    with pytest.raises(IsolationUnavailable, match="one line"):
+        client.findings("two\nlines")
+
+
+def test_27_the_account_sweeps_by_command_and_frees_no_uid(
+    left: Path, client: SpawnerClient, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.principal("ana", place / "home")
+    monkeypatch.setattr(os, "geteuid", lambda: ACCOUNT.uid)
+    monkeypatch.setenv(PLACE, str(place / "principals"))
+    words = ["node", "sweep", "--json"]
+    assert CliRunner().invoke(sgpu, words).exit_code == 1
+    monkeypatch.setenv(VARIABLE, str(place / "spawner.sock"))
+    done = CliRunner().invoke(sgpu, words)
+    assert (done.exit_code, left.exists()) == (0, False)
+    assert str(left) in done.output
+    assert CliRunner().invoke(sgpu, [*words, "--forget", "ana"]).exit_code == 1
+
+
+def test_27_the_spawner_measures_the_memory_of_principals_only(client: SpawnerClient) -> None:
+    with subprocess.Popen(["sleep", "60"], user=UID) as process:
+        try:
+            assert client.memory_of([process.pid]) > 0
+            with pytest.raises(IsolationUnavailable, match="to no principal"):
+                client.memory_of([process.pid, os.getpid()])
+            with pytest.raises(IsolationUnavailable, match="at most"):
+                client.memory_of([process.pid] * 2_000)
+        finally:
+            process.kill()
+    assert client.memory_of([process.pid]) == 0, "the process has ended"
+
+
+def test_threads_of_a_client_get_their_own_answers(client: SpawnerClient, place: Path) -> None:
+    owners = [f"user{number}" for number in range(len(UIDS))]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda owner: client.principal(owner, place / "home").owner, owners))
+    assert found == owners
+    assert 1 <= len(client._idle) <= 4

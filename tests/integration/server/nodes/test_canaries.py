@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.canary import CanaryReport
 from serverless_gpu.server.composition import Services
@@ -18,6 +19,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, CanaryResult, RunCanary, StreamedOrder
 from serverless_gpu.wire.nodes import PoolRequest
 from tests.support.server.agents import NODE, OTHER, hello
+from tests.support.server.made import recomposed
 from tests.support.server.stored import add_people
 
 ADMIN = Caller(name="root", role="admin", token_id="t")
@@ -53,6 +55,39 @@ def test_a_request_becomes_an_order_and_the_answer_becomes_the_last_report(servi
     entries = services.database.read(lambda connection: audit.entries(connection))
     found = [entry for entry in entries if entry.action == Action.NODE_CANARY]
     assert [(entry.principal, entry.subject) for entry in found] == [("root", node_id)]
+
+
+RAY = {"n1": "10.0.0.1:7901", "n2": "10.0.0.2:7901"}
+
+
+def test_an_order_names_ray_on_the_own_and_on_other_nodes_and_the_other_nodes(services: Services, node_id: str) -> None:
+    engine_nodes = [
+        EngineNode(name=name, endpoints=(place, place.replace("7901", "7902"))) for name, place in RAY.items()
+    ]
+    services = recomposed(services, engine_nodes=lambda: engine_nodes)
+    addresses = ("10.0.0.1", "172.16.0.1")
+    services.agents.hello(NODE, msgspec.structs.replace(with_canary(), addresses=addresses))
+    other = hello("n2", takes=(CANARY,), addresses=("10.0.0.2", "fd00::2", "172.16.0.1"))
+    services.agents.hello(OTHER, other)
+    services.canaries.start(ADMIN, "n1")
+    order = services.canaries.of(node_id)
+    assert order is not None
+    assert order.services == {
+        "ray_port": "10.0.0.1:7901,10.0.0.1:7902",
+        "other_ray_port": "10.0.0.2:7901,10.0.0.2:7902",
+        "other_node_port": "10.0.0.2:22,[fd00::2]:22",
+    }
+
+
+def test_a_pool_closes_the_addresses_of_an_engine_except_loopback(services: Services, node_id: str) -> None:
+    places = ("10.9.0.1:7901", "127.0.0.2:7901", "[fd00::9]:7901", "a name:1")
+    services = recomposed(services, engine_nodes=lambda: [EngineNode(name="n1", endpoints=places)])
+    services.pools.put(ADMIN, "default", PoolRequest(isolation="sandbox"))
+    services.canaries.start(ADMIN, "n1")
+    order = services.canaries.of(node_id)
+    assert order is not None and order.egress is not None
+    assert {"10.9.0.1", "fd00::9"} <= set(order.egress.closed)
+    assert not [each for each in order.egress.closed if "127." in each or "name" in each]
 
 
 def test_a_second_request_joins_the_running_canary_until_the_node_is_late(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from serverless_gpu.cli import service_account
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.isolation.principals import PLACE
 from serverless_gpu.server import process
 from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.operations import systemd_units
@@ -33,6 +34,7 @@ from serverless_gpu.server.operations.systemd_units import (
     unit_word,
 )
 from tests.support.golden import golden
+from tests.support.node.served_spawner import with_capabilities
 from tests.support.paths import REPOSITORY
 
 PROGRAM = "/opt/serverless-gpu/bin/sgpu"
@@ -50,7 +52,7 @@ NODE = Installation(
     home=Path("/var/lib/serverless-gpu/node"),
 )
 SPAWNER = (PROGRAM, "node", "spawner", "--account", "serverless-gpu")
-EXPOSURE_MAX = {"server": 1.6, "node": 6.5, "spawner": 8.2}
+EXPOSURE_MAX = {"server": 1.6, "node": 6.5, "spawner": 8.3}
 """Highest exposure that `systemd-analyze security` may find, from 0 (best) to 10."""
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (systemd)")
@@ -194,11 +196,20 @@ def test_the_exposure_of_each_unit_has_a_bound(tmp_path: Path, name: str, unit: 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv (util-linux)")
 @pytest.mark.parametrize("missing", ["", "CAP_SYS_ADMIN", "CAP_SETUID", "CAP_CHOWN"])
 def test_the_capabilities_of_a_spawner_suffice_for_a_sandbox(missing: str) -> None:
-    names = [f"+{name.removeprefix('CAP_').lower()}" for name in CAPABILITIES if name != missing]
     program = "import os\nfrom serverless_gpu.node.isolation.levels import measure\nprint(measure(os.environ).level)"
-    words = ["setpriv", "--bounding-set", ",".join(["-all", *names]), "--no-new-privs", sys.executable, "-c", program]
+    words = [*with_capabilities(missing), sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ("none" if missing else "sandbox")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv (util-linux)")
+@pytest.mark.parametrize("missing", ["", "CAP_NET_ADMIN"])
+def test_27_the_capabilities_of_a_spawner_suffice_for_network_rules(missing: str, tmp_path: Path) -> None:
+    program = "import os\nfrom serverless_gpu.node.isolation.machine_egress import measure\nprint(measure(os.environ))"
+    words = [*with_capabilities(missing), sys.executable, "-c", program]
+    environ = {**os.environ, PLACE: str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert bool(done.stdout.strip()) == bool(missing), done.stdout
 
 
 @given(st.text(st.characters(min_codepoint=0x20, exclude_characters="\x7f", exclude_categories=["Cs"])))

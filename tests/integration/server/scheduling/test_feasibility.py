@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 
+from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State
@@ -105,13 +106,13 @@ def test_23B1_a_server_that_knows_no_node_yet_queues_and_decides_once_one_has_jo
 
 
 def test_23B1_while_a_node_of_the_engine_has_not_said_hello_nothing_is_refused(services: Services) -> None:
-    known = {"n1", "own"}
+    known = [EngineNode(name="n1"), EngineNode(name="own")]
     services = recomposed(services, engine_nodes=lambda: known)
     join(services)
     scheduler = make_scheduler(services)
     run_id = submit(services, request(4)).id
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
-    known.remove("own")
+    del known[1]
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).reason is Reason.UNSATISFIABLE

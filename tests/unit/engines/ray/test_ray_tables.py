@@ -74,6 +74,17 @@ def test_what_is_no_node_of_ours_is_none(one: dict[str, Any]) -> None:
     assert ray_tables.row(one) is None
 
 
+def test_a_node_has_the_endpoints_of_rays_processes() -> None:
+    row = ray_tables.row(
+        raw(NodeManagerPort=7901, ObjectManagerPort=7902, MetricsExportPort=0, RuntimeEnvAgentPort=None)
+    )
+    assert row is not None
+    assert ray_tables.engine_node(row).endpoints == ("10.0.0.2:7901", "10.0.0.2:7902")
+    other = ray_tables.row(raw(NodeManagerPort=7901, NodeManagerAddress="fd00::2"))
+    assert other is not None
+    assert ray_tables.engine_node(other).endpoints == ("[fd00::2]:7901",)
+
+
 def test_only_true_is_alive() -> None:
     for said in ("yes", 1, None, "true"):
         row = ray_tables.row(raw(Alive=said))

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import IsolationUnavailable
-from serverless_gpu.node.isolation import nft
-from serverless_gpu.node.isolation.egress import ADDRESSES_MAX, KEEP_S, REFRESH_S, NameCache, resolvers
 from serverless_gpu.node.isolation.egress_rules import GANG_S
+from serverless_gpu.node.isolation.machine_egress import ADDRESSES_MAX, KEEP_S, REFRESH_S, NameCache, resolvers
 from serverless_gpu.node.isolation.principals import PLACE, RANGE, ranges_of
+from serverless_gpu.node.spawner.verbs import RootSpawner
 from serverless_gpu.node.supervisor.gang_network import GangNetwork
 from serverless_gpu.testing import FakeClock
 from tests.support.node import account
@@ -86,34 +86,40 @@ def test_uids_outside_the_range_keep_their_rules_after_the_range_was_changed(tmp
     assert ranges_of({PLACE: str(tmp_path), RANGE: "6000-7000"}) == ((5000, 5000), (6000, 7000))
 
 
+class Opener(RootSpawner):
+    """A spawner that records the opened addresses."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.opened: list[tuple[int, Sequence[str]]] = []
+        self.error: Exception | None = None
+
+    def admit(self, uid: int, addresses: Sequence[str]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.opened.append((uid, tuple(addresses)))
+
+
 @pytest.mark.parametrize("problem", [None, "nft is missing"])
-def test_a_gang_without_rules_opens_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problem: str | None
-) -> None:
-    monkeypatch.setattr(nft, "admit", lambda *asked: pytest.fail("there are no rules"))
-    network = GangNetwork(msgspec.structs.replace(account.launch(tmp_path), egress_problem=problem), 7, FakeClock())
+def test_a_gang_without_rules_opens_nothing(tmp_path: Path, problem: str | None) -> None:
+    spawner = Opener()
+    launch = msgspec.structs.replace(account.launch(tmp_path), egress_problem=problem)
+    network = GangNetwork(launch, 7, FakeClock(), spawner)
     network.open(("10.0.0.2",))
-    assert network.renew() == ""
+    assert (network.renew(), spawner.opened) == ("", [])
 
 
-def test_a_gangs_addresses_are_renewed_long_before_their_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    opened: list[tuple[int, Sequence[str]]] = []
-    monkeypatch.setattr(nft, "admit", lambda uid, addresses, environ: opened.append((uid, tuple(addresses))))
-    clock = FakeClock()
-    network = GangNetwork(msgspec.structs.replace(account.launch(tmp_path), egress_problem=""), 7, clock)
+def test_a_gangs_addresses_are_renewed_long_before_their_time_is_over(tmp_path: Path) -> None:
+    clock, spawner = FakeClock(), Opener()
+    network = GangNetwork(msgspec.structs.replace(account.launch(tmp_path), egress_problem=""), 7, clock, spawner)
     network.open(("10.0.0.2",))
     for _ in range(GANG_S):
         clock.advance(1)
         assert network.renew() == ""
-    assert opened == [(7, ("10.0.0.2",))] * 7
-
-    def fail(*asked: object) -> None:
-        raise IsolationUnavailable("nft is gone")
-
-    monkeypatch.setattr(nft, "admit", fail)
-    clock.advance(GANG_S)
-    assert network.renew() == "nft is gone"
-    with pytest.raises(IsolationUnavailable):
-        network.open(("10.0.0.2",))
+    assert spawner.opened == [(7, ("10.0.0.2",))] * 7
+    for error in (IsolationUnavailable("nft is gone"), OSError("nft is gone")):
+        spawner.error = error
+        clock.advance(GANG_S)
+        assert network.renew() == "nft is gone"
+        with pytest.raises(type(error)):
+            network.open(("10.0.0.2",))

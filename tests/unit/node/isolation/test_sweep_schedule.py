@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,7 @@ class Sweep:
         return self.code
 
 
-def test_sweeps_start_after_the_agent_and_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+def test_sweeps_start_after_the_agent_and_one_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "uids.json").write_text("{}")
     started: list[Sweep] = []
 
@@ -43,13 +41,7 @@ def test_sweeps_start_after_the_agent_and_one_at_a_time(tmp_path: Path, monkeypa
     assert counts == [0, 1, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("uid", "has_map"), [(0, False), (1500, True)])
-def test_a_node_without_principals_or_without_root_is_not_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, has_map: bool
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
-    if has_map:
-        (tmp_path / "uids.json").write_text("{}")
+def test_a_node_without_principals_is_not_swept(tmp_path: Path) -> None:
     clock = FakeClock()
     schedule = SweepSchedule(clock, PrincipalMap({PLACE: str(tmp_path)}), lambda: pytest.fail("a sweep started"))
     clock.advance(FIRST_S + 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import IsolationUnavailable
+from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.node.spawner import permissions
 
 UIDS = range(1000, 1010)
@@ -77,3 +78,41 @@ def test_the_layers_of_overlays_are_found_without_links(tmp_path: Path) -> None:
             permissions.overlay_sources([outer, outer | {"at": wrong}])
     with pytest.raises(IsolationUnavailable, match="not valid"):
         permissions.overlay_sources([{"at": 1}])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        EgressPolicy(allow=("169.254.169.254:80",)),
+        EgressPolicy(allow=("fd00:ec2::254",)),
+        EgressPolicy(allow=("10.0.0.0/8 } accept",)),
+        EgressPolicy(closed=("a; flush ruleset",)),
+        EgressPolicy(allow=tuple(f"10.0.0.{number}" for number in range(200))),
+        EgressPolicy(closed=("10.0.0.1",) * (permissions.CLOSED_MAX + 1)),
+    ],
+)
+def test_27_an_invalid_network_policy_is_refused(policy: EgressPolicy) -> None:
+    with pytest.raises(IsolationUnavailable):
+        permissions.checked_policy(policy)
+
+
+def test_27_a_network_policy_becomes_canonical() -> None:
+    policy = EgressPolicy(mode="pool", allow=("PyPI.org:443", "pypi.org:443"), closed=("[2001:DB8::1]:80",))
+    expected = EgressPolicy(mode="pool", allow=("pypi.org:443",), closed=("[2001:db8::1]:80",))
+    assert permissions.checked_policy(policy) == expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["169.254.169.254", "168.63.129.16", "fe80::1", "fd00:ec2::254", "::ffff:10.0.0.1", "0.0.0.0", "224.0.0.1",
+     "10.0.0.0/8", "10.0.0.1 } ; flush ruleset", "node7", "2001:db8::1%eth0"],
+)  # fmt: skip
+def test_27_only_addresses_of_machines_join_a_gang(address: str) -> None:
+    permissions.check_gang(("10.0.0.1", "127.0.0.1", "2001:db8::1"))
+    with pytest.raises(IsolationUnavailable):
+        permissions.check_gang((address,))
+
+
+def test_27_a_gang_has_a_bounded_number_of_addresses() -> None:
+    with pytest.raises(IsolationUnavailable):
+        permissions.check_gang(("10.0.0.1",) * (permissions.GANG_MAX + 1))

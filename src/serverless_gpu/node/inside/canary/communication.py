@@ -65,5 +65,6 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "service-socket": lambda targets: _connect(targets.text("service_socket")),
     "agent-socket": lambda targets: _connect(targets.text("agent_socket")),
     "supervisor-socket": lambda targets: _connect(targets.text("supervisor_socket")),
+    "ray-socket": lambda targets: _connect(targets.text("ray_socket")),
     "session-key": _session_key,
 }

@@ -138,6 +138,7 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "end-supervisor": _on("supervisor", _signal),
     "patch-supervisor": _on("supervisor", _patch),
     "end-agent": _on("agent", _signal),
+    "end-ray": _on("ray", _signal),
     "patch-zygote": _on("zygote", _patch),
     "end-zygote": _on("zygote", _signal),
     "trace-stem": _trace_stem,
