@@ -161,7 +161,8 @@ def test_a_link_for_a_password_is_shown_once(server: Served, admin: httpx2.Clien
 def test_a_member_sees_nobody_else_and_changes_nothing(server: Served, admin: httpx2.Client, alice: str) -> None:
     make_user(server, "other", team="secret-team")
     made: Made = server.connection().ask("POST", "/tokens", TokenRequest(label="a-label-of-root"), answer=Made)
-    [owner] = re.findall(r"/ui/people/users/(\w+)", admin.get("/ui/people/sessions").text)[:1]
+    owner = server.connection().ask("GET", "/whoami", answer=PrincipalView).name
+    assert f"/ui/people/users/{owner}" in admin.get("/ui/people/sessions").text
     with signed_in(server, alice) as client:
         for path in ("users/other", "users/nobody", "teams/secret-team", "teams/nothing"):
             assert client.get(f"/ui/people/{path}").status_code == 404, path
