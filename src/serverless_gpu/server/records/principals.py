@@ -69,6 +69,10 @@ SESSION_S = 7 * 86_400.0
 """Lifetime of a session, in seconds."""
 SESSION_IDLE_S = 86_400.0
 """Seconds without a request after which a session ends."""
+SESSION_KEPT_S = 30 * 86_400.0
+"""Seconds for which the database keeps a session after its expiry."""
+SESSIONS_MAX = 100
+"""Maximum number of open sessions of one user. Another sign-in ends the oldest."""
 USED_EVERY_NS = 60_000_000_000
 """Minimum nanoseconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
@@ -450,6 +454,12 @@ def create_session(
         "kind": SESSION,
         "origin_json": msgspec.json.encode(origin).decode(),
     }
+    theirs = sa.and_(tokens.c.kind == SESSION, tokens.c.principal == owner.name)
+    is_old = sa.and_(theirs, tokens.c.expires_ns < now_ns - int(SESSION_KEPT_S * 1e9))
+    connection.execute(sa.delete(tokens).where(is_old))
+    query = sa.select(tokens.c.id).where(theirs, _is_open_session(now_ns)).order_by(tokens.c.id.desc())
+    oldest = tuple(connection.scalars(query.offset(SESSIONS_MAX - 1)))
+    connection.execute(sa.update(tokens).where(tokens.c.id.in_(oldest)).values(revoked_ns=now_ns))
     connection.execute(sa.insert(tokens).values(values))
     return str(values["id"])
 
