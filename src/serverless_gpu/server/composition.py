@@ -19,6 +19,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.server import audit, environment_catalog, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
@@ -38,7 +39,16 @@ from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Authenticator, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import JSON_API, Route, Routes
-from serverless_gpu.server.identity import principal_service, session_service
+from serverless_gpu.server.identity import (
+    device_service,
+    oidc_service,
+    password_service,
+    principal_service,
+    session_service,
+)
+from serverless_gpu.server.identity.device_service import DeviceService
+from serverless_gpu.server.identity.oidc_service import OidcService
+from serverless_gpu.server.identity.password_service import PasswordService
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
 from serverless_gpu.server.index_proxy import index_service
@@ -176,6 +186,9 @@ class Services(ServerResources):
     owner_suspension: OwnerSuspension
     secrets: SecretService
     sessions: SessionService
+    devices: DeviceService
+    passwords: PasswordService
+    oidc: OidcService
     authenticator: Authenticator
 
     # Nodes and pools
@@ -305,6 +318,9 @@ ROUTES: tuple[Routes, ...] = (
     server_report.routes,
     server_status.routes,
     session_service.routes,
+    device_service.routes,
+    password_service.routes,
+    oidc_service.routes,
     usage_reports.routes,
     log_search.routes,
     run_telemetry.routes,

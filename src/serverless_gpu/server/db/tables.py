@@ -65,6 +65,31 @@ tokens = sa.Table(
     sa.Column("kind", sa.String(16)),
     # How and where a session began: the way of signing in, the browser and the address, as JSON; NULL for API tokens.
     sa.Column("origin_json", sa.Text),
+    sa.Column("made_by", sa.String(64)),  # Principal that created an API token; NULL for sessions and if unknown.
+)
+
+passwords = sa.Table(
+    "passwords",
+    metadata,
+    sa.Column("principal", sa.ForeignKey("principals.name"), primary_key=True),
+    sa.Column("hash", sa.Text),  # Argon2 hash with its parameters; NULL before the first use of a reset link.
+    sa.Column("changed_ns", sa.BigInteger),
+    # Hash and expiry of a one-time link with which the user sets a password; NULL without a valid link.
+    sa.Column("reset_sha256", sa.String(64), unique=True),
+    sa.Column("reset_until_ns", sa.BigInteger),
+)
+
+identities = sa.Table(  # Accounts at an identity provider with which users sign in.
+    "identities",
+    metadata,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("issuer", sa.String(512), nullable=False),
+    sa.Column("subject", sa.String(256), nullable=False),
+    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False, index=True),
+    sa.Column("shown", sa.String(256), nullable=False, default=""),  # Name or e-mail at the provider, for display only.
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("used_ns", sa.BigInteger),
+    sa.UniqueConstraint("issuer", "subject", name="uq_identities_issuer"),
 )
 
 pools = sa.Table(

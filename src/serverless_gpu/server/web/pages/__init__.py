@@ -5,9 +5,11 @@ from serverless_gpu.server.web.pages import (
     audit,
     budgets,
     compare,
+    device,
     environments,
     home,
     nodes,
+    people,
     policies,
     pools,
     prices,
@@ -44,5 +46,7 @@ ROUTES: tuple[Routes, ...] = (
     compare.routes,
     run_logs.routes,
     run_metrics.routes,
+    device.routes,
+    people.routes,
 )
 """Routes of all pages. Add each new page module to this list."""
