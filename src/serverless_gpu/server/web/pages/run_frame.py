@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model import access_control
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server.core.hub import run_key
@@ -74,6 +75,8 @@ def page(
         tabs=TABS,
         is_over=run.state in TERMINAL,
         may_stop=may_stop(call, run),
+        may_run_again=may_stop(call, run) and run.owner == call.who.name,
+        new_id=new_run_id(),
         **values,
     )
 
