@@ -347,7 +347,7 @@ def config(wide: bool, as_json: bool) -> None:
     if as_json:
         print_json(said)
         return
-    rows = [[each.name, _setting_text(each.value), each.origin] for each in said]
+    rows = [[each.name, each.text, each.origin] for each in said]
     print_table(["SETTING", "VALUE", "ORIGIN"], rows, wide=wide)
 
 
@@ -478,7 +478,7 @@ def check(as_json: bool) -> None:
 def verify(backup: Path) -> None:
     """Verify the files of a backup."""
     refuse_incomplete()
-    manifest = load("serverless_gpu.server.operations.backup").verify(backup)
+    manifest = load("serverless_gpu.server.operations.backup").verify_and_record(backup, clock=SystemClock())
     say(f"{backup} is intact: {len(manifest.files)} files")
 
 
@@ -562,14 +562,6 @@ def _count_text(count: int, noun: str) -> str:
 
 def _drain_text(view: DrainView) -> str:
     return f"{view.going} running, {view.waiting} waiting"
-
-
-def _setting_text(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "-" if value in (None, "") else str(value)
 
 
 @server_group.command("logs")

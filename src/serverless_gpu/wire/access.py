@@ -24,7 +24,8 @@
     PUT    /policies/{name}/holders/{kind}/{holder}        → PolicyView    kind: "user", "service", "team"
     DELETE /policies/{name}/holders/{kind}/{holder}        → PolicyView
 
-    GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
+    GET    /audit?after&before&limit&principal&action&subject&from_ns&to_ns&newest   → AuditPage
+    GET    /audit/verification?after&sha256                → AuditVerification     verifies some seconds' worth
 
 A service is a principal of kind "service". No route returns a secret's value. The server sends a secret's value only to
 the node of an attempt, in the start order (`wire/agents.py`). The parameter `after` is the number of the reader's last
@@ -253,6 +254,7 @@ class SecretView(Answer, frozen=True, kw_only=True):
         team: team that owns the secret, or "" for a secret of a principal.
         created_ns: creation time of this version, in nanoseconds since 1970.
         by: principal who set this version.
+        used_ns: time at which the node of an attempt last received the secret in any version, or None if unknown.
     """
 
     name: str
@@ -261,6 +263,7 @@ class SecretView(Answer, frozen=True, kw_only=True):
     team: str
     created_ns: int
     by: str
+    used_ns: int | None = None
 
 
 class SecretList(Answer, frozen=True, kw_only=True):
@@ -360,3 +363,24 @@ class AuditPage(Answer, frozen=True, kw_only=True):
     pending: int
     pending_since_ns: int | None
     now_ns: int
+
+
+class AuditVerification(Answer, frozen=True, kw_only=True):
+    """The result of a verification of the audit chain.
+
+    Attributes:
+        number: number of the last verified entry. `sha256` is its digest. A client continues with these values.
+        last: number of the newest entry.
+        problem: first defect as a sentence, or "".
+        entries: number of entries that this request verified.
+        took_ms: duration of the verification in milliseconds.
+        at_ns: time of the verification, in nanoseconds since 1970.
+    """
+
+    number: int
+    sha256: str
+    last: int
+    problem: str
+    entries: int
+    took_ms: int
+    at_ns: int

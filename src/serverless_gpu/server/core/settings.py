@@ -223,6 +223,29 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_preemptions: Annotated[int, msgspec.Meta(ge=0, le=1_000)] = _USUAL.preemptions_max
 
 
+class EffectiveSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """Effective value of a setting, for display.
+
+    Attributes:
+        name: name as in `server.toml`.
+        value: value as in `server.toml`, without passwords in addresses.
+        origin: source of the value: an option, a variable, the file, or "default".
+    """
+
+    name: str
+    value: object
+    origin: str
+
+    @property
+    def text(self) -> str:
+        """Return the value as text for a table."""
+        if isinstance(self.value, list):
+            return ", ".join(map(str, self.value)) or "-"
+        if isinstance(self.value, bool):
+            return "true" if self.value else "false"
+        return "-" if self.value in (None, "") else str(self.value)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Validated settings of a server. Durations are seconds.
 
@@ -266,6 +289,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         stopping_s: time for running requests to finish when the server stops. A stopping server refuses new requests.
         index_proxy: settings of the proxy for package indexes; None for no proxy.
         queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
+        effective: settings before validation with their origins, for display.
     """
 
     home: Path
@@ -306,6 +330,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stopping_s: float = 30.0
     queue: QueuePolicy = _USUAL
     index_proxy: IndexProxySettings | None = None
+    effective: tuple[EffectiveSetting, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -316,20 +341,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def store_place(self) -> str:
         """Return the configured environment store, or the path of the server's local store."""
         return self.store or str(self.directory / "store")
-
-
-class EffectiveSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Effective value of a setting, for display.
-
-    Attributes:
-        name: name as in `server.toml`.
-        value: value as in `server.toml`, without passwords in addresses.
-        origin: source of the value: an option, a variable, the file, or "default".
-    """
-
-    name: str
-    value: object
-    origin: str
 
 
 def read_settings(
@@ -384,6 +395,7 @@ def read_settings(
         stopping_s=checked.stop_within_s(merged),
         queue=checked.queue(merged),
         index_proxy=checked.index_proxy(merged),
+        effective=_effective(merged, origins),
     )
 
 
@@ -391,15 +403,18 @@ def effective_settings(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> list[EffectiveSetting]:
     """Return every effective setting with its source. Call `read_settings` first for validation."""
-    merged, origins = _merged(home, options or {}, environ or {})
-    return [
+    return list(_effective(*_merged(home, options or {}, environ or {})))
+
+
+def _effective(merged: _Options, origins: Mapping[str, str]) -> tuple[EffectiveSetting, ...]:
+    return tuple(
         EffectiveSetting(
             name=name,
             value="***" if name in _SECRETS and getattr(merged, name) else _shown(getattr(merged, name)),
             origin=origins.get(name, _DEFAULT),
         )
         for name in _Options.__struct_fields__
-    ]
+    )
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -485,12 +500,15 @@ _SWITCHES = {field.name for field in msgspec.structs.fields(_Options) if field.t
 _LISTS = {field.name for field in msgspec.structs.fields(_Options) if get_origin(field.type) is tuple}
 
 
+def without_passwords(text: str) -> str:
+    """Return an address without its passwords."""
+    return _SECRET.sub(lambda found: f"{found[2]}=***" if found[2] else f"{found[1]}:***@", text)
+
+
 def _shown(value: object) -> object:
     if isinstance(value, tuple):
         return [_shown(item) for item in value]
-    if isinstance(value, str):
-        return _SECRET.sub(lambda found: f"{found[2]}=***" if found[2] else f"{found[1]}:***@", value)
-    return value
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 class _Checked:

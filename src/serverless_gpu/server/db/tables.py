@@ -232,6 +232,8 @@ invitations = sa.Table(  # Join tokens for registering new machines.
     sa.Column("uses_left", sa.Integer, nullable=False),
 )
 
+_LISTED = ("created_ns", "name", "state", "owner", "team", "gpu_type", "said")
+"""Columns of `runs` that filters of a list compare."""
 runs = sa.Table(
     "runs",
     metadata,
@@ -278,8 +280,30 @@ runs = sa.Table(
     sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),
     # Milliseconds of user code in earlier attempts.
     sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
+    # Device type of the current attempt, or the requested type, shortened.
+    sa.Column("gpu_type", sa.String(40), nullable=False, default="", server_default=""),
+    # Final sentence of the run for searches, in lower case and shortened (`runs.searchable`).
+    sa.Column("said", sa.String(200), nullable=False, default="", server_default=""),
+    sa.Column("arguments_json", sa.Text),  # Arguments of the call as text; NULL if the client sent none.
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
+    # Covering indexes of `run_list.page`, one for each order. PostgreSQL limits an index entry to 2,704 bytes.
+    sa.Index("ix_runs_list", "id", *_LISTED),
+    sa.Index(
+        "ix_runs_ended",
+        "ended_ns",
+        "id",
+        *_LISTED,
+        sqlite_where=sa.text("ended_ns IS NOT NULL"),
+        postgresql_where=sa.text("ended_ns IS NOT NULL"),
+    ),
     sa.Index("ix_runs_owner", "owner", "id"),
+    sa.Index("ix_runs_snapshot", "snapshot", "created_ns", "owner"),  # Covers the list of environments.
+    sa.Index(  # Index for the query of charges that are not complete.
+        "ix_runs_unsettled",
+        "id",
+        sqlite_where=sa.text("settled_ns IS NULL"),
+        postgresql_where=sa.text("settled_ns IS NULL"),
+    ),
     sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
         "owner",
@@ -288,6 +312,16 @@ runs = sa.Table(
         sqlite_where=sa.text("state = 'SUCCEEDED'"),
         postgresql_where=sa.text("state = 'SUCCEEDED'"),
     ),
+)
+
+run_tags = sa.Table(  # Tags of runs as rows for `run_list.page`.
+    "run_tags",
+    metadata,
+    sa.Column("key", sa.String(256), primary_key=True),
+    sa.Column("value", sa.String(256), primary_key=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Index("ix_run_tags_run", "run_id"),
+    sqlite_with_rowid=False,
 )
 
 attempts = sa.Table(  # Common data of an attempt's supervisors.
@@ -377,6 +411,7 @@ secrets = sa.Table(
     sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("by", sa.String(64), nullable=False),
+    sa.Column("used_ns", sa.BigInteger),  # Last time at which the node of an attempt received the secret.
 )
 
 indexes = sa.Table(  # Package indexes of the index proxy.
@@ -589,6 +624,9 @@ audit = sa.Table(  # Append-only record of principals' actions.
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
     sa.Index("ix_audit_subject", "subject"),
+    sa.Index("ix_audit_principal", "principal"),
+    sa.Index("ix_audit_action", "action"),
+    sa.Index("ix_audit_at", "at_ns"),
 )
 
 audit_links = sa.Table(  # Append-only hash chain of the audit entries.

@@ -108,6 +108,15 @@ def attributes(values: Mapping[str, Any]) -> Markup:
     return Markup("").join(parts)
 
 
+def coded(text: str) -> Markup:
+    """Return a sentence whose parts between backticks, such as commands, are code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return Markup("{}").format(text)
+    forms = (Markup("<code>{}</code>" if at % 2 else "{}").format(part) for at, part in enumerate(parts))
+    return Markup("").join(forms)
+
+
 def percent(value: float | None) -> str:
     """Return a percentage without decimals, or a dash for None."""
     return "–" if value is None else f"{value:.0f} %"
@@ -138,6 +147,7 @@ def browser(agent: str) -> str:
 FILTERS: Mapping[str, Callable[..., Any]] = {
     "browser": browser,
     "between": between,
+    "coded": coded,
     "duration": duration,
     "gpu_time": gpu_time,
     "money": money,
