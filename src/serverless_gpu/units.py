@@ -10,12 +10,19 @@ receipt with wrong numbers.
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 
 MS_PER_HOUR = 3_600_000
 MS_PER_DAY = 24 * MS_PER_HOUR
 MICROS_PER_UNIT = 1_000_000
+
+AMOUNT_MAX = 10**12
+_MILLIONTH = Decimal("0.000001")
+_DAYS_MAX = 140 * 365  # 140 years in nanoseconds fit a signed 64-bit integer.
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 _BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
 _LARGEST_BYTE_UNIT = "EB"
@@ -145,6 +152,40 @@ def parse_duration_s(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a duration. Write a whole number and a unit: 90s, 15m, 12h, 7d or 2w")
     return int(match[1]) * _SECONDS[match[2]]
+
+
+def parse_amount(text: str, *, unit: int = MICROS_PER_UNIT, most: int = AMOUNT_MAX) -> int:
+    """Parse an amount from a user, such as ``2.99``, to units of 1/`unit`, rounded to an integer.
+
+    Args:
+        text: a decimal number with at most six digits after the decimal point.
+        unit: number of parts of one whole, by default millionths.
+        most: the largest accepted number of wholes.
+
+    Raises:
+        ValueError: the text is no such number. The message names the problem.
+    """
+    try:
+        amount = Decimal(text.strip())
+        if not (amount.is_finite() and 0 <= amount <= most):
+            raise ValueError(f"{text[:40]} is not an amount from 0 to {most:,}")
+        if amount != amount.quantize(_MILLIONTH):
+            raise ValueError(f"{text[:40]} has more than six digits after the decimal point")
+    except ArithmeticError:
+        raise ValueError(f"{text[:40]!r} is not a number") from None
+    return round(amount * unit)
+
+
+def parse_moment_ns(text: str) -> int:
+    """Parse a time from a user, such as ``2026-12-01T08:00`` (UTC), to nanoseconds since 1970."""
+    try:
+        moment = datetime.datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time. Write a time such as 2026-12-01 or 2026-12-01T08:00") from None
+    since = (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)) - _EPOCH
+    if not datetime.timedelta() <= since < datetime.timedelta(days=_DAYS_MAX):
+        raise ValueError(f"the time {text} is not between 1970 and 2110")
+    return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1_000
 
 
 def _divide(value: int, by: int) -> int:

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from serverless_gpu.server.identity.uid_sharing import Exposure
     from serverless_gpu.server.process import UvicornServer
 
-_NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client", "jinja2")
+_NEEDED = (
+    *("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client", "jinja2"),
+    *("argon2", "authlib", "joserfc"),
+)
 _LOOK_S = 0.5
 _HOME_REASON = "the server stores its files in the home directory"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -178,7 +181,8 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
     def ready(url: str, running: UvicornServer, mlflow: str) -> None:
         joining = write_files(url, running)
-        for line in (*_address_lines(url, home, mlflow), *_outside_lines(settings, running), *joining):
+        lines = (*_address_lines(url, home, mlflow), *_web_lines(settings, url, running))
+        for line in (*lines, *_outside_lines(settings, running), *joining):
             say(line)
         if settings.index_proxy is not None:
             say(f"index proxy: {settings.index_proxy.url} (indexes: sgpu index list)")
@@ -241,6 +245,18 @@ def _address_lines(url: str, home: Home, mlflow: str) -> list[str]:
         f"files: {home.root / 'server'}",
         "Ctrl-C stops the server. Runs continue",
     ]
+
+
+def _web_lines(settings: Settings, url: str, running: UvicornServer) -> list[str]:
+    """Return the address of the web pages.
+
+    Only a terminal receives a one-time link, because others may read a log.
+    """
+    if not settings.ui:
+        return []
+    if not sys.stdout.isatty():
+        return [f"web pages: {url}/ui; `sgpu web` opens them and signs you in"]
+    return [f"web pages: {url}{running.sign_in_path()} (signs you in, once; later: sgpu web)"]
 
 
 def disk_warnings(home: Home) -> list[str]:
@@ -331,7 +347,7 @@ def config(wide: bool, as_json: bool) -> None:
     if as_json:
         print_json(said)
         return
-    rows = [[each.name, _setting_text(each.value), each.origin] for each in said]
+    rows = [[each.name, each.text, each.origin] for each in said]
     print_table(["SETTING", "VALUE", "ORIGIN"], rows, wide=wide)
 
 
@@ -462,7 +478,7 @@ def check(as_json: bool) -> None:
 def verify(backup: Path) -> None:
     """Verify the files of a backup."""
     refuse_incomplete()
-    manifest = load("serverless_gpu.server.operations.backup").verify(backup)
+    manifest = load("serverless_gpu.server.operations.backup").verify_and_record(backup, clock=SystemClock())
     say(f"{backup} is intact: {len(manifest.files)} files")
 
 
@@ -546,14 +562,6 @@ def _count_text(count: int, noun: str) -> str:
 
 def _drain_text(view: DrainView) -> str:
     return f"{view.going} running, {view.waiting} waiting"
-
-
-def _setting_text(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "-" if value in (None, "") else str(value)
 
 
 @server_group.command("logs")

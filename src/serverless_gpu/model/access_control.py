@@ -84,6 +84,7 @@ class Resource(StrEnum):
     TOKENS = "tokens"  # API tokens, without their secret values.
     AUDIT = "audit"
     METRICS = "metrics"  # Aggregate metrics of the whole server.
+    SETTINGS = "settings"  # Settings of the server in force, its disk, its database and its backups.
     # Names and versions of secrets. Write access permits setting and deleting a secret. No route returns a secret's
     # value.
     SECRETS = "secrets"
@@ -106,7 +107,7 @@ _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, 
 POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
-    | {Resource.METRICS: (_ALL, _NONE), Resource.USAGE: (_ALL, _NONE)},
+    | {Resource.METRICS: (_ALL, _NONE), Resource.USAGE: (_ALL, _NONE), Resource.SETTINGS: (_ALL, _NONE)},
     "operator": {
         Resource.RUNS: (_ALL, _ALL),
         Resource.NODES: (_ALL, _ALL),

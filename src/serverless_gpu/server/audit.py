@@ -35,19 +35,22 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server.db import leader_lock
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import AuditFilter
-from serverless_gpu.wire.access import AuditPage
+from serverless_gpu.wire.access import AuditPage, AuditVerification
 
 EVERY_S = 1.0
 BACK_S = 10.0
 AT_ONCE = 500
 """Maximum number of rows in one transaction. The next transaction follows immediately."""
 PAGE_LINKS = 1_000
+VERIFY_S = 2.0
+"""Maximum duration of a verification that a client requests. The client continues after the last verified entry."""
 Broken = tuple[int, str]
 """Number of an audit entry, and a description of its problem."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
@@ -146,6 +149,16 @@ class AuditQuery(Query, frozen=True, kw_only=True):
     principal: Name = ""
     action: Name = ""
     subject: Name = ""
+    before: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] | None = None
+    from_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None = None
+    to_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None = None
+
+
+class VerificationQuery(Query, frozen=True, kw_only=True):
+    """Last entry that the caller has already verified, with its digest."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
+    sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
 
 @routes.get("/audit", needs=reading("audit"))
@@ -165,3 +178,29 @@ def page(call: Call, clock: Clock, database: Transactions, query: AuditQuery) ->
         )
 
     return database.read(work)
+
+
+@routes.get("/audit/verification", needs=reading("audit"))
+def verify(call: Call, clock: Clock, database: Transactions, query: VerificationQuery) -> AuditVerification:
+    """Verify the audit chain from the beginning or after an entry, for at most two seconds."""
+    if bool(query.after) != bool(query.sha256):
+        raise InvalidValue("after= needs the entry's digest", hint="send both after= and sha256=, or neither")
+    began_ns = clock.boottime_ns()
+    head = ChainHead(query.after, query.sha256) if query.after else ChainHead()
+    problem, entries, is_done = "", 0, False
+    while not problem and not is_done and clock.boottime_ns() - began_ns < VERIFY_S * 1e9:
+        wanted = AuditFilter(after=head.number, limit=PAGE_LINKS)
+        links = database.read(partial(audit.links, wanted=wanted))
+        before = head.number
+        head, problem = follow(links, after=head)
+        entries += head.number - before
+        is_done = len(links) < PAGE_LINKS
+    return AuditVerification(
+        number=head.number,
+        sha256=head.sha256,
+        last=database.read(audit.head).number,
+        problem=problem,
+        entries=entries,
+        took_ms=(clock.boottime_ns() - began_ns) // 1_000_000,
+        at_ns=clock.wall_ns(),
+    )

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine, EngineNode
-from serverless_gpu.server import audit, environments, policies, pools, secrets
+from serverless_gpu.server import audit, environment_catalog, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
@@ -34,11 +34,21 @@ from serverless_gpu.server.core.server_key import Keys, Sealer
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.environment_catalog import EnvironmentCatalog
 from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Authenticator, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import JSON_API, Route, Routes
-from serverless_gpu.server.identity import principal_service, session_service
+from serverless_gpu.server.identity import (
+    device_service,
+    oidc_service,
+    password_service,
+    principal_service,
+    session_service,
+)
+from serverless_gpu.server.identity.device_service import DeviceService
+from serverless_gpu.server.identity.oidc_service import OidcService
+from serverless_gpu.server.identity.password_service import PasswordService
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
 from serverless_gpu.server.index_proxy import index_service
@@ -67,10 +77,20 @@ from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmissio
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
 from serverless_gpu.server.nodes.node_sessions import NodeSessions
-from serverless_gpu.server.operations import server_status
+from serverless_gpu.server.operations import server_report, server_status
+from serverless_gpu.server.operations.server_report import ServerReports
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
-from serverless_gpu.server.runs import comparison, estimates, queue_views, rerun, run_details, run_service
+from serverless_gpu.server.runs import (
+    comparison,
+    estimates,
+    log_search,
+    queue_views,
+    rerun,
+    run_details,
+    run_service,
+    run_telemetry,
+)
 from serverless_gpu.server.runs.comparison import Comparisons
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
@@ -166,6 +186,9 @@ class Services(ServerResources):
     owner_suspension: OwnerSuspension
     secrets: SecretService
     sessions: SessionService
+    devices: DeviceService
+    passwords: PasswordService
+    oidc: OidcService
     authenticator: Authenticator
 
     # Nodes and pools
@@ -207,6 +230,10 @@ class Services(ServerResources):
     run_queries: RunQueries
     reruns: RerunService
     comparisons: Comparisons
+
+    # Server and environments, for administrators and pages
+    environment_catalog: EnvironmentCatalog
+    server_reports: ServerReports
 
     # Web pages
     api_calls: ApiCalls
@@ -273,6 +300,7 @@ ROUTES: tuple[Routes, ...] = (
     canaries.routes,
     drain.routes,
     environments.routes,
+    environment_catalog.routes,
     estimates.routes,
     device_views.routes,
     index_service.routes,
@@ -287,9 +315,15 @@ ROUTES: tuple[Routes, ...] = (
     comparison.routes,
     rerun.routes,
     secrets.routes,
+    server_report.routes,
     server_status.routes,
     session_service.routes,
+    device_service.routes,
+    password_service.routes,
+    oidc_service.routes,
     usage_reports.routes,
+    log_search.routes,
+    run_telemetry.routes,
 )
 """Routes of the JSON API. Add each new route module to this list."""
 

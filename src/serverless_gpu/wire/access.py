@@ -1,14 +1,14 @@
 """Defines bodies for users, teams, services, tokens, secrets, usage policies and the audit log.
 
     GET    /whoami                                         → PrincipalView
-    GET    /users                                          → PrincipalList
+    GET    /users?q&after&limit                            → PrincipalList
     POST   /users                   PrincipalRequest       → TokenMade
     PATCH  /users/{name}            PrincipalChange        → PrincipalView
     GET    /teams                                          → TeamList
     POST   /teams                   TeamRequest            → TeamView
     PATCH  /teams/{team}            TeamChange             → TeamView
     PUT    /teams/{team}/members/{user}                    → TeamView      (DELETE the same)
-    GET    /tokens                                         → TokenList
+    GET    /tokens?newest&valid&principal&before&limit     → TokenList
     POST   /tokens                  TokenRequest           → TokenMade
     DELETE /tokens/{id}                                    → TokenView     (revoked)
 
@@ -24,7 +24,8 @@
     PUT    /policies/{name}/holders/{kind}/{holder}        → PolicyView    kind: "user", "service", "team"
     DELETE /policies/{name}/holders/{kind}/{holder}        → PolicyView
 
-    GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
+    GET    /audit?after&before&limit&principal&action&subject&from_ns&to_ns&newest   → AuditPage
+    GET    /audit/verification?after&sha256                → AuditVerification     verifies some seconds' worth
 
 A service is a principal of kind "service". No route returns a secret's value. The server sends a secret's value only to
 the node of an attempt, in the start order (`wire/agents.py`). The parameter `after` is the number of the reader's last
@@ -64,9 +65,14 @@ class PrincipalView(Answer, frozen=True, kw_only=True):
 
 
 class PrincipalList(Answer, frozen=True, kw_only=True):
-    """A list of users and services."""
+    """A list of users and services, sorted by name.
+
+    Attributes:
+        cursor: value of the parameter `after` for the next page, or "" on the last page.
+    """
 
     principals: tuple[PrincipalView, ...]
+    cursor: str = ""
 
 
 class PrincipalRequest(Request, frozen=True, kw_only=True):
@@ -139,7 +145,11 @@ class TokenRequest(Request, frozen=True, kw_only=True):
 
 
 class TokenView(Answer, frozen=True, kw_only=True):
-    """A token without its secret."""
+    """A token without its secret.
+
+    Attributes:
+        made_by: principal that created the token, or "server"; "" if unknown.
+    """
 
     id: str
     principal: str
@@ -149,6 +159,7 @@ class TokenView(Answer, frozen=True, kw_only=True):
     expires_ns: int | None
     revoked_ns: int | None
     used_ns: int | None
+    made_by: str = ""
 
 
 class TokenMade(Answer, frozen=True, kw_only=True):
@@ -159,9 +170,14 @@ class TokenMade(Answer, frozen=True, kw_only=True):
 
 
 class TokenList(Answer, frozen=True, kw_only=True):
-    """A list of tokens."""
+    """A list of tokens.
+
+    Attributes:
+        cursor: value of the parameter `before` for the next page, or "" on the last page.
+    """
 
     tokens: tuple[TokenView, ...]
+    cursor: str = ""
 
 
 class SignInLink(Answer, frozen=True, kw_only=True):
@@ -180,7 +196,7 @@ class SessionOrigin(Answer, frozen=True, kw_only=True):
     """The way, the browser and the address with which a session began.
 
     Attributes:
-        method: link, password, or the name of an identity provider.
+        method: link, token, password, or provider (an identity provider).
         browser: text of the browser's `User-Agent` header, shortened.
         address: network address of the browser.
     """
@@ -205,6 +221,12 @@ class SessionList(Answer, frozen=True, kw_only=True):
     """A list of open sessions, newest first."""
 
     sessions: tuple[SessionView, ...]
+
+
+class SessionsEnded(Answer, frozen=True, kw_only=True):
+    """The number of ended sessions."""
+
+    count: int
 
 
 class SecretRequest(Request, frozen=True, kw_only=True):
@@ -232,6 +254,7 @@ class SecretView(Answer, frozen=True, kw_only=True):
         team: team that owns the secret, or "" for a secret of a principal.
         created_ns: creation time of this version, in nanoseconds since 1970.
         by: principal who set this version.
+        used_ns: time at which the node of an attempt last received the secret in any version, or None if unknown.
     """
 
     name: str
@@ -240,6 +263,7 @@ class SecretView(Answer, frozen=True, kw_only=True):
     team: str
     created_ns: int
     by: str
+    used_ns: int | None = None
 
 
 class SecretList(Answer, frozen=True, kw_only=True):
@@ -339,3 +363,24 @@ class AuditPage(Answer, frozen=True, kw_only=True):
     pending: int
     pending_since_ns: int | None
     now_ns: int
+
+
+class AuditVerification(Answer, frozen=True, kw_only=True):
+    """The result of a verification of the audit chain.
+
+    Attributes:
+        number: number of the last verified entry. `sha256` is its digest. A client continues with these values.
+        last: number of the newest entry.
+        problem: first defect as a sentence, or "".
+        entries: number of entries that this request verified.
+        took_ms: duration of the verification in milliseconds.
+        at_ns: time of the verification, in nanoseconds since 1970.
+    """
+
+    number: int
+    sha256: str
+    last: int
+    problem: str
+    entries: int
+    took_ms: int
+    at_ns: int

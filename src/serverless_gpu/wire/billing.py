@@ -3,6 +3,8 @@
     GET    /budgets                                   → BudgetList    budgets that the caller may see
     GET    /budgets/{name}                            → BudgetView
     PUT    /budgets/{name}          BudgetRequest     → BudgetView    creates or replaces the budget
+    GET    /budgets/{name}/history                    → BudgetHistory reached thresholds of this and earlier periods
+    GET    /notices                                   → NoticeList    latest notices of budgets, and alarms
     POST   /budgets/{name}/reopen                     → BudgetView    allows new runs after the budget stopped runs
     DELETE /budgets/{name}                            → BudgetView    the deleted budget
 
@@ -11,6 +13,8 @@
     DELETE /prices/{resource}?pool&at_ns              → PriceSet      the resource has no price from this time on
 
     GET    /usage?by&from_day&until_day&where&limit   → UsageView     sums by user, team, tag, month …
+    GET    /usage/names?from_day&until_day&where      → NameCosts     mean and median cost of runs by name
+    GET    /usage/tags                                → TagKeys       keys of tags, for `by` and `where`
     GET    /usage/prices                              → ListPrices    the price list, to join with the records
     GET    /usage/records?after&from_day&until_day&limit              → RecordPage   rows in the form of billing tables
     GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor → DemandPage  rows that `sgpu advise` reads
@@ -29,7 +33,7 @@ import msgspec
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.billing.pricing import MICROS_MAX
-from serverless_gpu.model.billing.usage_report import ReportRow
+from serverless_gpu.model.billing.usage_report import NameCost, ReportRow
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX, Answer, Request
 
 
@@ -57,6 +61,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
         basis: basis of the forecast as a sentence.
         sentence: state of the budget as a sentence.
         time_zone: time zone of the budget periods.
+        closed: True if the server has closed a hard budget and starts no new runs until an operator reopens the budget.
     """
 
     name: str
@@ -80,6 +85,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
     basis: str
     sentence: str
     time_zone: str = "UTC"
+    closed: bool = False
 
 
 class AlarmView(Answer, frozen=True, kw_only=True):
@@ -101,6 +107,50 @@ class BudgetList(Answer, frozen=True, kw_only=True):
 
     budgets: tuple[BudgetView, ...]
     alarms: tuple[AlarmView, ...] = ()
+
+
+class BudgetMark(Answer, frozen=True, kw_only=True):
+    """A threshold that a budget has reached.
+
+    Attributes:
+        start_ns: start of the budget period, in nanoseconds since 1970.
+        percent: threshold in per cent of the limit. 101 means that the server closed a hard budget.
+        at_ns: time at which the server noticed the threshold.
+    """
+
+    start_ns: int
+    percent: int
+    at_ns: int
+
+
+class BudgetHistory(Answer, frozen=True, kw_only=True):
+    """The reached thresholds of a budget since its last change, newest first."""
+
+    marks: tuple[BudgetMark, ...]
+
+
+class NoticeView(Answer, frozen=True, kw_only=True):
+    """A notice that the server sends to the webhook, if one is set.
+
+    Attributes:
+        at_ns: time of the notice, in nanoseconds since 1970.
+        kind: "budget.warning", "budget.reached", "budget.closed" or "spend.alarm".
+        subject: name of the budget, or "run <id>" or "team <name>" for an alarm.
+        sentence: the notice as a sentence.
+        sent: True if the webhook has accepted the notice, or the server has given the notice up.
+    """
+
+    at_ns: int
+    kind: str
+    subject: str
+    sentence: str
+    sent: bool
+
+
+class NoticeList(Answer, frozen=True, kw_only=True):
+    """The latest notices that the caller may see, newest first."""
+
+    notices: tuple[NoticeView, ...]
 
 
 class BudgetRequest(Request, frozen=True, kw_only=True):
@@ -194,6 +244,10 @@ GROUPS_MAX = 10_000
 GROUPS_DEFAULT = 1_000
 RECORDS_MAX = 2_000
 SKUS_MAX = 500
+TAG_KEYS_MAX = 200
+NAMES_MAX = 500
+NAME_ENTRIES_MAX = 5_000
+"""Maximum number of ledger entries from which the server computes the costs of runs by name."""
 
 
 class UsageView(Answer, frozen=True, kw_only=True):
@@ -218,6 +272,31 @@ class UsageView(Answer, frozen=True, kw_only=True):
     is_cut: bool = False
     going: int = 0
     is_going_cut: bool = False
+
+
+class NameCosts(Answer, frozen=True, kw_only=True):
+    """Unit economics of runs by name, starting with the highest total cost.
+
+    Attributes:
+        from_day: first day of the report. `until_day` is the first day after the end of the report.
+        is_cut: True if the report covers only `NAME_ENTRIES_MAX` ledger entries of the latest of these days.
+    """
+
+    from_day: int
+    until_day: int
+    names: tuple[NameCost, ...]
+    is_cut: bool = False
+
+
+class TagKeys(Answer, frozen=True, kw_only=True):
+    """The keys of tags in alphabetical order.
+
+    Attributes:
+        is_cut: True if the list omits some keys.
+    """
+
+    keys: tuple[str, ...]
+    is_cut: bool = False
 
 
 class RecordPage(Answer, frozen=True, kw_only=True):

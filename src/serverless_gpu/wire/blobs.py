@@ -16,6 +16,9 @@ names a digest can read the part.
     GET    /environments/list/{prefix}                       → StoredList      (operators)
     POST   /environments/delete          KeyList → 204                         (operators)
     GET    /environments/free                                → Free
+    GET    /environments?limit&cursor                        → EnvironmentPage  environments of runs, by last use
+    GET    /environments/snapshots/{address}                 → EnvironmentView  units, owners and latest runs
+    GET    /environments/diff?old&new                        → EnvironmentDiff
 
 Object keys have the format that `environment.stores.base` defines. Any caller with a key can read the object, so only
 operators may list keys. Only operators read the records of garbage collection (`gc/…`).
@@ -71,3 +74,126 @@ class Free(Answer, frozen=True, kw_only=True):
     """The free space of the environment store in bytes, or None if unknown."""
 
     bytes: int | None
+
+
+class SnapshotView(Answer, frozen=True, kw_only=True):
+    """Content of an environment.
+
+    Attributes:
+        python: implementation and version of the interpreter.
+        size: total size of all files in bytes. `files` is their number.
+        units: number of units, such as distributions and directories of code.
+        captured_ns: time of the capture in nanoseconds since 1970, or None if unknown.
+    """
+
+    python: str
+    size: int
+    files: int
+    units: int
+    captured_ns: int | None
+
+
+class EnvironmentSummary(Answer, frozen=True, kw_only=True):
+    """An environment in a list.
+
+    Attributes:
+        runs: number of runs that the caller may see. `first_ns` and `last_ns` are the times of the first and last run.
+        snapshot: content, or None if the server has not read the snapshot yet or the store no longer has it.
+    """
+
+    address: str
+    runs: int
+    first_ns: int
+    last_ns: int
+    snapshot: SnapshotView | None
+
+
+class EnvironmentPage(Answer, frozen=True, kw_only=True):
+    """A page of environments.
+
+    Attributes:
+        cursor: cursor of the next page, or "" on the last page.
+    """
+
+    environments: tuple[EnvironmentSummary, ...]
+    cursor: str = ""
+
+
+class EnvironmentUnit(Answer, frozen=True, kw_only=True):
+    """A unit of an environment.
+
+    Attributes:
+        kind: "distribution", "unowned" or "code".
+        root: kind of the directory that contains the unit: "own", "library" or "code".
+        size: total size of the files in bytes. `files` is their number.
+    """
+
+    address: str
+    kind: str
+    name: str
+    version: str
+    size: int
+    files: int
+    root: str
+
+
+class EnvironmentOwner(Answer, frozen=True, kw_only=True):
+    """An owner of runs in an environment."""
+
+    owner: str
+    runs: int
+    last_ns: int
+
+
+class EnvironmentRunView(Answer, frozen=True, kw_only=True):
+    """A run in an environment."""
+
+    run_id: str
+    name: str
+    owner: str
+    state: str
+    created_ns: int
+
+
+class EnvironmentView(Answer, frozen=True, kw_only=True):
+    """An environment.
+
+    Attributes:
+        runs: number of runs that the caller may see. `first_ns` and `last_ns` are the times of the first and last run.
+        units: largest units, largest first.
+        owners: owners of runs, by last use.
+        latest: latest runs, newest first.
+        interpreter: the interpreter with its platform.
+        left_out: messages about files that the capture omitted.
+        variables: names of the start-up variables that the environment sets.
+    """
+
+    address: str
+    snapshot: SnapshotView
+    runs: int
+    first_ns: int | None
+    last_ns: int | None
+    units: tuple[EnvironmentUnit, ...]
+    owners: tuple[EnvironmentOwner, ...]
+    latest: tuple[EnvironmentRunView, ...]
+    interpreter: str
+    left_out: tuple[str, ...]
+    variables: tuple[str, ...]
+
+
+class EnvironmentDiff(Answer, frozen=True, kw_only=True):
+    """The differences between two environments.
+
+    Attributes:
+        changes: differences as sentences.
+        count: number of differences, which can be larger than the list.
+        variables_added: names of start-up variables that only the new environment sets.
+        variables_removed: names of start-up variables that only the old environment sets.
+    """
+
+    old: str
+    new: str
+    changes: tuple[str, ...]
+    count: int
+    variables_added: tuple[str, ...] = ()
+    variables_removed: tuple[str, ...] = ()

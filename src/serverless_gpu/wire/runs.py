@@ -12,6 +12,10 @@ Routes:
     POST   /runs/{run}/stop                 StopRequest      → RunView
     GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
                                                                `stream`: stdout, stderr, or telemetry of node `rank`
+    GET    /runs/{run}/logs?fence                            → LogList
+    GET    /runs/{run}/logs/{rank}/{stream}/download?fence   → gzip file
+    GET    /runs/{run}/log-matches?q&fence&rank&stream&cursor → LogMatches
+    GET    /runs/{run}/telemetry?fence&node&from_ms&to_ms    → TelemetryView
     GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
     GET    /runs/{run}/files?fence                           → FileList
     GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
@@ -440,6 +444,128 @@ class ComparisonView(Answer, frozen=True, kw_only=True):
 
     runs: tuple[RunView, ...] = ()
     sections: tuple[ComparisonSection, ...] = ()
+
+
+# --- output and telemetry ---------------------------------------------------------------------------------------------
+
+
+class LogFile(Answer, frozen=True, kw_only=True):
+    """The size in bytes of one output stream of a rank, or of a node's telemetry."""
+
+    rank: int
+    stream: Literal["stdout", "stderr", "telemetry"]
+    size: int
+
+
+class LogList(Answer, frozen=True, kw_only=True):
+    """The output streams of an attempt, sorted by rank.
+
+    Attributes:
+        fence: number of the attempt, or 0 before the first.
+        complete: True if the attempt writes no more output.
+        count: number of all output streams. `logs` contains the first ones.
+    """
+
+    fence: int
+    complete: bool
+    count: int = 0
+    logs: tuple[LogFile, ...] = ()
+
+
+class LogMatch(Answer, frozen=True, kw_only=True):
+    """A line of output that contains the searched text.
+
+    Texts are excerpts without terminal escape sequences.
+
+    Attributes:
+        line: number of the line in its stream, starting at 1.
+        offset: offset of the line in its stream in bytes.
+        text: the line around the match.
+        start: position of the match in `text`, in characters.
+        end: position after the match in `text`.
+        before: the line before.
+        after: the line after.
+    """
+
+    rank: int
+    stream: Literal["stdout", "stderr"]
+    line: int
+    offset: int
+    text: str
+    start: int
+    end: int
+    before: str = ""
+    after: str = ""
+
+
+class LogMatches(Answer, frozen=True, kw_only=True):
+    """A part of the matches in an attempt's output.
+
+    Attributes:
+        cursor: continues the search, or "" at the end of the output. A part without matches can have a cursor.
+        scanned: number of bytes that this request has searched.
+    """
+
+    fence: int
+    matches: tuple[LogMatch, ...]
+    cursor: str = ""
+    scanned: int = 0
+
+
+class TelemetryLine(Answer, frozen=True, kw_only=True):
+    """A line of a chart, with one value for each time of its chart; None where a value is missing.
+
+    Attributes:
+        label: the device, the rank or the node.
+        minimum: lowest value of each bucket. Empty, like `maximum`, if each bucket has one value.
+    """
+
+    label: str
+    mean: tuple[float | None, ...]
+    minimum: tuple[float | None, ...] = ()
+    maximum: tuple[float | None, ...] = ()
+
+
+class TelemetryChart(Answer, frozen=True, kw_only=True):
+    """A chart of telemetry.
+
+    Attributes:
+        name: identifier, such as ``gpu-memory``.
+        limit: capacity of one device in the chart's unit, or None.
+        omitted: number of devices or ranks without a line.
+    """
+
+    name: str
+    title: str
+    unit: Literal["percent", "bytes", "celsius", "watts"]
+    lines: tuple[TelemetryLine, ...]
+    limit: float | None = None
+    omitted: int = 0
+
+
+class TelemetryView(Answer, frozen=True, kw_only=True):
+    """The downsampled telemetry of a node in an attempt. A gap has a time at which all lines are None.
+
+    Attributes:
+        nodes: numbers of the nodes that have sent telemetry.
+        complete: True if the attempt sends no more telemetry.
+        start_ms: time of the attempt's first sample, in milliseconds since 1970, or 0 without samples.
+        end_ms: time of the last sample.
+        step_ms: width of a bucket in milliseconds.
+        samples: number of samples in the requested range.
+        times_ms: time of the first sample in each bucket.
+    """
+
+    fence: int
+    node: int
+    nodes: tuple[int, ...] = ()
+    complete: bool = False
+    start_ms: int = 0
+    end_ms: int = 0
+    step_ms: int = 0
+    samples: int = 0
+    times_ms: tuple[int, ...] = ()
+    charts: tuple[TelemetryChart, ...] = ()
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Defines bodies about the server's health, version and drain, which contain no user data.
+"""Defines bodies about the server's health, version and drain, and the settings for administrators.
 
 The routes `/health` and `/version` are public:
 
@@ -7,6 +7,7 @@ The routes `/health` and `/version` are public:
     GET /metrics   → the text format of Prometheus
     GET /drain     → DrainView        for callers who may see nodes
     PUT /drain       DrainRequest → DrainView
+    GET /server    → ServerReport     for administrators: settings, disk, database and backups
 """
 
 from __future__ import annotations
@@ -82,3 +83,63 @@ class DrainView(Answer, frozen=True, kw_only=True):
     note: str = ""
     going: int = 0
     waiting: int = 0
+
+
+class SettingView(Answer, frozen=True, kw_only=True):
+    """A setting in force.
+
+    Attributes:
+        value: value as text, without passwords in addresses.
+        origin: source of the value: an option, an environment variable, a file, or "default".
+    """
+
+    name: str
+    value: str
+    origin: str
+
+
+class BackupView(Answer, frozen=True, kw_only=True):
+    """The last backup of the server.
+
+    Attributes:
+        path: directory of the backup on the machine that made the backup.
+        made_ns: time of the backup, in nanoseconds since 1970.
+        files: number of files. `bytes` is their total size.
+        has_database: False if the backup does not contain the database, because PostgreSQL needs its own dump.
+        verified_ns: time of the last verification, or None if no verification is known.
+        problem: reason why the verification failed, or "".
+    """
+
+    path: str
+    made_ns: int
+    files: int
+    bytes: int
+    has_database: bool
+    verified_ns: int | None = None
+    problem: str = ""
+
+
+class ServerReport(Answer, frozen=True, kw_only=True):
+    """State of the server for administrators.
+
+    Attributes:
+        started_ns: start of the server process, in nanoseconds since 1970.
+        directory: directory of the server's files.
+        disk_free: free bytes on the disk of the directory, or None if unknown. `disk_total` is the disk's size.
+        database: kind of the database: "sqlite" or "postgresql".
+        database_bytes: size of the database, or None if unknown.
+        store: place of environments, without passwords. `store_free` is its free space in bytes, or None if unknown.
+        backup: last backup, or None if the server has no record of a backup.
+        settings: settings in force.
+    """
+
+    started_ns: int
+    directory: str
+    disk_free: int | None
+    disk_total: int | None
+    database: str
+    database_bytes: int | None
+    store: str
+    store_free: int | None
+    backup: BackupView | None
+    settings: tuple[SettingView, ...]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -25,12 +25,13 @@ from serverless_gpu.cli.output import JsonType, columns, json_option, print_json
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars
-from serverless_gpu.model.billing import usage_report
+from serverless_gpu.model.billing import usage_report, usage_table
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
-from serverless_gpu.model.billing.usage_report import Amounts, CostShare, DayRange, ReportRow, UsageUnit
+from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow, UsageUnit
+from serverless_gpu.model.billing.usage_table import UsageTable
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.node.base.private_files import replacing_file
-from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros, is_any_below_cent
+from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.billing import GROUPS_DEFAULT, GROUPS_MAX, ListPrices, RecordPage, UsageView
 
 if TYPE_CHECKING:
@@ -126,9 +127,9 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
     with server() as connection:
         found = connection.ask("GET", "/usage", answer=UsageView, query=query)
     if asked["chargeback"]:
-        table = chargeback(found, usage_report.chargeback(found.groups))
+        table = usage_table.chargeback(found.from_day, usage_report.chargeback(found.groups))
     else:
-        table = report(found)
+        table = usage_table.report(found.by, found.groups)
     if as_json:
         print_json({"report": table.rows(), **_report_json(found)})
     elif as_csv or parquet is not None:
@@ -300,7 +301,7 @@ def _report_json(view: UsageView) -> dict[str, object]:
     return {
         "from": calendars.format_day(view.from_day),
         "to": calendars.format_day(view.until_day - 1),
-        "totals": [amounts_of(total) for total in view.totals],
+        "totals": [usage_table.amounts_of(total) for total in view.totals],
         "is_cut": view.is_cut,
         "remarks": _remarks(view),
         "formulas": FORMULAS,
@@ -329,64 +330,8 @@ def _percent(part: float | None) -> str:
     return "-" if part is None else f"{100 * part:.1f} %"
 
 
-Kind = Literal["text", "whole", "money", "part"]
 AT_ONCE = 10_000
 """Number of rows per Parquet row group. The Parquet writer keeps one row group in memory."""
-_PARTS = ("busy", "seen", "idle")
-
-
-class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A report as a table with typed columns."""
-
-    names: tuple[str, ...]
-    kinds: tuple[Kind, ...]  # Column types: text, integer, money (a decimal with six digits) or fraction of 1.
-    lines: tuple[tuple[Any, ...], ...]  # Table rows; None marks an empty cell, for example the cost of unpriced usage.
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return each row as a mapping from column names to cells."""
-        return [dict(zip(self.names, line, strict=True)) for line in self.lines]
-
-
-def report(view: UsageView) -> UsageTable:
-    """Return a usage report as a table of groups, currencies and amounts."""
-    return _table(view.by, ((group.key, group) for group in view.groups))
-
-
-def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
-    """Return a month's cost shares as a table."""
-    kept = list(shares)
-    made = _table(
-        ("month", "who", "is"),
-        (
-            ((calendars.format_month(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
-            for share in kept
-        ),
-    )
-    micros_by_currency = {
-        total.currency: total.amounts.micros for total in usage_report.totals(share.group for share in kept)
-    }
-    parts: list[float | None] = []
-    for share in kept:
-        micros, total = share.group.amounts.micros, micros_by_currency[share.group.currency]
-        parts.append(micros / total if micros is not None and total else None)
-    return UsageTable(
-        names=(*made.names, "part_of_cost"),
-        kinds=(*made.kinds, "part"),
-        lines=tuple((*line, part) for line, part in zip(made.lines, parts, strict=True)),
-    )
-
-
-def amounts_of(group: ReportRow) -> dict[str, Any]:
-    """Return a report group's amounts by column name."""
-    amounts = group.amounts
-    return {
-        "currency": group.currency,
-        "device_hours": round(amounts.gpu_ms / MS_PER_HOUR, 6),
-        "cost": None if amounts.micros is None else Decimal(usage_report.decimal(amounts.micros)),
-        "dbu": Decimal(usage_report.decimal(amounts.dbu_micros)),
-        **msgspec.structs.asdict(amounts),
-        **{name: getattr(amounts, name) for name in _PARTS},
-    }
 
 
 def put(table: UsageTable, path: Path | None) -> None:
@@ -394,21 +339,14 @@ def put(table: UsageTable, path: Path | None) -> None:
     if path is None:
         _say_csv(table.names, iter(table.lines))
         return
-    pyarrow = _pyarrow()
-    types = {
-        "text": pyarrow.string(),
-        "whole": pyarrow.int64(),
-        "money": pyarrow.decimal128(38, 6),
-        "part": pyarrow.float64(),
-    }
-    schema = pyarrow.schema([(name, types[kind]) for name, kind in zip(table.names, table.kinds, strict=True)])
+    schema = usage_table.arrow_schema(_pyarrow(), table)
     _write_parquet(path, schema, [table.rows()])
 
 
 def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
     """Write ledger rows with billing columns to a Parquet file, or print CSV with JSON cells."""
     if path is None:
-        _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
+        _say_csv(BillingRow.__struct_fields__, (usage_table.text_cells(record) for record in records))
         return
     rows = (_parquet_row(record) for record in records)
     _write_parquet(path, _records_schema(_pyarrow()), iter(lambda: list(islice(rows, AT_ONCE)), []))
@@ -420,7 +358,7 @@ def put_prices(found: ListPrices, *, as_json: bool) -> None:
         for price in found.prices:
             say(msgspec.json.encode(price).decode())
     else:
-        _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
+        _say_csv(ListPrice.__struct_fields__, (usage_table.text_cells(price) for price in found.prices))
     if found.is_cut:
         say("sgpu: the price list is incomplete, because the server has too many prices", err=True)
 
@@ -438,13 +376,6 @@ def _csv_line(cells: Sequence[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(["" if cell is None else cell for cell in cells])
     return text.getvalue()
-
-
-def _csv_cells(record: BillingRow | ListPrice) -> list[Any]:
-    values = (getattr(record, name) for name in record.__struct_fields__)
-    return [
-        value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode() for value in values
-    ]
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
@@ -511,16 +442,3 @@ def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, An
         message = f"{path} cannot be written: {error.strerror or error}"
         raise StorageError(message, hint="choose a file in a directory that you can write to") from None
     say(f"sgpu: {path}: {count:,} rows", err=True)
-
-
-def _table(by: Sequence[str], groups: Iterable[tuple[tuple[str, ...], ReportRow]]) -> UsageTable:
-    columns = amounts_of(ReportRow(key=(), currency="", amounts=Amounts()))
-    kinds: dict[str, Kind] = dict.fromkeys(columns, "whole")
-    kinds |= {"currency": "text", "device_hours": "part", "cost": "money", "dbu": "money"}
-    kinds |= dict.fromkeys(_PARTS, "part")
-    texts: dict[str, Kind] = dict.fromkeys(by, "text")
-    return UsageTable(
-        names=(*by, *columns),
-        kinds=(*texts.values(), *kinds.values()),
-        lines=tuple((*key, *amounts_of(group).values()) for key, group in groups),
-    )

@@ -15,6 +15,7 @@ report counts a run in the group of the run's first charge. A report never adds 
 from __future__ import annotations
 
 import datetime
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -165,6 +166,25 @@ UNITS = (
 )
 
 
+class NameCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Unit economics of the runs with one name.
+
+    Attributes:
+        name: name of the runs.
+        currency: currency of the costs.
+        runs: number of runs with a price.
+        mean_micros: mean cost of a run, in millionths of the currency unit. `median_micros` is the median.
+        median_gpu_ms: median device-milliseconds of a run.
+    """
+
+    name: str
+    currency: str
+    runs: int
+    mean_micros: int
+    median_micros: int
+    median_gpu_ms: int
+
+
 class CostShare(NamedTuple):
     """A group's share of the total cost, in hundredths of a per cent."""
 
@@ -294,6 +314,29 @@ def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
             group.currency,
         ),
     )
+
+
+def unit_economics(runs: Iterable[tuple[str, str, int, int]]) -> list[NameCost]:
+    """Return the mean and median cost of runs by name, starting with the highest total.
+
+    Args:
+        runs: name, currency, cost in millionths and device-milliseconds of each run.
+    """
+    named: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for name, currency, micros, gpu_ms in runs:
+        named.setdefault((name, currency), []).append((micros, gpu_ms))
+    ordered = sorted(named.items(), key=lambda item: (-sum(micros for micros, _ in item[1]), item[0]))
+    return [
+        NameCost(
+            name=name,
+            currency=currency,
+            runs=len(costs),
+            mean_micros=sum(micros for micros, _ in costs) // len(costs),
+            median_micros=int(statistics.median(micros for micros, _ in costs)),
+            median_gpu_ms=int(statistics.median(gpu_ms for _, gpu_ms in costs)),
+        )
+        for (name, currency), costs in ordered
+    ]
 
 
 def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:

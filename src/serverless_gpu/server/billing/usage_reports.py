@@ -44,12 +44,17 @@ from serverless_gpu.server.records.usage import DemandFilter, ReportRequest, Rep
 from serverless_gpu.wire.billing import (
     GROUPS_DEFAULT,
     GROUPS_MAX,
+    NAME_ENTRIES_MAX,
+    NAMES_MAX,
     RECORDS_MAX,
     SKUS_MAX,
+    TAG_KEYS_MAX,
     DemandPage,
     DemandRow,
     ListPrices,
+    NameCosts,
     RecordPage,
+    TagKeys,
     UsageView,
 )
 
@@ -131,6 +136,25 @@ class UsageReports:
         rows = [stored.price for stored in book]
         found = billing_rows.list_prices(rows, used[:SKUS_MAX], currency=self._settings.currency)
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
+
+    def view_tags(self, who: Caller, reach: str) -> TagKeys:
+        """Return the keys of tags of the usage that the caller may see."""
+        may_see = usage.visible(*_limits(who, reach))
+        keys = self._database.read(lambda connection: usage.tag_keys(connection, may_see, limit=TAG_KEYS_MAX + 1))
+        return TagKeys(keys=tuple(keys[:TAG_KEYS_MAX]), is_cut=len(keys) > TAG_KEYS_MAX)
+
+    def view_names(self, who: Caller, reach: str, wanted: ReportRequest) -> NameCosts:
+        """Return the mean and median cost of the caller's visible runs by name, without unposted usage."""
+        seen_by, teams = _limits(who, reach)
+        wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams, limit=NAME_ENTRIES_MAX)
+        costs, is_cut = self._database.read(lambda connection: usage.run_costs(connection, wanted))
+        priced = [(one.name, one.currency, one.micros, one.gpu_ms) for one in costs if one.micros is not None]
+        return NameCosts(
+            from_day=wanted.window.from_day,
+            until_day=wanted.window.until_day,
+            names=tuple(usage_report.unit_economics(priced)[:NAMES_MAX]),
+            is_cut=is_cut,
+        )
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
         """Return the device usage over time that the caller may see. The last page contains running attempts."""
@@ -339,6 +363,14 @@ class UsageQuery(Query, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=GROUPS_MAX)] = GROUPS_DEFAULT
 
 
+class NamesQuery(Query, frozen=True, kw_only=True):
+    """Parameters for the costs of runs by name: days, and `where` (JSON)."""
+
+    from_day: Day | None = None
+    until_day: Day | None = None
+    where: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
 class RecordsQuery(Query, frozen=True, kw_only=True):
     """Parameters for ledger rows: the last entry already read, days, and the maximum number of rows."""
 
@@ -370,6 +402,20 @@ def view_usage(call: Call, usage_reports: UsageReports, query: UsageQuery) -> Us
         limit=query.limit,
     )
     return usage_reports.view(call.who, call.reach, wanted)
+
+
+@routes.get("/usage/names", needs=reading("usage"))
+def view_names(call: Call, usage_reports: UsageReports, query: NamesQuery) -> NameCosts:
+    """Return the mean and median cost of runs by name."""
+    window, where = usage_reports.window(query.from_day, query.until_day), where_of(query.where)
+    wanted = ReportRequest(by=("name",), window=window, where=where, limit=NAME_ENTRIES_MAX)
+    return usage_reports.view_names(call.who, call.reach, wanted)
+
+
+@routes.get("/usage/tags", needs=reading("usage"))
+def view_tags(call: Call, usage_reports: UsageReports) -> TagKeys:
+    """Return the keys of tags, by which a report can group usage."""
+    return usage_reports.view_tags(call.who, call.reach)
 
 
 @routes.get("/usage/records", needs=reading("usage"))

@@ -35,9 +35,18 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.records import audit, budgets, policies, pools, principals
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.records.budgets import StoredBudget
+from serverless_gpu.server.records.budgets import Notice, NoticeKind, StoredBudget
 from serverless_gpu.units import format_gpu_ms, format_micros
-from serverless_gpu.wire.billing import AlarmView, BudgetList, BudgetRequest, BudgetView
+from serverless_gpu.wire.billing import (
+    AlarmView,
+    BudgetHistory,
+    BudgetList,
+    BudgetMark,
+    BudgetRequest,
+    BudgetView,
+    NoticeList,
+    NoticeView,
+)
 
 BUDGETS_MAX = 1_000
 MICROS_MAX = 10**15
@@ -45,6 +54,10 @@ GPU_MS_MAX = 10**15
 """Maximum limit of a budget: a thousand million units of money, or 280 million GPU-hours."""
 ALARM_DAYS = 7
 ALARMS_MAX = 50
+MARKS_MAX = 100
+NOTICES_MAX = 50
+NOTICES_READ = 1_000
+"""Number of notices that the server reads for one list, before it removes notices that the caller may not see."""
 
 
 class BudgetService:
@@ -97,6 +110,18 @@ class BudgetService:
             raise _unknown(name)
         (view,) = self._views({name: standings[name]})
         return view
+
+    def history(self, who: Caller, reach: str, name: str) -> BudgetHistory:
+        """Return the reached thresholds of a budget that the caller may see."""
+        self.view(who, reach, name)
+        found = self._database.read(lambda connection: budgets.warnings_of(connection, name, limit=MARKS_MAX))
+        return BudgetHistory(marks=tuple(BudgetMark(**one._asdict()) for one in found))
+
+    def notices(self, who: Caller, reach: str) -> NoticeList:
+        """Return the latest notices of the caller's visible budgets, and visible alarms."""
+        found = self._database.read(lambda connection: budgets.latest_notices(connection, limit=NOTICES_READ))
+        seen = [_notice_view(one) for one in found if _may_see_notice(one, who, reach)]
+        return NoticeList(notices=tuple(seen[:NOTICES_MAX]))
 
     def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
         """Create or replace a budget. Usage since the start of the current budget period counts."""
@@ -236,6 +261,7 @@ class BudgetService:
                 reached_ns=ahead.reached_ns,
                 basis=ahead.basis,
                 sentence=_sentence(standing, currency),
+                closed=standing.is_closed,
             )
 
 
@@ -266,6 +292,26 @@ def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
+
+
+def _may_see_notice(one: Notice, who: Caller, reach: str) -> bool:
+    """Return True if a notice concerns a budget or a run that the caller may see."""
+    if one.kind == NoticeKind.ALARM.value:
+        owner, team = one.text("owner"), one.text("team")
+    else:
+        kind, _, name = one.text("scope").partition(" ")
+        owner, team = (name if kind == "user" else "", name if kind == "team" else "")
+    return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
+
+
+def _notice_view(one: Notice) -> NoticeView:
+    return NoticeView(
+        at_ns=one.at_ns,
+        kind=one.kind,
+        subject=one.text("budget") or one.text("subject"),
+        sentence=one.text("sentence"),
+        sent=one.sent_ns is not None,
+    )
 
 
 def _unknown(name: str) -> NotFound:
@@ -314,6 +360,18 @@ def list_budgets(call: Call, budgets: BudgetService) -> BudgetList:
 def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
     """Return a budget with its standing."""
     return budgets.view(call.who, call.reach, name)
+
+
+@routes.get("/budgets/{name}/history", needs=reading("budgets"))
+def budget_history(call: Call, budgets: BudgetService, name: str) -> BudgetHistory:
+    """Return the thresholds that a budget has reached."""
+    return budgets.history(call.who, call.reach, name)
+
+
+@routes.get("/notices", needs=reading("budgets"))
+def list_notices(call: Call, budgets: BudgetService) -> NoticeList:
+    """List the latest notices of budgets, and alarms."""
+    return budgets.notices(call.who, call.reach)
 
 
 @routes.put("/budgets/{name}", needs=writing("budgets"))

@@ -65,6 +65,31 @@ tokens = sa.Table(
     sa.Column("kind", sa.String(16)),
     # How and where a session began: the way of signing in, the browser and the address, as JSON; NULL for API tokens.
     sa.Column("origin_json", sa.Text),
+    sa.Column("made_by", sa.String(64)),  # Principal that created an API token; NULL for sessions and if unknown.
+)
+
+passwords = sa.Table(
+    "passwords",
+    metadata,
+    sa.Column("principal", sa.ForeignKey("principals.name"), primary_key=True),
+    sa.Column("hash", sa.Text),  # Argon2 hash with its parameters; NULL before the first use of a reset link.
+    sa.Column("changed_ns", sa.BigInteger),
+    # Hash and expiry of a one-time link with which the user sets a password; NULL without a valid link.
+    sa.Column("reset_sha256", sa.String(64), unique=True),
+    sa.Column("reset_until_ns", sa.BigInteger),
+)
+
+identities = sa.Table(  # Accounts at an identity provider with which users sign in.
+    "identities",
+    metadata,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("issuer", sa.String(512), nullable=False),
+    sa.Column("subject", sa.String(256), nullable=False),
+    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False, index=True),
+    sa.Column("shown", sa.String(256), nullable=False, default=""),  # Name or e-mail at the provider, for display only.
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("used_ns", sa.BigInteger),
+    sa.UniqueConstraint("issuer", "subject", name="uq_identities_issuer"),
 )
 
 pools = sa.Table(
@@ -272,6 +297,13 @@ runs = sa.Table(
         postgresql_where=sa.text("ended_ns IS NOT NULL"),
     ),
     sa.Index("ix_runs_owner", "owner", "id"),
+    sa.Index("ix_runs_snapshot", "snapshot", "created_ns", "owner"),  # Covers the list of environments.
+    sa.Index(  # Index for the query of charges that are not complete.
+        "ix_runs_unsettled",
+        "id",
+        sqlite_where=sa.text("settled_ns IS NULL"),
+        postgresql_where=sa.text("settled_ns IS NULL"),
+    ),
     sa.Index(  # index that `duration_history.durations_s` uses
         "ix_runs_succeeded",
         "owner",
@@ -379,6 +411,7 @@ secrets = sa.Table(
     sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("by", sa.String(64), nullable=False),
+    sa.Column("used_ns", sa.BigInteger),  # Last time at which the node of an attempt received the secret.
 )
 
 indexes = sa.Table(  # Package indexes of the index proxy.
@@ -591,6 +624,9 @@ audit = sa.Table(  # Append-only record of principals' actions.
     sa.Column("detail_json", sa.Text, nullable=False, default="{}"),
     sa.Column("token", sa.String(26), nullable=False, default=""),
     sa.Index("ix_audit_subject", "subject"),
+    sa.Index("ix_audit_principal", "principal"),
+    sa.Index("ix_audit_action", "action"),
+    sa.Index("ix_audit_at", "at_ns"),
 )
 
 audit_links = sa.Table(  # Append-only hash chain of the audit entries.

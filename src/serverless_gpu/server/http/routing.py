@@ -251,6 +251,11 @@ class Call:
         self.csrf = ""
         self.again_answer: Callable[[], object] = lambda: None
 
+    @property
+    def address(self) -> str:
+        """Return the client's network address, or "" if it is unknown."""
+        return str((self.scope.get("client") or ("",))[0])
+
     def check(self) -> None:
         """Authorize the caller again, and raise an error if the caller has lost access."""
         self.again()

@@ -297,6 +297,7 @@ class AgentService:
 
         def work(connection: sa.Connection) -> None:
             _own(connection, who, node_id)
+            stored_secrets.mark_used(connection, node_id, seqs, at_ns=at_ns)
             order_rows.take(connection, node_id, seqs, at_ns=at_ns)
 
         self._database.write(work)

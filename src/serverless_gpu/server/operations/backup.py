@@ -92,6 +92,10 @@ from serverless_gpu.version import __version__
 MANIFEST = "manifest.json"
 DATABASE = "database.db"
 RESTORED = "restored.json"
+LAST_BACKUP = "last_backup.json"
+"""File of the server's directory that describes the last backup."""
+VERIFIED = "verified.json"
+"""File of a backup with the result of its last verification."""
 """Name of the file that exists from a restore until the server has settled the restored runs."""
 AT_ONCE = 200
 """Maximum number of runs that the server settles in one transaction."""
@@ -99,7 +103,7 @@ _VERSION = 1
 _PIECE = 1 << 20
 _PARTIAL = ".partial-"
 # Temporary files, and files of one process or machine, which a restore does not need.
-_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", RESTORED, "incoming", "nearby"})
+_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", RESTORED, LAST_BACKUP, "incoming", "nearby"})
 _BESIDE = ("-wal", "-shm", "-journal")
 _ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", *_BESIDE)
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
@@ -133,6 +137,23 @@ class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
     linked: int  # Number of files that are hard links to the previous backup.
 
 
+class BackupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `last_backup.json`."""
+
+    path: str
+    made_ns: int  # Time before the copy of the database, in nanoseconds since 1970.
+    files: int
+    bytes: int
+    has_database: bool  # False for PostgreSQL, which an operator must dump.
+
+
+class VerificationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `verified.json`."""
+
+    at_ns: int
+    problem: str = ""  # Reason why the backup is unusable, or "".
+
+
 class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `restored.json`."""
 
@@ -155,11 +176,39 @@ def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBac
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(directory):
-            return _made(settings, directory, made_ns=clock.wall_ns())
+            made = _made(settings, directory, made_ns=clock.wall_ns())
+        write_private(settings.directory / LAST_BACKUP, msgspec.json.encode(_record_of(made)))
+        return made
     except (OSError, sqlite3.Error) as error:
         raise StorageError(
             f"the backup in {directory} failed: {error}", hint="check the free space of the disk"
         ) from error
+
+
+def _record_of(made: FinishedBackup) -> BackupRecord:
+    manifest = made.manifest
+    return BackupRecord(
+        path=str(made.path),
+        made_ns=manifest.made_ns,
+        files=len(manifest.files),
+        bytes=sum(entry.size for entry in manifest.files.values()),
+        has_database=manifest.database == "sqlite",
+    )
+
+
+def last_backup(settings: Settings) -> tuple[BackupRecord, VerificationRecord | None] | None:
+    """Return the last backup with its last verification, or None if this server has made no backup.
+
+    The verification is None if the backup has no record of one, or if this machine cannot read the backup.
+    """
+    try:
+        record = from_json((settings.directory / LAST_BACKUP).read_bytes(), BackupRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    try:
+        return record, from_json((Path(record.path) / VERIFIED).read_bytes(), VerificationRecord)
+    except (OSError, msgspec.MsgspecError):
+        return record, None
 
 
 @contextlib.contextmanager
@@ -312,6 +361,23 @@ def verify(backup: Path) -> Manifest:
     if manifest.database == "sqlite":
         _check_database(backup / DATABASE)
     return manifest
+
+
+def verify_and_record(backup: Path, *, clock: Clock) -> Manifest:
+    """Verify a backup, and record the result in the backup if its directory is writable."""
+    try:
+        manifest = verify(backup)
+    except InvalidValue as error:
+        _record_verification(backup, VerificationRecord(at_ns=clock.wall_ns(), problem=error.message))
+        raise
+    _record_verification(backup, VerificationRecord(at_ns=clock.wall_ns()))
+    return manifest
+
+
+def _record_verification(backup: Path, record: VerificationRecord) -> None:
+    if (backup / MANIFEST).exists():
+        with contextlib.suppress(OSError):  # Backups may be on a read-only disk.
+            write_private(backup / VERIFIED, msgspec.json.encode(record))
 
 
 def read_manifest(backup: Path) -> Manifest:

@@ -74,6 +74,12 @@ class Action(StrEnum):
     TOKEN_REVOKE = "token.revoke"
     SESSION_OPEN = "session.open"
     SESSION_END = "session.end"
+    DEVICE_REFUSE = "device.refuse"
+    PASSWORD_SET = "password.set"
+    PASSWORD_RESET = "password.reset"
+    PASSWORD_REMOVE = "password.remove"
+    IDENTITY_LINK = "identity.link"
+    IDENTITY_UNLINK = "identity.unlink"
     SERVER_DRAIN = "server.drain"
     SERVER_RESUME = "server.resume"
     SERVER_RESTORE = "server.restore"
@@ -105,6 +111,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _INSERT = sa.insert(audit)
+FEW = 5_000
+"""Maximum number of rows with one value for which a search uses the value's index."""
 _BACK = 10_000
 """Maximum number of audit rows that other transactions insert while one transaction is open."""
 SERVER = Caller(name="server", kind="service")
@@ -158,16 +166,21 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         after: number of the last audit entry that the caller has already read.
+        before: number of the first audit entry that the result omits, or None for no end.
         limit: maximum number of entries.
         newest: True to return the newest entries instead of the entries after `after`.
+        from_ns: start of the interval in nanoseconds since 1970, or None. `to_ns` is the end of the interval.
     """
 
     after: int = 0
+    before: int | None = None
     limit: int = 500
     newest: bool = False
     principal: str = ""
     action: str = ""
     subject: str = ""
+    from_ns: int | None = None
+    to_ns: int | None = None
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
@@ -176,9 +189,40 @@ def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
     for column in (audit.c.principal, audit.c.action, audit.c.subject):
         value = getattr(wanted, column.name)
-        query = query.where(column == value) if value else query
+        query = query.where(_equals(connection, column, value)) if value else query
+    if wanted.before is not None:
+        query = query.where(number < wanted.before)
+    if wanted.from_ns is not None:
+        first = connection.scalar(_next(wanted.from_ns))
+        query = query.where(_at >= wanted.from_ns, number >= _number(connection, first) - 2 * _BACK)
+    if wanted.to_ns is not None:
+        last = connection.scalar(_next(wanted.to_ns))
+        query = query.where(_at < wanted.to_ns)
+        query = query if last is None else query.where(number <= _number(connection, last) + 2 * _BACK)
     rows = connection.execute(query.order_by(number.desc() if wanted.newest else number).limit(wanted.limit)).all()
     return [_link(row) for row in (reversed(rows) if wanted.newest else rows)]
+
+
+def _equals(connection: sa.Connection, column: sa.Column[str], value: str) -> sa.ColumnElement[bool]:
+    """Return the condition on a column, which uses the column's index only for rare values.
+
+    With the index, a query reads and sorts every matching row. Without the index, the query reads the chain in order
+    and stops after the requested number of entries, which is faster for frequent values.
+    """
+    some = sa.select(sa.literal(1)).where(column == value).limit(FEW + 1).subquery()
+    is_rare = (connection.scalar(sa.select(sa.func.count()).select_from(some)) or 0) <= FEW
+    return column == value if is_rare else sa.func.coalesce(column, "") == value
+
+
+def _next(at_ns: int) -> sa.Select[Any]:
+    """Return a query for the first row at a time or later."""
+    return sa.select(audit.c.seq).where(audit.c.at_ns >= at_ns).order_by(audit.c.at_ns).limit(1)
+
+
+def _number(connection: sa.Connection, seq: int | None) -> int:
+    """Return the number of the last entry up to a row. Times, rows and numbers have almost the same order."""
+    query = sa.select(audit_links.c.number).order_by(audit_links.c.seq.desc()).limit(1)
+    return connection.scalar(query if seq is None else query.where(audit_links.c.seq <= seq)) or 0
 
 
 def head(connection: sa.Connection) -> ChainHead:
@@ -227,6 +271,8 @@ def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
     return len(made)
 
 
+_at = sa.func.coalesce(audit.c.at_ns, 0)
+"""Time of a row in a form that hides the index `ix_audit_at`, because the numbers already limit the rows."""
 _TOLD = [column for column in audit.c if column.name != "seq"]
 _UNLINKED = audit.outerjoin(audit_links)
 _decode = msgspec.json.Decoder(dict[str, object]).decode

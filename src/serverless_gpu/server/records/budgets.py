@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -104,6 +105,22 @@ def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int
     return {(name, start_ns, percent) for name, start_ns, percent in connection.execute(query)}
 
 
+class BudgetWarning(NamedTuple):
+    """A stored budget warning with its period's start and its time, in nanoseconds since 1970."""
+
+    start_ns: int
+    percent: int
+    at_ns: int
+
+
+def warnings_of(connection: sa.Connection, name: str, *, limit: int) -> list[BudgetWarning]:
+    """Return the stored warnings of a budget, latest first."""
+    columns = (budget_warnings.c.start_ns, budget_warnings.c.percent, budget_warnings.c.at_ns)
+    query = sa.select(*columns).where(budget_warnings.c.budget == name)
+    query = query.order_by(budget_warnings.c.at_ns.desc(), budget_warnings.c.percent.desc()).limit(limit)
+    return [BudgetWarning(*row) for row in connection.execute(query)]
+
+
 def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
     """Return exhausted budgets that the enforcer has closed, each with the start of its period."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).distinct()
@@ -144,6 +161,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     document: dict[str, object]
     tries: int
+    sent_ns: int | None = None
 
     def text(self, name: str) -> str:
         """Return the text of one field of the notice, or ""."""
@@ -172,6 +190,12 @@ def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> l
     ]
 
 
+def latest_notices(connection: sa.Connection, *, limit: int) -> list[Notice]:
+    """Return the latest notices, newest first."""
+    query = sa.select(notices).order_by(notices.c.seq.desc()).limit(limit)
+    return [_notice_from_row(row._mapping) for row in connection.execute(query)]
+
+
 def mark_sent(connection: sa.Connection, seq: int, *, at_ns: int) -> None:
     """Mark a notice as delivered or abandoned."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(sent_ns=at_ns))
@@ -189,4 +213,5 @@ def _notice_from_row(fields: sa.RowMapping) -> Notice:
         kind=fields["kind"],
         document=_decode_document(fields["document_json"]),
         tries=fields["tries"],
+        sent_ns=fields["sent_ns"],
     )

@@ -470,16 +470,19 @@ def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
     own = sa.and_(attempts.c.run_id == crews.c.run_id, attempts.c.fence == crews.c.fence)
     query = sa.select(*_WHOSE).select_from(crews.join(attempts, own))
     query = query.where(_UNCHARGED, crews.c.settled_ns.is_not(None), attempts.c.ended_ns.is_not(None))
-    rows = connection.execute(query.order_by(*_WHOSE).limit(limit))
+    # SQLite would use the primary key for this order and read every row, instead of the index of uncharged rows.
+    rows = connection.execute(query.order_by(crews.c.run_id.concat(""), *_WHOSE[1:]).limit(limit))
     return [(run_id, fence, number) for run_id, fence, number in rows]
 
 
 def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]:
     """Return parts of attempts that were placed before a time and are unsettled or unfinished."""
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
-    query = sa.select(*_WHOSE).select_from(attempts.join(runs).join(crews, own))
+    query = sa.select(*_WHOSE).select_from(attempts.join(crews, own))
     more = sa.or_(crews.c.settled_ns.is_(None), attempts.c.ended_ns.is_(None))
-    query = query.where(runs.c.settled_ns.is_(None), more, attempts.c.created_ns < before_ns)
+    # With a join instead of a list, SQLite would read every row of `crews`.
+    unsettled = sa.select(runs.c.id).where(runs.c.settled_ns.is_(None))
+    query = query.where(attempts.c.run_id.in_(unsettled), more, attempts.c.created_ns < before_ns)
     return [(run_id, fence, number) for run_id, fence, number in connection.execute(query)]
 
 

@@ -33,16 +33,19 @@ import hmac
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotFound, SecretMissing, ServerProblem
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.db.tables import attempts as attempts_table
-from serverless_gpu.server.db.tables import members, runs, secrets
+from serverless_gpu.server.db.tables import members, orders, runs, secrets
 from serverless_gpu.server.records import attempts
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.access import SecretValue, SecretView
+
+_decode_pins = msgspec.json.Decoder(tuple[Pinned, ...]).decode
 
 
 class ChangedBy(NamedTuple):
@@ -86,6 +89,7 @@ def put(
         "sealed": sealer.seal(value, about=_about(whose, name, version)),
         "created_ns": by.now_ns,
         "by": by.name,
+        "used_ns": None if last is None else last.used_ns,
     }
     connection.execute(secrets.insert(), row)
     tidy(connection, whose, name)
@@ -163,6 +167,21 @@ def values(
         variable = variables.get(one.name, "")
         found.append(SecretValue(name=one.name, text=one.text, value=value, variable=variable))
     return tuple(found)
+
+
+def mark_used(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:
+    """Record the use of secrets in start orders that a node confirms."""
+    about = sa.and_(orders.c.run_id == attempts_table.c.run_id, orders.c.fence == attempts_table.c.fence)
+    query = (
+        sa.select(runs.c.owner, attempts_table.c.secrets_json)
+        .select_from(orders.join(attempts_table, about).join(runs, runs.c.id == orders.c.run_id))
+        .where(orders.c.node_id == node_id, orders.c.seq.in_(seqs), orders.c.taken_ns.is_(None))
+        .where(orders.c.kind == "start", attempts_table.c.secrets_json != "[]")
+    )
+    for owner, text in connection.execute(query).all():
+        for one in _decode_pins(text):
+            whose = SecretOwner("team", one.team) if one.team else SecretOwner("user", owner)
+            connection.execute(secrets.update().where(_is(whose, one.name)).values(used_ns=at_ns))
 
 
 def newest(connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str) -> bytes:
@@ -251,7 +270,7 @@ def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
     return found
 
 
-def _last(connection: sa.Connection, whose: SecretOwner, name: str) -> sa.Row[tuple[object, ...]] | None:
+def _last(connection: sa.Connection, whose: SecretOwner, name: str) -> sa.Row[Any] | None:
     query = sa.select(secrets).where(_is(whose, name)).order_by(secrets.c.version.desc()).limit(1)
     return connection.execute(query).first()
 
@@ -277,7 +296,7 @@ def _about(whose: SecretOwner, name: str, version: int) -> str:
     return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
 
 
-def _view(row: sa.Row[tuple[object, ...]]) -> SecretView:
+def _view(row: sa.Row[Any]) -> SecretView:
     is_teams = row.kind == "team"
     return SecretView(
         name=row.name,
@@ -286,4 +305,5 @@ def _view(row: sa.Row[tuple[object, ...]]) -> SecretView:
         team=row.owner if is_teams else "",
         created_ns=row.created_ns,
         by=row.by,
+        used_ns=row.used_ns,
     )

@@ -17,7 +17,7 @@ one group, because a run counts in the group of its first charge. Observed GPU u
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -180,6 +180,52 @@ def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
         return ReportResult(groups=groups, totals=usage_report.totals(groups), is_cut=False)
     totals = report.seen((), report.charged((), limit=None))
     return ReportResult(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
+
+
+def tag_keys(connection: sa.Connection, may_see: Sequence[sa.ColumnElement[bool]], *, limit: int) -> list[str]:
+    """Return the keys of tags in alphabetical order. Each key costs one or two index lookups."""
+    found: list[str] = []
+    last = ""
+    while len(found) < limit:
+        last = connection.scalar(sa.select(sa.func.min(account_tags.c.key)).where(account_tags.c.key > last)) or ""
+        if not last:
+            break
+        own = sa.select(sa.literal(1)).select_from(account_tags.join(accounts)).where(account_tags.c.key == last)
+        if not may_see or connection.execute(own.where(*may_see).limit(1)).first() is not None:
+            found.append(last)
+    return found
+
+
+class RunCost(NamedTuple):
+    """The cost and usage of one run in a range of days."""
+
+    name: str
+    currency: str
+    micros: int | None
+    gpu_ms: int
+
+
+def run_costs(connection: sa.Connection, wanted: ReportRequest) -> tuple[list[RunCost], bool]:
+    """Return the costs of the runs in ledger entries of the latest days.
+
+    `wanted.limit` is the maximum number of ledger entries. The second result is True if there are more entries.
+    """
+    columns = (charges.c.run_id, charges.c.account_id, charges.c.micros, charges.c.gpu_ms)
+    latest = sa.select(*columns).where(*_Report(connection, wanted)._conditions(charges))
+    rows = latest.order_by(charges.c.day.desc()).limit(wanted.limit).subquery("latest")
+    sums = (sa.func.sum(rows.c.micros), sa.func.sum(rows.c.gpu_ms), sa.func.count())
+    query = (
+        sa.select(accounts.c.name, accounts.c.currency, *sums)
+        .select_from(rows.join(accounts, accounts.c.id == rows.c.account_id))
+        .group_by(accounts.c.name, accounts.c.currency, rows.c.run_id)
+    )
+    found = [tuple(row) for row in connection.execute(query)]
+    costs = [
+        # PostgreSQL returns sums as `Decimal` values.
+        RunCost(name, currency, None if micros is None else int(micros), int(gpu_ms))
+        for name, currency, micros, gpu_ms, _ in found
+    ]
+    return costs, sum(row[-1] for row in found) >= wanted.limit
 
 
 def folded_seq(connection: sa.Connection) -> int:

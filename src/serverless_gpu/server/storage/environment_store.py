@@ -313,6 +313,15 @@ class EnvironmentStore:
             self._contents[snapshot] = known
         return known
 
+    def snapshot(self, address: str) -> Snapshot:
+        """Read a snapshot, and raise the errors of `packages`."""
+        with self._checks:
+            return self.documents().read_snapshot(address)
+
+    def documents(self) -> StoreBlobs:
+        """Return a reader of the store's snapshots and units."""
+        return StoreBlobs(self._store, clock=self._clock)
+
     def collect(self, in_use: Collection[str]) -> CollectionResult:
         """Condemn objects that no snapshot needs, and delete objects whose grace period has ended."""
         done = collect(StoreBlobs(self._store, clock=self._clock), in_use=in_use)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from serverless_gpu.errors import NotAllowed
 from serverless_gpu.model import access_control
-from serverless_gpu.server.http.routing import ANY_CALLER, Call, Need, Route
+from serverless_gpu.server.http.routing import ANY_CALLER, PUBLIC, Call, Need, Route
 
 T = TypeVar("T")
 
@@ -47,6 +47,6 @@ class ApiCalls:
 
 def reach_of(call: Call, needs: Need) -> str:
     """Return the reach of a page's reader on a resource."""
-    if needs == ANY_CALLER:
+    if needs in (ANY_CALLER, PUBLIC):
         return access_control.AccessReach.OWN
     return access_control.reach(call.who.role, needs.noun, write=needs.write, scopes=call.who.scopes).value

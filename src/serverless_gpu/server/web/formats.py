@@ -127,7 +127,25 @@ def number(value: float | None, unit: str = "") -> str:
     return "–" if value is None else f"{value:,.0f} {unit}".rstrip()
 
 
+_BROWSERS = (("Firefox/", "Firefox"), ("Edg/", "Edge"), ("OPR/", "Opera"), ("Chrome/", "Chrome"), ("Safari/", "Safari"))
+_SYSTEMS = (
+    ("Android", "Android"),
+    ("iPhone", "iPhone"),
+    ("Mac OS X", "macOS"),
+    ("Windows", "Windows"),
+    ("Linux", "Linux"),
+)
+
+
+def browser(agent: str) -> str:
+    """Return the browser and the system of a `User-Agent` header, or the start of an unknown header."""
+    name = next((name for part, name in _BROWSERS if part in agent), "")
+    system = next((name for part, name in _SYSTEMS if part in agent), "")
+    return f"{name} on {system}" if name and system else name or agent[:40] or "–"
+
+
 FILTERS: Mapping[str, Callable[..., Any]] = {
+    "browser": browser,
     "between": between,
     "coded": coded,
     "duration": duration,

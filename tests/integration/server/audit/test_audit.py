@@ -20,6 +20,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action, AuditFilter
 from serverless_gpu.testing import FakeClock
+from tests.support.server.principals import Api
 
 
 def write(database: Database, *subjects: str, action: Action = Action.TEAM_CREATE) -> None:
@@ -158,3 +159,45 @@ def test_a_copy_that_differs_is_told_in_what(tmp_path: Path, change: dict[str, A
     with pytest.raises(AuditBroken) as refused:
         list(cli_audit.compare_links([other], iter([known]), tmp_path / "audit.jsonl"))
     assert refused.value.message.endswith(said) and refused.value.hint
+
+
+def test_entries_are_found_by_time_and_before_a_number(
+    services: Services, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(connection: sa.Connection) -> None:
+        for at_ns in (10, 20, 20, 30, 40):
+            subject = f"at {at_ns}"
+            audit.record(connection, who=SERVER, action=Action.TEAM_CREATE, subject=subject, now_ns=at_ns)
+
+    database.write(work)
+    chain_all(services, clock)
+    for few in (audit.FEW, 1):  # A search uses the index of rare values, and reads the chain for frequent values.
+        monkeypatch.setattr(audit, "FEW", few)
+        monkeypatch.setattr(audit, "_BACK", 0)
+        assert seen(database, from_ns=20, to_ns=40, principal="server") == ["at 20", "at 20", "at 30"]
+        assert seen(database, from_ns=41) == seen(database, to_ns=10) == []
+        assert seen(database, from_ns=0, to_ns=1_000) == seen(database)
+        assert seen(database, newest=True, limit=2, before=4) == ["at 20", "at 20"]
+        assert seen(database, action="team.create", subject="at 30") == ["at 30"]
+
+
+def test_a_verification_continues_where_it_ended_and_names_the_first_defect(
+    services: Services, database: Database, clock: FakeClock
+) -> None:
+    write(database, "a", "b", "c")
+    chain_all(services, clock)
+    api = Api(services, database, clock)
+    with api.client:
+        chain_all(services, clock)
+        whole_chain = api.do(api.admin, "GET", "/audit/verification")
+        assert (whole_chain["problem"], whole_chain["number"]) == ("", whole_chain["last"])
+        two = database.read(lambda connection: audit.links(connection, AuditFilter(limit=2)))[-1]
+        rest = api.do(api.admin, "GET", f"/audit/verification?after=2&sha256={two.sha256}")
+        assert (rest["entries"], rest["sha256"]) == (rest["last"] - 2, whole_chain["sha256"])
+        assert api.ask(api.admin, "GET", "/audit/verification?after=2")[0] == 400
+        assert api.ask(api.user("mia"), "GET", "/audit/verification")[0] == 403
+        change = tables.audit.update().where(tables.audit.c.subject == "c").values(subject="d")
+        database.write(lambda connection: connection.execute(change))
+        broken = api.do(api.admin, "GET", "/audit/verification")
+        assert broken["number"] == 2
+        assert "entry 3" in broken["problem"]

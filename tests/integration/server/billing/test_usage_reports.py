@@ -363,3 +363,43 @@ def test_the_price_book_has_a_row_for_each_pool_in_which_something_was_used(serv
         ("SERVERLESS_GPU_A100-80@lab", "2.5", "2026-11-20"),
     ]
     assert not found.is_cut
+
+
+def test_keys_of_tags_are_those_of_usage_that_the_caller_may_see(services: Services, database: Database) -> None:
+    def work(connection: sa.Connection) -> None:
+        ledgered.account(connection, owner="alice", tags={"stage": "dev", ODD_KEY: "x"})
+        ledgered.account(connection, owner="bob", tags={"project": "secret", "stage": "prod"})
+        ledgered.account(connection, owner="bob", team="search", tags={"shared": "1"})
+
+    database.write(work)
+    reports = services.usage_reports
+    assert reports.view_tags(ROOT, AccessReach.ALL).keys == tuple(sorted((ODD_KEY, "project", "shared", "stage")))
+    assert set(reports.view_tags(ALICE, AccessReach.TEAM).keys) == {ODD_KEY, "shared", "stage"}
+    assert set(reports.view_tags(ALICE, AccessReach.OWN).keys) == {ODD_KEY, "stage"}
+
+
+def test_runs_of_one_name_have_a_mean_and_a_median_cost(
+    services: Services, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(connection: sa.Connection) -> None:
+        train = ledgered.account(connection, name="train", owner="alice")
+        other = ledgered.account(connection, name="eval", owner="bob")
+        for number, micros in enumerate((1, 2, 9)):
+            ledgered.charge(connection, f"run-{number}", train, day=DAY, micros=micros)
+        ledgered.charge(connection, "run-2", train, day=DAY + 1, number=2, micros=6)
+        ledgered.charge(connection, "run-3", other, day=DAY, micros=100)
+        ledgered.charge(connection, "run-4", other, day=DAY, micros=None)
+        ledgered.charge(connection, "run-5", other, day=DAY - 90, micros=7)
+
+    database.write(work)
+    view = services.usage_reports.view_names(ROOT, AccessReach.ALL, wanted("name"))
+    assert [(one.name, one.runs, one.mean_micros, one.median_micros) for one in view.names] == [
+        ("eval", 1, 100, 100),
+        ("train", 3, 6, 2),
+    ]
+    assert not view.is_cut
+    mine = services.usage_reports.view_names(ALICE, AccessReach.OWN, wanted("name", where={"gpu_type": "H100"}))
+    assert [one.name for one in mine.names] == ["train"]
+    monkeypatch.setattr(usage_reports, "NAME_ENTRIES_MAX", 1)
+    cut = services.usage_reports.view_names(ROOT, AccessReach.ALL, wanted("name"))
+    assert ([one.mean_micros for one in cut.names], cut.is_cut) == ([6], True)

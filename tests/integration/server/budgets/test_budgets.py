@@ -603,3 +603,20 @@ def test_22D6_a_budget_of_a_team_follows_the_time_zone_of_the_team(spent: Spent,
         spent.services.principals.change_team(ROOT, "search", TeamChange(time_zone="Mars/Olympus"))
     with pytest.raises(NotFound):
         spent.services.principals.change_team(ROOT, "none", TeamChange(time_zone="UTC"))
+
+
+def test_history_and_notices_are_those_of_budgets_that_the_caller_may_see(spent: Spent, database: Database) -> None:
+    spent.set("all", limit_micros=20 * UNIT)
+    spent.set("alice", kind="user", scope="alice", limit_micros=20 * UNIT)
+    run = spent.submit()
+    spent.start(run)
+    spent.go_on(17, run)
+    service = spent.services.budgets
+    assert [mark.percent for mark in service.history(ALICE, "team", "alice").marks] == [80]
+    assert {one.subject for one in service.notices(ROOT, "all").notices} == {"all", "alice"}
+    (notice,) = service.notices(ALICE, "team").notices
+    assert (notice.subject, notice.kind, notice.sent) == ("alice", "budget.warning", False)
+    assert service.notices(BOB, "team").notices == ()
+    for name in ("all", "none"):
+        with pytest.raises(NotFound):
+            service.history(ALICE, "team", name)

@@ -251,3 +251,29 @@ def test_F70_no_value_is_in_the_database_and_none_opens_elsewhere_or_with_anothe
     for about in ("secret:user:bob:TOKEN:1", "secret:user:alice:TOKEN:2", "secret:team:alice:TOKEN:1"):
         with pytest.raises(Exception, match=re.escape(golden("server.secrets.belongs-something-else"))):
             services.sealer.unseal(sealed["TOKEN"], about=about)
+
+
+def test_the_last_use_is_when_a_node_confirms_the_order_of_an_attempt(api: Api, services: Services) -> None:
+    def used() -> dict[str, int | None]:
+        return {one["name"]: one["used_ns"] for one in api.do(api.alice, "GET", "/secrets")["secrets"]}
+
+    put(api, api.alice, "TOKEN", VALUE)
+    put(api, api.alice, "TOKEN", b"a later value", team="search")
+    put(api, api.alice, "OTHER", VALUE)
+    submit(services, "TOKEN")
+    tick(services)
+    node = services.agents.hello(NODE, hello(takes=("renewal", "secrets"))).node
+    order = next(one for one in services.agents.waiting(NODE, node) if isinstance(one, Start))
+    assert used() == {"TOKEN": None, "OTHER": None}
+    services.clock.advance(5)  # type: ignore[attr-defined] # a FakeClock
+    services.agents.take(NODE, node, [order.seq])
+    at_ns = services.clock.wall_ns()
+    shown = api.do(api.alice, "GET", "/secrets")["secrets"]
+    assert [(one["name"], one["team"], one["used_ns"]) for one in shown] == [
+        ("OTHER", "", None),
+        ("TOKEN", "search", None),
+        ("TOKEN", "", at_ns),
+    ]
+    services.clock.advance(5)  # type: ignore[attr-defined] # a FakeClock
+    services.agents.take(NODE, node, [order.seq])
+    assert put(api, api.alice, "TOKEN", b"replaced")["used_ns"] == at_ns  # A second confirmation is no use.

@@ -15,6 +15,7 @@ from serverless_gpu.cli.money import usage
 from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.model.billing.usage_table import UsageTable
 from serverless_gpu.node.base.private_files import replacing_file
 from tests.support.client.plot import handle
 from tests.support.client.plotted import attempt, telemetry
@@ -22,7 +23,7 @@ from tests.support.golden import golden
 
 
 def _report(path: Path) -> None:
-    usage.put(usage.UsageTable(names=("user",), kinds=("text",), lines=(("ada",),)), path)
+    usage.put(UsageTable(names=("user",), kinds=("text",), lines=(("ada",),)), path)
 
 
 def _audit(path: Path) -> None:

@@ -136,6 +136,7 @@ function switchTheme() {
 
 const KEYS = [
   ["/", "search or filter"], ["g, then a letter", "open a page"], ["j, k", "next and previous row"], ["Enter", "open the row"],
+  ["f", "follow a log"], ["n, N", "next and previous match in a log"], ["[, ]", "previous and next rank of a log"],
   ["?", "this list"],
 ];
 
