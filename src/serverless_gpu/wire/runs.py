@@ -12,7 +12,7 @@ Routes:
     POST   /runs/{run}/stop                 StopRequest      → RunView
     GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
                                                                `stream`: stdout, stderr, or telemetry of node `rank`
-    GET    /runs/{run}/logs?fence                            → LogList
+    GET    /runs/{run}/logs?fence&rank                       → LogList
     GET    /runs/{run}/logs/{rank}/{stream}/download?fence   → gzip file
     GET    /runs/{run}/log-matches?q&fence&rank&stream&cursor → LogMatches
     GET    /runs/{run}/telemetry?fence&node&from_ms&to_ms    → TelemetryView

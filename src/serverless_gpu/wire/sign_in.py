@@ -162,7 +162,11 @@ class IdentityView(Answer, frozen=True, kw_only=True):
 
 
 class LinkRequest(Request, frozen=True, kw_only=True):
-    """Link a verified account at the identity provider with the caller."""
+    """Link a verified account at the identity provider with the caller.
+
+    Attributes:
+        ticket: code of the page, a dot, and the state of the browser's sign-in at the provider.
+    """
 
     ticket: Secret
 

@@ -16,6 +16,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.node.isolation.egress import NodeEgress
 from serverless_gpu.node.isolation.principals import PLACE
+from serverless_gpu.node.spawner.verbs import RootSpawner
 from serverless_gpu.wire.indexes import IndexLog, IndexRequest, IndexToken, IndexTokenRequest, IndexView
 from tests.support.network.connecting import Connector
 from tests.support.network.namespaces import inside, ip, need_root
@@ -102,7 +103,7 @@ def test_27_uv_resolves_and_installs_as_a_confined_build(namespace: str, place: 
                 check=False,
             )
 
-        egress = NodeEgress(place, environ, clock, server_url=lambda: server.url, say=print)
+        egress = NodeEgress(place, environ, clock, RootSpawner(environ), server_url=lambda: server.url, say=print)
         policy = EgressPolicy(mode="open", index_proxy=(proxy,))
         egress.require(policy)
         try:

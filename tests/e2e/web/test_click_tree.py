@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 
 from tests.support.server.served import Served
 from tests.support.web.browser import reader, sign_in_path
@@ -46,8 +46,8 @@ def walk(chromium: Browser, server: Served, token: str | None) -> dict[str, int]
     return statuses
 
 
-def cookies(page: object) -> dict[str, str]:
-    return {one["name"]: one["value"] for one in page.context.cookies()}  # type: ignore[attr-defined]
+def cookies(page: Page) -> dict[str, str]:
+    return {one.get("name", ""): one.get("value", "") for one in page.context.cookies()}
 
 
 @pytest.mark.parametrize("role", ["admin", "member", "viewer"])

@@ -92,6 +92,6 @@ def make_user(server: Served, name: str, *, role: str = "member", team: str = ""
         there: TeamList = root.ask("GET", "/teams", answer=TeamList)
         if team not in {one.name for one in there.teams}:
             root.ask("POST", "/teams", TeamRequest(name=team), answer=TeamView)
-    request = PrincipalRequest(name=name, kind="user", role=role, teams=(team,) if team else ())  # type: ignore[arg-type]
+    request = PrincipalRequest(name=name, kind="user", role=role, teams=(team,) if team else ())  # type: ignore[arg-type]  # text
     made: TokenMade = root.ask("POST", "/users", request, answer=TokenMade)
     return made.secret

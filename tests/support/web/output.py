@@ -37,7 +37,7 @@ class OutputRun:
         token: of its owner, the administrator's unless another is given.
         ranks: how many.
         name: of the run.
-        node: that runs it, a new one unless given.
+        retries: how often it may fail and begin again.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OutputRun:
         token: str | None = None,
         ranks: int = 1,
         name: str = "train",
-        node: Played | None = None,
+        retries: int = 0,
     ) -> None:
         self.id = new_run_id()
         self._ranks = ranks
@@ -55,17 +55,27 @@ class OutputRun:
         self._offsets: Counter[tuple[int, str]] = Counter()
         asked = RunRequest(
             id=self.id,
-            spec=RunSpec(remote=True, name=name, resources=Resources(gpus=ranks, gpu_type="CPU")),
+            spec=RunSpec(remote=True, name=name, resources=Resources(gpus=ranks, gpu_type="CPU"), retries=retries),
             target=Target(machine=machine(), python="3.11", platform="linux-x86_64"),
             context=msgspec.Raw(b"{}"),
             call=b"call",
         )
-        self._node = node or Played(server, slots=max(4, ranks))
-        if node is None:
-            self._node.join()
+        self._node = Played(server, slots=max(4, ranks))
+        self._node.join()
         server.connection(token).ask("POST", "/runs", asked, answer=RunView)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offsets.clear()
         self._start = self._node.order()
-        self._node.report(self._start, Report(state=State.RUNNING, world_size=ranks, exec_ns=SystemClock().wall_ns()))
+        begun = Report(state=State.RUNNING, world_size=self._ranks, exec_ns=SystemClock().wall_ns())
+        self._node.report(self._start, begun)
+
+    def fail_and_retry(self) -> None:
+        """End the attempt with a failure, and begin the next one."""
+        self.end(State.FAILED, Reason.RANK_RAISED)
+        self._has_ended = False
+        self._begin()
 
     def __enter__(self) -> OutputRun:
         return self

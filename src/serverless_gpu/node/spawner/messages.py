@@ -128,7 +128,7 @@ class AskEnforce(SpawnerMessage, frozen=True, kw_only=True, tag="enforce"):
 
 
 class AskConfine(SpawnerMessage, frozen=True, kw_only=True, tag="confine"):
-    """Request to close everything but the index proxy for a build, or to open it again. The answer is `Done`."""
+    """Request to confine a build to the index proxy, or to end this. The answer is `Done`."""
 
     home: str
     uid: int

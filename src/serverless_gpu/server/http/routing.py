@@ -287,7 +287,7 @@ class Incoming:
 
 
 class Stream(Generic[T]):
-    """HTTP response with server-sent events, which contain one JSON object each, or text from another `encode`.
+    """HTTP response with server-sent events: JSON objects, or the text of another `encode`.
 
     `source` yields messages, and None as a keep-alive. `source` must end soon after the hub is closed. The server
     closes `source` when the reader disconnects or loses access. The server checks the reader's access every ten

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hmac
 import json
+import ssl
 import threading
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -39,6 +40,7 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.server.core.settings import OidcSettings
 from serverless_gpu.server.identity.login_state import LoginState
 from serverless_gpu.server.identity.provider_accounts import Account, account_of, missing_claims
+from serverless_gpu.wire.http_client import trust
 
 ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 1 << 20
@@ -76,6 +78,7 @@ class OidcProvider:
         self._asking = threading.BoundedSemaphore(ASKING_MAX)
         self._metadata: tuple[Metadata, int] | None = None
         self._keys: tuple[KeySet, int] | None = None
+        self._certificates: ssl.SSLContext | None = None
 
     def authorization_url(self, login: LoginState, *, redirect: str) -> str:
         """Return the provider's address that the browser opens for a sign-in."""
@@ -212,6 +215,14 @@ class OidcProvider:
             self._keys = (keys, now_ns)
         return keys
 
+    def _trust(self, url: str) -> ssl.SSLContext | Literal[False]:
+        """Return the trusted certificates. Reading them takes 50 ms, so that all requests share them."""
+        if not url.startswith("https://"):
+            return False  # `_check_endpoint` permits plain HTTP only on loopback.
+        with self._lock:
+            self._certificates = self._certificates or trust("")
+            return self._certificates
+
     def _ask(
         self, method: str, url: str, answer: type[T], *, headers: Mapping[str, str] | None = None, content: str = ""
     ) -> T:
@@ -221,7 +232,7 @@ class OidcProvider:
             raise TooManyRequests("too many users sign in at this moment", hint="try again in a few seconds")
         try:
             with (
-                httpx2.Client(timeout=ANSWER_S, follow_redirects=False) as client,
+                httpx2.Client(timeout=ANSWER_S, follow_redirects=False, verify=self._trust(url)) as client,
                 client.stream(
                     method, url, headers={"Accept": "application/json", **(headers or {})}, content=content or None
                 ) as response,

@@ -61,7 +61,7 @@ class SignInResult(NamedTuple):
 
     Attributes:
         principal: the user, or "".
-        ticket: secret of the ticket, or "".
+        ticket: code of the ticket for `full_ticket`, or "".
         reason: why the account has no user; "" with a user.
     """
 
@@ -125,23 +125,28 @@ class OidcService:
             error: error code of the answer and its description, both "" on success.
             redirect: address of this server's callback, as at the beginning.
         """
-        provider = self.provider
-        try:
-            login = from_json(cookie, LoginState)
-        except msgspec.MsgspecError:
-            raise NotAuthenticated("the sign-in did not begin in this browser", hint="begin again") from None
+        provider, login = self.provider, _login(cookie)
         if error[0]:
             shown = "".join(filter(str.isprintable, error[1] or error[0]))[:200]
             raise NotAllowed(f"the identity provider refused the sign-in: {shown}", hint="begin again")
         account = provider.account(login, code=code, state=state, issuer=issuer, redirect=redirect)
-        return login.to, self.sign_in(account, links=login.links)
+        return login.to, self.sign_in(account, links=login.links, state=login.state)
 
-    def sign_in(self, account: Account, *, links: bool) -> SignInResult:
+    def full_ticket(self, code: str, cookie: bytes) -> str:
+        """Return the ticket of a page's code and of the cookie of the browser that signed in at the provider.
+
+        Without the cookie, another browser cannot link the account, for example because its user followed a link of
+        the account's owner.
+        """
+        return f"{code}.{_login(cookie).state}"
+
+    def sign_in(self, account: Account, *, links: bool, state: str = "") -> SignInResult:
         """Return the user of a verified account.
 
         Args:
             account: the verified account.
             links: True if the browser's user wants to link the account with an existing user.
+            state: state of the sign-in, which a ticket of the account contains.
 
         Raises:
             NotAllowed: the account's groups may not sign in.
@@ -152,10 +157,12 @@ class OidcService:
         issuer, subject = account.issuer, account.subject
         if self._database.read(lambda connection: credentials.identity(connection, issuer, subject)) is None:
             if links or not settings.create:
-                return SignInResult(ticket=self._ticket(account), reason="is not linked with a user of this server")
+                return SignInResult(
+                    ticket=self._ticket(account, state), reason="is not linked with a user of this server"
+                )
             reason = self._create(account, role or settings.role or "viewer")
             if reason:
-                return SignInResult(ticket=self._ticket(account), reason=reason)
+                return SignInResult(ticket=self._ticket(account, state), reason=reason)
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> PrincipalView:
@@ -253,10 +260,13 @@ class OidcService:
         for team in changes.leave:
             self._principals.set_member(SERVER, team=team, principal=user.name, member=False)
 
-    def _ticket(self, account: Account) -> str:
+    def _ticket(self, account: Account, state: str) -> str:
+        """Store a ticket, and return the part of it that does not come from the browser's cookie."""
         code = secrets.token_urlsafe(_CODE_BYTES)
         with self._lock:
-            self._tickets[_digest(code)] = _Ticket(account, self._clock.boottime_ns() + round(TICKET_S * 1e9))
+            self._tickets[_digest(f"{code}.{state}")] = _Ticket(
+                account, self._clock.boottime_ns() + round(TICKET_S * 1e9)
+            )
             while len(self._tickets) > TICKETS_MAX:
                 self._tickets.popitem(last=False)
         return code
@@ -277,6 +287,13 @@ def _identity(account: Account, principal: str, now_ns: int) -> IdentityView:
 def _record(connection: sa.Connection, who: Caller, action: Action, identity: IdentityView, now_ns: int) -> None:
     detail = {"issuer": identity.issuer, "subject": identity.subject, "shown": identity.shown}
     audit.record(connection, who=who, action=action, subject=identity.principal, now_ns=now_ns, detail=detail)
+
+
+def _login(cookie: bytes) -> LoginState:
+    try:
+        return from_json(cookie, LoginState)
+    except msgspec.MsgspecError:
+        raise NotAuthenticated("the sign-in did not begin in this browser", hint="begin again") from None
 
 
 def _digest(code: str) -> str:

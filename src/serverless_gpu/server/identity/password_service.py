@@ -30,11 +30,12 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
+from serverless_gpu.server.identity import rights
 from serverless_gpu.server.identity.principal_service import check_unscoped
 from serverless_gpu.server.identity.rate_limiter import Rate, RateLimiter, network_of
 from serverless_gpu.server.records import audit, credentials, principals
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.wire.access import SignInLink
+from serverless_gpu.wire.access import PrincipalView, SignInLink
 from serverless_gpu.wire.sign_in import PASSWORD_CHARACTERS_MIN, PasswordRequest, PasswordView
 
 RESET_S = 86_400.0
@@ -182,7 +183,14 @@ class PasswordService:
         check_unscoped(who)
         if not covers(reach, name=who.name, teams=(), owner=name):
             raise NotFound(f"there is no user or service {name[:64]!r}")
-        found = self._database.read(lambda connection: principals.principal(connection, name))
+
+        def work(connection: sa.Connection) -> PrincipalView:
+            found = principals.principal(connection, name)
+            # With the password, the caller could use rights of the user that the caller does not hold.
+            rights.check_new_token(connection, who, name, ())
+            return found
+
+        found = self._database.read(work)
         if found.kind != "user":
             raise InvalidValue(f"{name} is a service", hint="services use tokens: `sgpu token create --for NAME`")
 

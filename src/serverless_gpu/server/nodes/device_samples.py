@@ -1,4 +1,4 @@
-"""Keeps the measured values of GPUs from heartbeats in memory: the latest values, and two hours of history.
+"""Keeps the latest measured values of GPUs and two hours of history, from heartbeats, in memory.
 
 A history takes 8 KB, so that the histories of 1,000 GPUs take 8 MB. The values are lost at a restart of the server,
 because they serve only the display. The receipts of runs contain the measured values that matter for accounts.

@@ -78,14 +78,21 @@ class SearchPosition(NamedTuple):
     lines: int = 0
 
 
+class LogListQuery(FenceQuery, frozen=True, kw_only=True):
+    """Selects an attempt, and the output of one rank."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)] | None = None
+
+
 routes = Routes("runs")
 
 
 @routes.get("/runs/{run}/logs", needs=reading("runs"))
-def list_logs(call: Call, logs: Logs, database: Transactions, run: str, query: FenceQuery) -> LogList:
-    """List the output streams of an attempt with their sizes."""
+def list_logs(call: Call, logs: Logs, database: Transactions, run: str, query: LogListQuery) -> LogList:
+    """List the output streams of an attempt, or of one rank, with their sizes."""
     fence, complete = _attempt(call, database, run, query.fence)
     sizes = logs.sizes(run, fence) if fence else {}
+    sizes = {log: size for log, size in sizes.items() if query.rank in (None, log[0])}
     # Errors follow the output of their rank.
     listed = sorted(sizes.items(), key=lambda log: (log[0][0], log[0][1] != "stdout", log[0][1]))[:LISTED_MAX]
     found = tuple(

@@ -5,8 +5,8 @@
             ─ same address, Accept: text/event-stream ─▶ `live_page.py` renders again, and sends changed parts
             ─ POST /ui/runs/…/cancel, form with CSRF token ─▶ `Site.ask` ─▶ API handler ─▶ 303 to a page
 
-A page has no access to the database. `Site.ask` calls the handlers of the JSON API with the checks of the API, so that
-a page shows and changes exactly what its reader could see and change through the API. Read `site.py` first.
+A page has no access to the database. `Site.ask` calls the handlers of the JSON API with the checks of the API. A page
+therefore shows and changes exactly what its reader could see and change through the API. Read `site.py` first.
 
 To add a page, write a route in a module of `pages/`, a template of the same name, and an entry in `navigation.py`.
 

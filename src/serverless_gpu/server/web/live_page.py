@@ -6,7 +6,7 @@
 The stream has no history: each part contains its whole state. After a reconnect, the server therefore sends all parts
 once, and htmx morphs them into the page, which keeps focus, typed text and scroll positions.
 
-A stream renders at most once per second, and at most for a twentieth of the time, so that many open pages cannot slow
+A stream renders at most once per second, and at most for a twentieth of the time. Many open pages therefore cannot slow
 down the server. The server speaks at least every nine seconds. A page without news for 20 s is not live.
 """
 

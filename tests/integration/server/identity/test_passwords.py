@@ -200,6 +200,17 @@ def test_only_an_administrator_makes_links(services: Services) -> None:
         services.passwords.link(ALICE, "alice", reach="own")
 
 
+def test_an_administrator_gains_no_right_with_the_password_of_another(services: Services) -> None:
+    made = PrincipalRequest(name="second", role="admin")
+    services.database.write(functools.partial(principals.create_principal, request=made, now_ns=2))
+    second = Caller(name="second", role="admin")
+    with pytest.raises(NotAllowed):
+        services.passwords.link(second, "root", reach="all")
+    with pytest.raises(NotAllowed):
+        services.passwords.change(second, "root", PasswordRequest(password=GOOD), reach="all")
+    services.passwords.link(second, "alice", reach="all")
+
+
 def test_a_removed_password_signs_in_no_longer(services: Services, own: PasswordService) -> None:
     own.remove(ALICE, "alice", reach="own")
     assert isinstance(refusal(own, "alice", GOOD), NotAuthenticated)

@@ -72,6 +72,7 @@ def test_a_terminal_logs_in_when_a_browser_approves(server: Served, tmp_path: Pa
     assert profile.token not in terminal.text
 
 
+@pytest.mark.long
 def test_a_refusal_and_ctrl_c_end_the_login_and_leave_nothing(server: Served, tmp_path: Path) -> None:
     with (
         on_terminal("login", server.url, home=tmp_path) as refused,
@@ -87,6 +88,7 @@ def test_a_refusal_and_ctrl_c_end_the_login_and_leave_nothing(server: Served, tm
     assert not (tmp_path / "server.json").exists()
 
 
+@pytest.mark.long
 def test_a_server_without_pages_asks_for_a_token(tmp_path: Path) -> None:
     with (
         served(tmp_path / "home", ui=False) as running,
@@ -160,6 +162,7 @@ def test_sessions_are_listed_and_end_on_the_command_line(server: Served, laptop:
         assert CliRunner().invoke(program.sgpu, wrong).exit_code != 0
 
 
+@pytest.mark.long
 def test_passwords_are_set_changed_and_removed_on_the_command_line(server: Served, laptop: Path) -> None:
     make_user(server, "bob")
     assert sgpu("user", "password", "bob", typed=f"{PASSWORD}\n").exit_code == 0

@@ -44,7 +44,7 @@ def hold(services: Services, node_id: str, *uuids: str, owner: str = "alice") ->
     """Place a run whose node has reported its reservation."""
     database = services.database
     run = add_run(database, owner=owner)  # type: ignore[arg-type] # the fixture's is a Database
-    place(database, run, node_id=node_id)  # type: ignore[arg-type]
+    place(database, run, node_id=node_id)  # type: ignore[arg-type]  # alike
     fact = Fact(
         attempt=f"{run}:1",
         seq=1,

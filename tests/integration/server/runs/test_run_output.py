@@ -55,6 +55,8 @@ def test_streams_are_listed_with_output_before_errors(server: Served, run: Outpu
     found = server.connection().ask("GET", f"/runs/{run.id}/logs", answer=LogList)
     assert [(log.rank, log.stream, log.size) for log in found.logs[:2]] == [(0, "stdout", 4), (0, "stderr", 6)]
     assert (found.fence, found.complete, found.count) == (1, False, 4)
+    one = server.connection().ask("GET", f"/runs/{run.id}/logs", query={"rank": "1"}, answer=LogList)
+    assert [(log.rank, log.stream) for log in one.logs] == [(1, "stdout")]
     run.end()
     assert server.connection().ask("GET", f"/runs/{run.id}/logs", answer=LogList).complete
 

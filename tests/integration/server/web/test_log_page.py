@@ -175,6 +175,22 @@ def test_the_list_is_bounded_and_older_output_loads(page: Page, run: OutputRun) 
     assert count(page) < 50_000
 
 
+def test_the_next_attempt_continues_the_page_and_earlier_ones_remain(page: Page, server: Served) -> None:
+    with OutputRun(server, retries=1) as run:
+        run.write(b"first try\n")
+        open_live(page, run)
+        run.fail_and_retry()
+        run.write(b"second try\n")
+        expect(row(page, "second try")).to_be_visible()
+        assert rows(page) == ["first try", "— attempt 2 —", "second try"]
+        page.goto(f"{run.path}/logs")
+        expect(row(page, "second try")).to_be_visible()
+        assert rows(page) == ["second try"]
+        page.locator("select[name=fence]").select_option("1")
+        expect(page.locator("#log-connection")).to_have_text("complete")
+        assert rows(page) == ["first try"]
+
+
 @pytest.mark.long
 def test_a_long_line_is_cut_and_a_click_shows_its_link(page: Page, run: OutputRun) -> None:
     run.write(b"first\n")

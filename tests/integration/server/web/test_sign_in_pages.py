@@ -248,7 +248,7 @@ def begin(client: httpx2.Client, provider: SmallProvider, **claims: object) -> s
     answer = client.get("/ui/sign-in/provider", params={"to": "/runs"})
     assert answer.status_code == 303
     cookie = {part.strip() for part in answer.headers["set-cookie"].split(";")}
-    assert {"HttpOnly", "SameSite=Lax", "Path=/ui/sign-in"} <= cookie
+    assert {"HttpOnly", "SameSite=Lax", "Path=/ui"} <= cookie
     return provider.authorize(answer.headers["location"])
 
 
@@ -341,6 +341,9 @@ def test_an_account_with_a_taken_name_is_linked_by_its_owner_alone(team: Served,
         assert client.get(link).headers["location"].startswith("/ui/sign-in?to=%2Flink%3Fticket%3D")
         client.get(sign_in_path(team, token))
         assert "bob" in client.get(link).text
+        with signed_in(team, token) as lured:  # The owner of the account has sent the link.
+            assert lured.get(link).status_code == 404
+            assert post(lured, "/ui/link", ticket=link.partition("ticket=")[2]).status_code == 404
         ticket = link.partition("ticket=")[2]
         assert post(client, "/ui/link", ticket=ticket, csrf="").status_code == 403
         assert post(client, "/ui/link", ticket=ticket).headers["location"] == "/ui/people/users/bob?done=linked"

@@ -323,7 +323,7 @@ function clear() {
 async function followEnd() {
   if (!isDetached && !isDropping && connection.isOpen) { follows = true; newLines = 0; lines.evict(); repaint(); return; }
   connection.close();
-  const list = await (await get(address("logs/sizes", {fence: run.fence}))).json();
+  const list = await (await get(address("logs/sizes", wanted.rank === "" ? {fence: run.fence} : {fence: run.fence, rank: wanted.rank}))).json();
   const chosen = list.logs.filter(log => log.stream !== "telemetry" && isWanted(log.rank, log.stream)).slice(0, 128);
   const bytes = Math.max(4096, Math.floor(PART_BYTES / Math.max(1, chosen.length)));
   const parts = [];

@@ -47,7 +47,10 @@ def show_home(call: Call, site: Site) -> Page:
         more_active=bool(active and active.cursor),
         ended=latest.runs if latest else (),
         costs={view.id: view.cost for view in costs},
-        waiting=[waiting_run(entry, number, zone) for number, entry in enumerate(queue.entries if queue else (), 1)],
+        waiting=[
+            waiting_run(entry, number, zone, call.clock.wall_ns())
+            for number, entry in enumerate(queue.entries if queue else (), 1)
+        ],
         pools=there.pools if there else (),
         budgets=site.ask_if_allowed(call, budget_service.list_budgets),
         notices=_notices(nodes.nodes if nodes else ()),

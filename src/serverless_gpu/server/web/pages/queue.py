@@ -49,17 +49,19 @@ def show_queue(call: Call, site: Site, query: QueuePageQuery) -> Page:
         nav="queue",
         wakes=(SCHEDULER,),
         query=query,
-        entries_=[waiting_run(entry, number, zone) for number, entry in enumerate(found.entries, 1)],
+        entries_=[
+            waiting_run(entry, number, zone, call.clock.wall_ns()) for number, entry in enumerate(found.entries, 1)
+        ],
         waiting=found.waiting,
         drain=site.ask_if_allowed(call, drain.show_drain),
     )
 
 
-def waiting_run(entry: QueueEntry, number: int, zone: datetime.tzinfo) -> WaitingRun:
+def waiting_run(entry: QueueEntry, number: int, zone: datetime.tzinfo, now_ns: int) -> WaitingRun:
     """Return what the page shows about a waiting run."""
     view = entry.waiting
     wait = wait_of(view, entry.run) if view is not None else None
-    why = sentence(wait, lambda at_ns: clock_text(at_ns, zone)) if wait is not None else entry.sentence
+    why = sentence(wait, lambda at_ns: clock_text(at_ns, zone, now_ns)) if wait is not None else entry.sentence
     start_ns, start = entry.reserved_ns, "at the latest" if entry.is_bound else "about"
     if view is not None and view.likely_ns is not None:
         start_ns, start = view.likely_ns, "about"
@@ -99,8 +101,7 @@ def _advice(entry: QueueEntry) -> tuple[str, ...]:
     return tuple(found)
 
 
-def clock_text(wall_ns: int, zone: datetime.tzinfo) -> str:
+def clock_text(wall_ns: int, zone: datetime.tzinfo, now_ns: int) -> str:
     """Return a time of day in the reader's zone, with the date unless it is today."""
-    moment = datetime.datetime.fromtimestamp(wall_ns // 1_000_000_000, zone)
-    today = datetime.datetime.now(zone).date()
-    return f"{moment:%H:%M}" if moment.date() == today else f"{moment:%d %b %H:%M}"
+    moment, now = (datetime.datetime.fromtimestamp(ns // 1_000_000_000, zone) for ns in (wall_ns, now_ns))
+    return f"{moment:%H:%M}" if moment.date() == now.date() else f"{moment:%d %b %H:%M}"

@@ -21,7 +21,7 @@ from serverless_gpu.model.spec import RANKS_MAX
 from serverless_gpu.model.terminal_text import plain_text
 from serverless_gpu.server.http.routing import Bytes, Call, Query, Routes, Stream, reading
 from serverless_gpu.server.runs import log_search, run_service
-from serverless_gpu.server.runs.log_search import LogSearchQuery
+from serverless_gpu.server.runs.log_search import LogListQuery, LogSearchQuery
 from serverless_gpu.server.runs.run_service import LOG_BYTES_MAX, Count, Fence, FenceQuery, LogQuery, WatchQuery
 from serverless_gpu.server.web.pages import run_frame
 from serverless_gpu.server.web.site import WEB, Page, Site
@@ -82,7 +82,8 @@ class LogPart(msgspec.Struct, frozen=True, kw_only=True):
 def show_logs(call: Call, site: Site, run: str, query: LogsQuery) -> Page:
     """Show the output of a run."""
     view = run_frame.read(call, site, run)
-    listed = site.ask(call, log_search.list_logs, run=run, query=FenceQuery(fence=query.fence))
+    rank = None if query.rank == "" else query.rank
+    listed = site.ask(call, log_search.list_logs, run=run, query=LogListQuery(fence=query.fence, rank=rank))
     output = [log for log in listed.logs if log.stream != "telemetry"]
     wanted = [log for log in output if query.rank in ("", log.rank) and query.stream in ("", log.stream)]
     is_script = "hx-request" in call.headers
@@ -92,7 +93,7 @@ def show_logs(call: Call, site: Site, run: str, query: LogsQuery) -> Page:
         searched = LogSearchQuery(
             q=query.q,
             fence=listed.fence,
-            rank=None if query.rank == "" else query.rank,
+            rank=rank,
             stream=query.stream,
             cursor=query.cursor,
         )
@@ -127,7 +128,7 @@ async def stream_run(call: Call, site: Site, run: str, query: WatchQuery) -> Str
 
 
 @routes.get("/runs/{run}/logs/sizes", needs=reading("runs"))
-def list_sizes(call: Call, site: Site, run: str, query: FenceQuery) -> LogList:
+def list_sizes(call: Call, site: Site, run: str, query: LogListQuery) -> LogList:
     """List the output streams of an attempt with their sizes."""
     return site.ask(call, log_search.list_logs, run=run, query=query)
 

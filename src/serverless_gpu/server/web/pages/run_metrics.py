@@ -13,12 +13,11 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.model.time_buckets import Downsampled, thinned
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.runs import run_telemetry
 from serverless_gpu.server.runs.run_service import Fence
 from serverless_gpu.server.runs.run_telemetry import TelemetryQuery
-from serverless_gpu.server.web import line_chart
+from serverless_gpu.server.web.figures import Figure, make_figure
 from serverless_gpu.server.web.line_chart import PlotLine
 from serverless_gpu.server.web.pages import run_frame
 from serverless_gpu.server.web.site import WEB, Page, Site, zone_of_reader
@@ -26,8 +25,6 @@ from serverless_gpu.wire.runs import TelemetryChart, TelemetryView
 
 STILL_BUCKETS = 120
 """Buckets of the charts without scripts."""
-TABLE_ROWS_MAX = 50
-_TABLE_CELLS_MAX = 200
 RANGES = (
     (0, "Whole attempt"),
     (600_000, "Last 10 minutes"),
@@ -45,25 +42,6 @@ class MetricsQuery(Query, frozen=True, kw_only=True):
     fence: Fence = 0
     node: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     last_ms: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
-
-
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A chart of the page.
-
-    Attributes:
-        svg: the chart as an SVG element.
-        rows: times in the reader's zone, each with the values of the lines.
-    """
-
-    name: str
-    title: str
-    unit: str
-    limit: float | None
-    omitted: int
-    labels: tuple[tuple[str, str], ...]
-    sentence: str
-    svg: str
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @routes.get("/runs/{run}/metrics", needs=reading("runs"))
@@ -97,24 +75,13 @@ def _figure(view: TelemetryView, chart: TelemetryChart, zone: datetime.tzinfo) -
     lines = [
         PlotLine(label=line.label, mean=line.mean, minimum=line.minimum, maximum=line.maximum) for line in chart.lines
     ]
-    rows = max(1, min(TABLE_ROWS_MAX, _TABLE_CELLS_MAX // len(lines)))
-    bands = {number: line.band for number, line in enumerate(lines)}
-    table = thinned(Downsampled(times_ms=view.times_ms, bands=bands), rows)
-    means = [band.mean for _, band in sorted(table.bands.items())]
-    return Figure(
-        name=chart.name,
-        title=chart.title,
+    return make_figure(
+        chart.name,
+        chart.title,
+        view.times_ms,
+        lines,
         unit=chart.unit,
         limit=chart.limit,
         omitted=chart.omitted,
-        labels=tuple((line.label, line_chart.line_class(number)) for number, line in enumerate(lines)),
-        sentence=line_chart.sentence(lines, chart.unit),
-        svg=line_chart.line_chart(view.times_ms, lines, unit=chart.unit, zone=zone, limit=chart.limit),
-        rows=tuple(
-            (
-                f"{datetime.datetime.fromtimestamp(at_ms / 1000, zone):%Y-%m-%d %H:%M:%S}",
-                tuple(line_chart.measure(mean[place], chart.unit) for mean in means),
-            )
-            for place, at_ms in enumerate(table.times_ms)
-        ),
+        zone=zone,
     )

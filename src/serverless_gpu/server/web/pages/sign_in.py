@@ -25,7 +25,7 @@ import msgspec
 from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse, Response
 
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, ServerlessGpuError
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound, ServerlessGpuError
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http.auth_middleware import COOKIE, TOKEN_CHARACTERS_MAX, Authenticator
 from serverless_gpu.server.http.routing import ANY_CALLER, FORM_BYTES_MAX, PUBLIC, Call, Form, Query, Routes, writing
@@ -270,7 +270,7 @@ def finish_provider(
             return msgspec.structs.replace(signed_in, ends_login=True)
     except ServerlessGpuError as error:
         return _Ways(call, site, passwords, oidc).page(to="", problem=error)
-    account = oidc.account_of(result.ticket)
+    account = oidc.account_of(oidc.full_ticket(result.ticket, _login_bytes(call)))
     return site.page(
         call, "no_user.html", title="No user yet", account=account, ticket=result.ticket, reason=result.reason
     )
@@ -279,14 +279,15 @@ def finish_provider(
 @routes.get("/link", needs=writing("tokens"))
 def show_link(call: Call, site: Site, oidc: OidcService, query: TicketQuery) -> Page:
     """Ask a signed-in reader to confirm the link of an account."""
-    account = oidc.account_of(query.ticket)
+    account = oidc.account_of(_full_ticket(call, oidc, query.ticket))
     return site.page(call, "link.html", title="Link an account", nav="people", account=account, ticket=query.ticket)
 
 
 @routes.post("/link", needs=writing("tokens"), limit=FORM_BYTES_MAX)
-def link(call: Call, site: Site, body: LinkForm) -> Redirect:
+def link(call: Call, site: Site, oidc: OidcService, body: LinkForm) -> Redirect:
     """Link an account at the identity provider with the reader's user."""
-    site.ask(call, oidc_service.link_identity, body=LinkRequest(ticket=body.ticket))
+    ticket = _full_ticket(call, oidc, body.ticket)
+    site.ask(call, oidc_service.link_identity, body=LinkRequest(ticket=ticket))
     return Redirect(path=f"/people/users/{call.who.name}?done=linked")
 
 
@@ -446,7 +447,14 @@ def _login_cookie(call: Call) -> tuple[str, str]:
     """
     if call.scope["scheme"] == "https":
         return f"__Host-{_LOGIN_COOKIE}", "/"
-    return _LOGIN_COOKIE, f"{base_of(call.scope)}{PREFIX}/sign-in"
+    return _LOGIN_COOKIE, f"{base_of(call.scope)}{PREFIX}"
+
+
+def _full_ticket(call: Call, oidc: OidcService, code: str) -> str:
+    try:
+        return oidc.full_ticket(code, _login_bytes(call))
+    except NotAuthenticated as error:  # The reader is signed in, so that the sign-in page would not help.
+        raise NotFound(error.message, hint=error.hint) from None
 
 
 def _login_bytes(call: Call) -> bytes:
