@@ -12,7 +12,7 @@ from tests.support.web.browser import browser, make_user
 from tests.support.web.filled import Filling, filled
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # While it runs, no other test of the process can start an event loop.
 def chromium() -> Iterator[Browser]:
     """Yield the browser."""
     with browser() as running:

@@ -11,20 +11,13 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.wire.runs import RunView, StopRequest
 from tests.support.server.runs_api import submit
 from tests.support.server.served import Served, served
-from tests.support.web.browser import browser, reader
+from tests.support.web.browser import reader
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Yield a server for the tests of this file, which each submit runs of their own."""
     with served(tmp_path_factory.mktemp("home")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """Yield a browser."""
-    with browser() as running:
         yield running
 
 
