@@ -19,6 +19,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.server import audit, environment_catalog, environments, policies, pools, secrets
 from serverless_gpu.server.billing import price_service, usage_reports
 from serverless_gpu.server.billing.price_service import PriceService
