@@ -196,8 +196,8 @@ operation: venv ## restart, back up and restore a server that works, 30 times ea
 bench-check: $(VENV)/.installed-bench ## compare the quick rows with benchmarks/ranges.json; fails when one is a fifth slower
 	@$(BIN)/python -m benchmarks --check
 
-load: venv ## put load on a server: 2,000 runs, 10,000 ranks, a flood, 10 GB, 1,000 slow connections (20 min, 20 GB of disk)
-	@$(BIN)/python -m benchmarks --only load-runs --only load-ranks --only load-flood --only load-upload --only load-slow
+load: venv ## put load on a server: 2,000 runs, 10,000 ranks, a flood, 10 GB, 1,000 slow connections, a log in a browser (20 min, 20 GB of disk)
+	@$(BIN)/python -m benchmarks --only load-runs --only load-ranks --only load-flood --only load-upload --only load-slow --only load-log
 
 picture: venv ## record the terminal picture of the README again (docs/images/terminal.svg)
 	@$(BIN)/python -m scripts.picture

@@ -18,6 +18,7 @@ from benchmarks import (
     ray_rows,
     remote_rows,
     replays,
+    run_lists,
     shares,
     tracking_rows,
     usage,
@@ -340,6 +341,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **charges.ROWS,
     **decisions.ROWS,
     **usage.ROWS,
+    **run_lists.ROWS,
     **load_rows.ROWS,
 }
 

@@ -15,6 +15,7 @@ from benchmarks.contestants import ContestantFailed
 from benchmarks.load import gang
 from benchmarks.load.asking import Asker
 from benchmarks.load.flooding import Flood, Flooded
+from benchmarks.load.log_page import Poured, Pouring, follower
 from benchmarks.load.nodes import Nodes, Said
 from benchmarks.load.probe import Probed, request
 from benchmarks.load.scene import Scene, child, everything, p99, percentile, scale, scene, worst_p99
@@ -37,6 +38,9 @@ API_P99_MS_MAX = 200.0
 HEALTH_MS_MAX = 100.0
 RANKS_MS_MAX = 30_000.0
 MEMORY_MB_MAX = 512.0
+LINES_PER_S, LINES_S = 10_000, 15.0
+FRAME_MS_MAX = 100.0
+HEAP_MB_MAX = 100.0
 _REST_S = 10.0
 _PROBED_S = 5.0
 _SUBMITTERS = 8
@@ -197,12 +201,50 @@ def slow_loris(quick: bool) -> Row:
         )
 
 
+def log_page(quick: bool) -> Row:
+    """A browser follows a log that grows by 10,000 lines a second: the time between its frames."""
+    seconds = 4.0 if quick else LINES_S
+    with scene(node=True) as on:
+        try:
+            with child("benchmarks.load.flooding", Flood(seconds=0.1), answer=Flooded, **_at(on)) as warm:
+                warm()
+            asked = Pouring(lines_per_s=LINES_PER_S, seconds=seconds)
+            with child("benchmarks.load.log_page", asked, answer=Poured, **_at(on)) as finished:
+                _until(lambda: _count(on, "STARTING,RUNNING") > 0, _STARTED_S, "a run that writes")
+                page = on.server.asker().get("GET", "/runs?state=STARTING,RUNNING&limit=1", answer=RunPage)
+                with follower(on.server, page.runs[0].id) as following:
+                    following.begin()
+                    poured = finished()
+                    following.wait_for(poured.lines)
+                    followed = following.result()
+                    rest = following.rest(_PROBED_S)
+        finally:
+            stop_all(Home(on.server.home))
+            stop_agent(on.server.home)
+    worst = max(followed.frames_ms)
+    return Row(
+        name=f"load: a browser follows {poured.lines / poured.seconds:,.0f} lines a second",
+        ours=Timing("time between two frames of the page, under load", followed.frames_ms),
+        against=(Timing(f"the same {_AT_REST}", rest),),
+        bar=f"longest ≤ {FRAME_MS_MAX:.0f} ms, heap ≤ {HEAP_MB_MAX:.0f} MB",
+        met=worst <= FRAME_MS_MAX and followed.heap_mb <= HEAP_MB_MAX,
+        value=f"longest {worst:.0f} ms, p99 {percentile(followed.frames_ms, 0.99):.1f} ms, "
+        f"{len(followed.tasks_ms)} long tasks, {followed.elements} elements",
+        also=(
+            Timing("heap of the page's scripts", (followed.heap_mb,), "mb"),
+            Timing("tasks of 50 ms and longer", followed.tasks_ms or (0.0,)),
+        ),
+        problems=tuple(on.problems),
+    )
+
+
 ROWS: dict[str, Callable[[bool], Row]] = {
     "load-runs": many_runs,
     "load-ranks": many_ranks,
     "load-flood": flood,
     "load-upload": upload,
     "load-slow": slow_loris,
+    "load-log": log_page,
 }
 
 

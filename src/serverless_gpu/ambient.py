@@ -66,6 +66,12 @@ def new_run_id() -> str:
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
 
+def first_run_id(wall_ns: int) -> str:
+    """Return the lowest run identifier of a time in nanoseconds since 1970."""
+    value = max(0, min(wall_ns // 1_000_000, (1 << 48) - 1)) << 80
+    return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+
+
 def machine() -> str:
     """Return an identifier of this machine, root file system and user.
 

@@ -33,6 +33,7 @@
     │   ├── AlreadyFinished          a stop request for a run that has ended
     │   ├── HashMismatch             received bytes do not match the digest in their name
     │   ├── TooLarge                 a body, label or page over its limit
+    │   ├── TooManyRequests          more sign-in attempts than a rate limit permits
     │   ├── AuditBroken              the audit log, or a copy of it, has changed since the server wrote it
     │   └── ServerStorageFull        the server's disk or store is full
     ├── SessionEnded               a call in a session that has ended
@@ -264,6 +265,10 @@ class HashMismatch(ServerProblem, code="hash_mismatch", status=422):
 
 class TooLarge(ServerProblem, code="too_large", status=413):
     """A request exceeds a limit of the server."""
+
+
+class TooManyRequests(ServerProblem, code="too_many_requests", status=429):
+    """The client exceeds a rate limit of the server."""
 
 
 class ServerStorageFull(ServerProblem, code="storage_full", status=503):

@@ -137,7 +137,7 @@ def _awaited(connection: Connection, asked: Mapping[str, str]) -> dict[str, Cana
 def _on_this_machine(level: Level | None) -> CanaryReport:
     home = this_home()
     examination = load("serverless_gpu.node.canary.examination")
-    wanted = level or load("serverless_gpu.node.isolation.levels").measure(os.environ).level
+    wanted = level or load("serverless_gpu.node.spawner.client").find_spawner(os.environ).measure().level
     services: dict[str, str] = {}
     with contextlib.suppress(ServerNotConfigured):  # Without a server, attempts on a server have no target.
         services = load("serverless_gpu.node.canary.targets").server_address(find_profile(home.root, os.environ).url)

@@ -25,7 +25,8 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.isolation import NONE
-from serverless_gpu.node.spawner import SOCKET, VARIABLE
+from serverless_gpu.node.isolation import SPAWNER
+from serverless_gpu.node.spawner import SOCKET
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
@@ -150,7 +151,7 @@ def sweep(name: str | None, delete_home: bool, as_json: bool) -> None:
     queues an hour after their last change, if no process of their principal runs. The sweep reports processes outside
     of sandboxes and scheduled jobs. With --forget, root frees the uid of a deleted user for another principal.
     """
-    if os.geteuid() != 0 and (name is not None or not os.environ.get(VARIABLE)):
+    if os.geteuid() != 0 and (name is not None or not os.environ.get(SPAWNER)):
         what = "free the uid of a principal" if name is not None else "look at all processes and files of a node"
         raise NotAllowed(f"only root can {what}", hint="run sudo sgpu node sweep")
     if delete_home and name is None:

@@ -53,7 +53,7 @@ COMMANDS = {
     "help": CommandEntry("help:help_command", "Show the help of a command."),
     "index": CommandEntry("access.indexes:index", "List, set and delete package indexes."),
     "join": CommandEntry("join:join", "Make this machine a node of a server."),
-    "login": CommandEntry("access.principals:login", "Log in to a server."),
+    "login": CommandEntry("access.sign_in:login", "Log in to a server."),
     "logout": CommandEntry("access.principals:logout", "Delete this home's server address and token."),
     "logs": RUN_COMMANDS["logs"],
     "metrics": RUN_COMMANDS["metrics"],
@@ -69,6 +69,7 @@ COMMANDS = {
     "schema": CommandEntry("help:schema", "Print the JSON schema of `--json` output."),
     "secret": CommandEntry("access.secrets:secret", "List, set and delete secrets for runs."),
     "server": CommandEntry("server:server_group", "Configure, drain and back up a server."),
+    "session": CommandEntry("access.sign_in:session", "List and end sessions of browsers."),
     "share": CommandEntry("pools:share", "List, set and delete fair-share weights."),
     "show": RUN_COMMANDS["show"],
     "simulate": CommandEntry("planning.simulate:simulate_command", "Replay a trace on a simulated cluster."),
@@ -82,6 +83,7 @@ COMMANDS = {
     "usage": CommandEntry("money.usage:usage", "Report usage and cost."),
     "user": CommandEntry("access.principals:user", "List, create, change and delete users."),
     "version": CommandEntry("help:version", "Print the version."),
+    "web": CommandEntry("access.sign_in:web", "Open the web pages in a browser."),
     "whoami": CommandEntry("access.principals:whoami", "Show your name, role and teams."),
 }
 
@@ -91,9 +93,9 @@ SHORT_NAMES = frozenset(name for name, entry in COMMANDS.items() if entry in RUN
 SECTIONS = {
     "Runs": ("submit", "run", "runs", "queue", "show", "logs", "attach", "cancel", "result", "metrics"),
     "This machine": ("status", "gpus", "top", "doctor", "clean", "mlflow", "stop"),
-    "Server": ("up", "down", "server", "login", "logout"),
+    "Server": ("up", "down", "server", "login", "logout", "web"),
     "Nodes and pools": ("node", "pool", "share", "join"),
-    "People and access": ("whoami", "user", "team", "token", "secret", "policy", "audit"),
+    "People and access": ("whoami", "user", "team", "token", "session", "secret", "policy", "audit"),
     "Money": ("usage", "budget", "price"),
     "Environments": ("env", "index"),
     "Planning": ("advise", "simulate"),

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from serverless_gpu.server.identity.uid_sharing import Exposure
     from serverless_gpu.server.process import UvicornServer
 
-_NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client", "jinja2")
+_NEEDED = (
+    *("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client", "jinja2"),
+    *("argon2", "authlib", "joserfc"),
+)
 _LOOK_S = 0.5
 _HOME_REASON = "the server stores its files in the home directory"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -178,7 +181,8 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
     def ready(url: str, running: UvicornServer, mlflow: str) -> None:
         joining = write_files(url, running)
-        for line in (*_address_lines(url, home, mlflow), *_outside_lines(settings, running), *joining):
+        lines = (*_address_lines(url, home, mlflow), *_web_lines(settings, url, running))
+        for line in (*lines, *_outside_lines(settings, running), *joining):
             say(line)
         if settings.index_proxy is not None:
             say(f"index proxy: {settings.index_proxy.url} (indexes: sgpu index list)")
@@ -241,6 +245,18 @@ def _address_lines(url: str, home: Home, mlflow: str) -> list[str]:
         f"files: {home.root / 'server'}",
         "Ctrl-C stops the server. Runs continue",
     ]
+
+
+def _web_lines(settings: Settings, url: str, running: UvicornServer) -> list[str]:
+    """Return the address of the web pages.
+
+    Only a terminal receives a one-time link, because others may read a log.
+    """
+    if not settings.ui:
+        return []
+    if not sys.stdout.isatty():
+        return [f"web pages: {url}/ui; `sgpu web` opens them and signs you in"]
+    return [f"web pages: {url}{running.sign_in_path()} (signs you in, once; later: sgpu web)"]
 
 
 def disk_warnings(home: Home) -> list[str]:

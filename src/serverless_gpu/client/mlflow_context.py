@@ -307,14 +307,15 @@ def _tracking(
         run_id=continued,
         parent_id=parent,
         tags=tags,
-        params=_params(arguments),
+        params={f"{ARGUMENT}{name}": text for name, text in shown_arguments(arguments).items()},
     )
     return from_builtins(_sendable(msgspec.to_builtins(made)), Tracking)
 
 
-def _params(arguments: Mapping[str, object]) -> dict[str, str]:
+def shown_arguments(arguments: Mapping[str, object]) -> dict[str, str]:
+    """Return a call's arguments as text for other users, or nothing if a value's class fails."""
     try:
-        return {f"{ARGUMENT}{name}": text for name, text in argument_texts(arguments).items()}
+        return argument_texts(arguments)
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - a user's class may raise any exception, which must not fail the run

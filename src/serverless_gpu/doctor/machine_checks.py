@@ -376,8 +376,8 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="Isolation of runs on this machine",
         symptoms=("`sgpu node show` prints the isolation level none for this machine",),
-        cause="A node measures its isolation level with a trial. Sandboxes need root, Linux 6.12 or newer, and a "
-        "writable cgroup v2. A container or a security module can prevent the trial.",
+        cause="A node measures its isolation level with a trial. Sandboxes need root, a spawner or subordinate uids, "
+        "Linux 6.12 or newer, and a writable cgroup v2. A container or a security module can prevent the trial.",
         mend="remove the reason that the check names, then start `sgpu up` or `sgpu join` again",
         probe=_isolation,
     ),

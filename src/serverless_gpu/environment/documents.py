@@ -270,6 +270,50 @@ def packages_of(snapshot: Snapshot) -> Packages:
     )
 
 
+class UnitContents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A unit of an environment without its rows, for display."""
+
+    kind: UnitKind
+    name: str
+    version: str
+    address: str
+    size: int  # Number of content bytes.
+    files: int
+
+
+class EnvironmentContents(msgspec.Struct, frozen=True, kw_only=True):
+    """The interpreter and units of an environment without the files' paths, for display."""
+
+    interpreter: Interpreter
+    captured_ns: int
+    units: tuple[UnitContents, ...]
+    size: int
+    files: int
+
+
+def contents_of(snapshot: Snapshot) -> EnvironmentContents:
+    """Return the interpreter and units of an environment, sorted by kind and name."""
+    members = [member for root in snapshot.roots for member in root.members]
+    units = [
+        UnitContents(
+            kind=member.kind,
+            name=member.name,
+            version=member.version,
+            address=member.address,
+            size=member.size,
+            files=member.files,
+        )
+        for member in members
+    ]
+    return EnvironmentContents(
+        interpreter=snapshot.interpreter,
+        captured_ns=snapshot.facts.captured_ns,
+        units=tuple(sorted(units, key=lambda unit: (unit.kind, unit.name, unit.version, unit.address))),
+        size=snapshot.size,
+        files=snapshot.files,
+    )
+
+
 def are_same(one: Packages, other: Packages) -> bool:
     """Return True if two environments have the same installed packages."""
     return one.python == other.python and one.units.keys() == other.units.keys()

@@ -9,7 +9,6 @@ Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
@@ -27,7 +26,7 @@ RAY_BYTES_MAX = 1 << 16
 _FRESH_NS = 30 * 1_000_000_000  # Maximum age of a valid metrics file: three intervals of the monitor.
 
 
-class RaySample(msgspec.Struct, frozen=True, array_like=True):
+class RaySample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """State of Ray on one node at one moment. None stands for an unknown value.
 
     A node's sample counts the tasks that run on the node. Waiting and ended tasks count on the node of the task's
@@ -112,7 +111,7 @@ def _named(node_rank: int) -> tuple[tuple[str, str, float], ...]:
     )
 
 
-class GpuSample(msgspec.Struct, frozen=True, array_like=True):
+class GpuSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Telemetry of one device at one moment. None stands for an unknown value."""
 
     # Percentage of the last second in which a GPU kernel ran, or, for a CPU slot, the rank's share of a core.
@@ -132,7 +131,7 @@ class GpuSample(msgspec.Struct, frozen=True, array_like=True):
     ecc_errors: int | None = None  # Number of uncorrected memory errors since the driver started.
 
 
-class HostSample(msgspec.Struct, frozen=True, array_like=True):
+class HostSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Telemetry of the machine at one moment, with the home's disk and all non-loopback interfaces.
 
     Network counters start when the machine boots. In a telemetry file, network counters start at the file's first
@@ -148,7 +147,7 @@ class HostSample(msgspec.Struct, frozen=True, array_like=True):
     network_transmit_bytes: int | None = None
 
 
-class RankSample(msgspec.Struct, frozen=True, array_like=True):
+class RankSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Telemetry of a rank and its child processes, where a `cpu_percent` of 100 is one core."""
 
     rank: int
@@ -281,8 +280,10 @@ def decode(data: bytes) -> tuple[list[Line], int]:
     end = data.rfind(b"\n") + 1
     lines: list[Line] = []
     for text in data[:end].splitlines():
-        with contextlib.suppress(msgspec.MsgspecError):
+        try:  # `contextlib.suppress` would double the time of this loop.
             lines.append((_header_decoder if text.startswith(b"{") else _sample_decoder).decode(text))
+        except msgspec.MsgspecError:
+            continue
     return lines, end
 
 

@@ -39,7 +39,16 @@ from serverless_gpu.server.http.access_log import AccessLogMiddleware
 from serverless_gpu.server.http.auth_middleware import Authenticate, Authenticator, AuthMiddleware, Reach
 from serverless_gpu.server.http.proxy_middleware import ProxyMiddleware
 from serverless_gpu.server.http.routing import JSON_API, Route, Routes
-from serverless_gpu.server.identity import principal_service, session_service
+from serverless_gpu.server.identity import (
+    device_service,
+    oidc_service,
+    password_service,
+    principal_service,
+    session_service,
+)
+from serverless_gpu.server.identity.device_service import DeviceService
+from serverless_gpu.server.identity.oidc_service import OidcService
+from serverless_gpu.server.identity.password_service import PasswordService
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.identity.session_service import SessionService
 from serverless_gpu.server.index_proxy import index_service
@@ -72,9 +81,20 @@ from serverless_gpu.server.operations import server_report, server_status
 from serverless_gpu.server.operations.server_report import ServerReports
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
 from serverless_gpu.server.pools import PoolService
-from serverless_gpu.server.runs import estimates, queue_views, run_service
+from serverless_gpu.server.runs import (
+    comparison,
+    estimates,
+    log_search,
+    queue_views,
+    rerun,
+    run_details,
+    run_service,
+    run_telemetry,
+)
+from serverless_gpu.server.runs.comparison import Comparisons
 from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.server.runs.queue_views import QueueViews
+from serverless_gpu.server.runs.rerun import RerunService
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
@@ -166,6 +186,9 @@ class Services(ServerResources):
     owner_suspension: OwnerSuspension
     secrets: SecretService
     sessions: SessionService
+    devices: DeviceService
+    passwords: PasswordService
+    oidc: OidcService
     authenticator: Authenticator
 
     # Nodes and pools
@@ -205,6 +228,8 @@ class Services(ServerResources):
     estimates: EstimateService
     queue_views: QueueViews
     run_queries: RunQueries
+    reruns: RerunService
+    comparisons: Comparisons
 
     # Server and environments, for administrators and pages
     environment_catalog: EnvironmentCatalog
@@ -286,11 +311,19 @@ ROUTES: tuple[Routes, ...] = (
     principal_service.routes,
     queue_views.routes,
     run_service.routes,
+    run_details.routes,
+    comparison.routes,
+    rerun.routes,
     secrets.routes,
     server_report.routes,
     server_status.routes,
     session_service.routes,
+    device_service.routes,
+    password_service.routes,
+    oidc_service.routes,
     usage_reports.routes,
+    log_search.routes,
+    run_telemetry.routes,
 )
 """Routes of the JSON API. Add each new route module to this list."""
 

@@ -37,6 +37,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.server.composition import Services, guarded
 from serverless_gpu.server.core import server_log
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.loops import JumpTolerantClock
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
@@ -75,6 +76,10 @@ _logger = logging.getLogger(__name__)
 class UvicornServer(uvicorn.Server):
     """Uvicorn server with a graceful stop from any thread.
 
+    Attributes:
+        warnings: messages for the operator who starts the server.
+        sign_in_path: returns the path of a one-time link that signs a browser in as the local administrator.
+
     Args:
         config: configuration of uvicorn, whose application contains the proxy middleware.
         listening: the server's sockets.
@@ -104,6 +109,7 @@ class UvicornServer(uvicorn.Server):
         self._renewed = threading.Event()
         self._systemd = systemd.taken_from(os.environ)
         self.warnings: tuple[str, ...] = ()
+        self.sign_in_path: Callable[[], str] = lambda: ""
 
     def stop(self) -> None:
         """Stop the server after running requests have finished.
@@ -287,6 +293,8 @@ def serve(
                 ready=lambda: ready(url, running),
             )
             running.warnings = assembly.warnings
+            administrator = Caller(name=assembly.tokens.principal)
+            running.sign_in_path = lambda: services.sessions.link(administrator).path
             assembly.leader_lock.on_gone = running.stop
             with _index_proxy(services, certificate):
                 running.serve_until_stopped()

@@ -1,14 +1,14 @@
 """Defines bodies for users, teams, services, tokens, secrets, usage policies and the audit log.
 
     GET    /whoami                                         → PrincipalView
-    GET    /users                                          → PrincipalList
+    GET    /users?q&after&limit                            → PrincipalList
     POST   /users                   PrincipalRequest       → TokenMade
     PATCH  /users/{name}            PrincipalChange        → PrincipalView
     GET    /teams                                          → TeamList
     POST   /teams                   TeamRequest            → TeamView
     PATCH  /teams/{team}            TeamChange             → TeamView
     PUT    /teams/{team}/members/{user}                    → TeamView      (DELETE the same)
-    GET    /tokens                                         → TokenList
+    GET    /tokens?newest&valid&principal&before&limit     → TokenList
     POST   /tokens                  TokenRequest           → TokenMade
     DELETE /tokens/{id}                                    → TokenView     (revoked)
 
@@ -65,9 +65,14 @@ class PrincipalView(Answer, frozen=True, kw_only=True):
 
 
 class PrincipalList(Answer, frozen=True, kw_only=True):
-    """A list of users and services."""
+    """A list of users and services, sorted by name.
+
+    Attributes:
+        cursor: value of the parameter `after` for the next page, or "" on the last page.
+    """
 
     principals: tuple[PrincipalView, ...]
+    cursor: str = ""
 
 
 class PrincipalRequest(Request, frozen=True, kw_only=True):
@@ -140,7 +145,11 @@ class TokenRequest(Request, frozen=True, kw_only=True):
 
 
 class TokenView(Answer, frozen=True, kw_only=True):
-    """A token without its secret."""
+    """A token without its secret.
+
+    Attributes:
+        made_by: principal that created the token, or "server"; "" if unknown.
+    """
 
     id: str
     principal: str
@@ -150,6 +159,7 @@ class TokenView(Answer, frozen=True, kw_only=True):
     expires_ns: int | None
     revoked_ns: int | None
     used_ns: int | None
+    made_by: str = ""
 
 
 class TokenMade(Answer, frozen=True, kw_only=True):
@@ -160,9 +170,14 @@ class TokenMade(Answer, frozen=True, kw_only=True):
 
 
 class TokenList(Answer, frozen=True, kw_only=True):
-    """A list of tokens."""
+    """A list of tokens.
+
+    Attributes:
+        cursor: value of the parameter `before` for the next page, or "" on the last page.
+    """
 
     tokens: tuple[TokenView, ...]
+    cursor: str = ""
 
 
 class SignInLink(Answer, frozen=True, kw_only=True):
@@ -181,7 +196,7 @@ class SessionOrigin(Answer, frozen=True, kw_only=True):
     """The way, the browser and the address with which a session began.
 
     Attributes:
-        method: link, password, or the name of an identity provider.
+        method: link, token, password, or provider (an identity provider).
         browser: text of the browser's `User-Agent` header, shortened.
         address: network address of the browser.
     """
@@ -206,6 +221,12 @@ class SessionList(Answer, frozen=True, kw_only=True):
     """A list of open sessions, newest first."""
 
     sessions: tuple[SessionView, ...]
+
+
+class SessionsEnded(Answer, frozen=True, kw_only=True):
+    """The number of ended sessions."""
+
+    count: int
 
 
 class SecretRequest(Request, frozen=True, kw_only=True):

@@ -137,7 +137,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         protocol: protocol version from `wire.base`. The server refuses an unsupported version with an error that names
             the version.
         isolation: strongest isolation level that the node offers (`model.isolation`), as the node measured it.
-        isolation_problem: reason why the node offers no stronger level, or "".
+        isolation_problem: reason why the node offers no stronger level, and the means of the level without root, or "".
         addresses: addresses of the node's network interfaces, which the server closes for ranks of other gangs.
         egress_problem: reason why the node cannot enforce a network policy, or "".
         process: random identifier of the uplink process. If a home has two uplink processes, the server admits only

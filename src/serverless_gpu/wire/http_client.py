@@ -164,9 +164,9 @@ class HttpClient(abc.ABC):
         """Send a request to `self.url` with `self._headers()`. Raise the error from `_away` on failure."""
 
     def _headers(self) -> dict[str, str]:
-        """Return the headers of every request."""
+        """Return the headers of every request. Public routes need no token."""
         return {
-            "Authorization": f"Bearer {self._token}",
+            **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
             "User-Agent": f"serverless-gpu/{__version__}",
             "SGPU-Protocol": str(PROTOCOL),
         }

@@ -100,7 +100,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
         turns_ns: time of the next change of `shared`, in nanoseconds since 1970, or None for never.
         findings: further remarks about the devices for operators, one sentence each.
         isolation: strongest isolation level that the node offers, as the node measured it.
-        isolation_problem: reason why the node offers no stronger level, or "".
+        isolation_problem: reason why the node offers no stronger level, and the means of the level without root, or "".
         egress_problem: reason why the node cannot enforce a network policy, or "".
         key: fingerprint of the node's public keys, or "" for a node without a key.
         enrolled_ns: time when the server bound the key, in nanoseconds since 1970, or None.

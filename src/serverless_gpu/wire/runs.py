@@ -4,18 +4,30 @@ Routes:
 
     POST   /estimates                       EstimateRequest  → EstimateView; the server stores nothing
     POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
-    GET    /runs?state&owner&team&name&tag&limit&cursor&costs → RunPage
+    GET    /runs?state&owner&team&name&tag&type&from_ns&to_ns&text&sort&limit&cursor&costs → RunPage
+    POST   /runs/stop                       BulkStopRequest  → BulkStopAnswer, with the outcome of each run
     GET    /runs/{run}                                       → RunView
+    POST   /runs/{run}/again                AgainRequest     → RunView of a new run with the same spec and call
     GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
     POST   /runs/{run}/stop                 StopRequest      → RunView
     GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
                                                                `stream`: stdout, stderr, or telemetry of node `rank`
+    GET    /runs/{run}/logs?fence&rank                       → LogList
+    GET    /runs/{run}/logs/{rank}/{stream}/download?fence   → gzip file
+    GET    /runs/{run}/log-matches?q&fence&rank&stream&cursor → LogMatches
+    GET    /runs/{run}/telemetry?fence&node&from_ms&to_ms    → TelemetryView
     GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
     GET    /runs/{run}/files?fence                           → FileList
     GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
     GET    /runs/{run}/receipt?fence&crew                    → the receipt; for several nodes, the sum or one node's
     GET    /runs/{run}/attempts                              → AttemptList
     GET    /runs/{run}/cost                                  → CostView
+    GET    /runs/{run}/timeline                              → Timeline: events, and who asked to stop the run
+    GET    /runs/{run}/failure?fence                         → FailureView
+    GET    /runs/{run}/arguments                             → ArgumentsView
+    GET    /runs/{run}/environment                           → RunEnvironmentView
+    GET    /runs/{run}/changes                               → ComparisonView with the previous run of the same name
+    GET    /comparisons?runs                                 → ComparisonView of two to eight runs
 """
 
 from __future__ import annotations
@@ -67,6 +79,8 @@ class RunRequest(Request, frozen=True, kw_only=True):
         call: the pickled call, up to `INLINE_BYTES_MAX`. None if `spec.payload` is a program or refers to a blob.
         snapshot: address of the environment that ranks import, or "" for the caller's own files.
         version: version of the client's package.
+        arguments: arguments of the call as text, for display only (`model.arguments`). None from earlier clients, and
+            for a program.
     """
 
     id: str
@@ -76,6 +90,7 @@ class RunRequest(Request, frozen=True, kw_only=True):
     call: bytes | None = None
     snapshot: str = ""
     version: str = ""
+    arguments: dict[str, str] | None = None
 
 
 class CrewView(Answer, frozen=True, kw_only=True):
@@ -154,16 +169,18 @@ class RunView(Answer, frozen=True, kw_only=True):
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
-    """A page of runs, newest first.
+    """A page of runs, newest first unless the client requested another order.
 
     Attributes:
         cursor: cursor of the next page, or "" on the last page.
+        previous: cursor of the previous page, or "" on the first page.
         costs: usage and cost of each run up to now, if the client requested costs.
     """
 
     runs: tuple[RunView, ...]
     cursor: str = ""
     costs: tuple[CostView, ...] = ()
+    previous: str = ""
 
 
 class StopRequest(Request, frozen=True, kw_only=True):
@@ -173,6 +190,43 @@ class StopRequest(Request, frozen=True, kw_only=True):
     """
 
     reason: StopReason = StopReason.CANCEL
+
+
+class BulkStopRequest(Request, frozen=True, kw_only=True):
+    """A request to stop several runs. The server decides about each run separately."""
+
+    runs: tuple[str, ...]
+    reason: StopReason = StopReason.CANCEL
+
+
+class StopOutcome(Answer, frozen=True, kw_only=True):
+    """The outcome of a bulk stop for one run.
+
+    Attributes:
+        code: code of the error class in `errors.py` if the server did not stop the run, else "".
+        message: the error's message, else "".
+    """
+
+    id: str
+    state: State | None = None
+    code: str = ""
+    message: str = ""
+
+
+class BulkStopAnswer(Answer, frozen=True, kw_only=True):
+    """The outcome of a bulk stop by run, in the order of the request."""
+
+    outcomes: tuple[StopOutcome, ...]
+
+
+class AgainRequest(Request, frozen=True, kw_only=True):
+    """A request to submit an own run again, with its spec, call, arguments and environment.
+
+    Attributes:
+        id: identifier of the new run, from `ambient.new_run_id`. A repeated request returns the same run.
+    """
+
+    id: str
 
 
 class FileView(Answer, frozen=True, kw_only=True):
@@ -221,6 +275,297 @@ class AttemptList(Answer, frozen=True, kw_only=True):
     """All attempts of a run, oldest first."""
 
     attempts: tuple[AttemptView, ...]
+
+
+# --- details of a run -------------------------------------------------------------------------------------------------
+
+
+class EventView(Answer, frozen=True, kw_only=True):
+    """A change of a run's state, or a remark about an attempt.
+
+    Attributes:
+        seq: number of the event within the run, from 1.
+        sentence: the reason for the change.
+        at_ns: time of the change, nanoseconds since 1970.
+    """
+
+    seq: int
+    fence: int
+    at_ns: int
+    state: State
+    reason: Reason | None = None
+    sentence: str = ""
+    node: str = ""
+
+
+class StopView(Answer, frozen=True, kw_only=True):
+    """A request to stop a run, with its author. The principal ``server`` enforces limits and calendars."""
+
+    at_ns: int
+    principal: str
+    reason: str = ""
+    because: str = ""
+
+
+class Timeline(Answer, frozen=True, kw_only=True):
+    """The events of a run and the requests to stop the run, oldest first."""
+
+    events: tuple[EventView, ...]
+    stops: tuple[StopView, ...] = ()
+
+
+class HangView(Answer, frozen=True, kw_only=True):
+    """Ranks that waited for other ranks when the node ended a hung run.
+
+    Attributes:
+        stacks: Python stacks of a few ranks that explain the hang, by rank.
+        file: name of the file with the stacks of all ranks.
+    """
+
+    waiting: tuple[int, ...]
+    elsewhere: tuple[int, ...]
+    stacks: dict[int, str] = msgspec.field(default_factory=dict)
+    file: str = ""
+
+
+class FailureView(Answer, frozen=True, kw_only=True):
+    """The failure of an attempt, from the reports of its nodes. The server unpickles nothing.
+
+    Attributes:
+        rank: rank that failed first, or None.
+        node: node of that rank, or the node of the attempt.
+        exception: name of the exception's class, such as ``torch.OutOfMemoryError``, or "".
+        message: message of the exception.
+        notes: notes of the exception.
+        traceback: traceback of the exception.
+        stack: Python stack of the rank when a signal ended the rank.
+        exit_code: exit code of a failed command, or None.
+        signal: number of the signal that ended the rank, or None.
+        hint: probable cause of the failure according to the node, or "".
+        advice: what the user can do next.
+        log_tail: last output of the rank.
+        consequences: failures of other ranks that followed, and the number of further ones.
+    """
+
+    fence: int
+    state: State
+    reason: Reason
+    sentence: str
+    rank: int | None = None
+    node: str = ""
+    exception: str = ""
+    message: str = ""
+    notes: tuple[str, ...] = ()
+    traceback: str = ""
+    stack: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    hint: str = ""
+    advice: str = ""
+    log_tail: str = ""
+    consequences: tuple[str, ...] = ()
+    hang: HangView | None = None
+
+
+class ArgumentsView(Answer, frozen=True, kw_only=True):
+    """The arguments of a run's call as text.
+
+    Attributes:
+        arguments: text by name, or None if the client sent no arguments.
+        command: command line of a program, or "".
+    """
+
+    arguments: dict[str, str] | None = None
+    command: str = ""
+
+
+class RunUnitView(Answer, frozen=True, kw_only=True):
+    """A unit of a run's environment: a distribution, code, or files of no distribution.
+
+    Attributes:
+        digest: beginning of the unit's address, for comparison.
+        size: content bytes.
+    """
+
+    kind: str
+    name: str
+    version: str
+    digest: str
+    size: int
+    files: int
+
+
+class RunEnvironmentView(Answer, frozen=True, kw_only=True):
+    """The environment of a run.
+
+    Attributes:
+        kind: ``live`` for ranks that import the caller's own files, or ``snapshot``.
+        digest: beginning of the snapshot's address, or "".
+        python: implementation and version of the interpreter.
+        platform: platform, such as ``linux-x86_64``.
+        captured_ns: time of the capture, or 0 if unknown.
+        units: units of the snapshot, at most 5,000.
+        missing: True if the server no longer stores the snapshot.
+    """
+
+    kind: str
+    digest: str = ""
+    python: str = ""
+    platform: str = ""
+    captured_ns: int = 0
+    size: int = 0
+    files: int = 0
+    units: tuple[RunUnitView, ...] = ()
+    missing: bool = False
+
+
+class ComparisonRow(Answer, frozen=True, kw_only=True):
+    """One property of several runs. A value is "" if a run has no such property."""
+
+    label: str
+    values: tuple[str, ...]
+    differs: bool
+
+
+class ComparisonSection(Answer, frozen=True, kw_only=True):
+    """A group of properties, with differing ones first.
+
+    Attributes:
+        equal: number of further properties that are equal in all runs and omitted.
+    """
+
+    name: str
+    rows: tuple[ComparisonRow, ...]
+    equal: int = 0
+
+
+class ComparisonView(Answer, frozen=True, kw_only=True):
+    """A comparison of runs. It has no runs if there is nothing to compare with."""
+
+    runs: tuple[RunView, ...] = ()
+    sections: tuple[ComparisonSection, ...] = ()
+
+
+# --- output and telemetry ---------------------------------------------------------------------------------------------
+
+
+class LogFile(Answer, frozen=True, kw_only=True):
+    """The size in bytes of one output stream of a rank, or of a node's telemetry."""
+
+    rank: int
+    stream: Literal["stdout", "stderr", "telemetry"]
+    size: int
+
+
+class LogList(Answer, frozen=True, kw_only=True):
+    """The output streams of an attempt, sorted by rank.
+
+    Attributes:
+        fence: number of the attempt, or 0 before the first.
+        complete: True if the attempt writes no more output.
+        count: number of all output streams. `logs` contains the first ones.
+    """
+
+    fence: int
+    complete: bool
+    count: int = 0
+    logs: tuple[LogFile, ...] = ()
+
+
+class LogMatch(Answer, frozen=True, kw_only=True):
+    """A line of output that contains the searched text.
+
+    Texts are excerpts without terminal escape sequences.
+
+    Attributes:
+        line: number of the line in its stream, starting at 1.
+        offset: offset of the line in its stream in bytes.
+        text: the line around the match.
+        start: position of the match in `text`, in characters.
+        end: position after the match in `text`.
+        before: the line before.
+        after: the line after.
+    """
+
+    rank: int
+    stream: Literal["stdout", "stderr"]
+    line: int
+    offset: int
+    text: str
+    start: int
+    end: int
+    before: str = ""
+    after: str = ""
+
+
+class LogMatches(Answer, frozen=True, kw_only=True):
+    """A part of the matches in an attempt's output.
+
+    Attributes:
+        cursor: continues the search, or "" at the end of the output. A part without matches can have a cursor.
+        scanned: number of bytes that this request has searched.
+    """
+
+    fence: int
+    matches: tuple[LogMatch, ...]
+    cursor: str = ""
+    scanned: int = 0
+
+
+class TelemetryLine(Answer, frozen=True, kw_only=True):
+    """A line of a chart, with one value for each time of its chart; None where a value is missing.
+
+    Attributes:
+        label: the device, the rank or the node.
+        minimum: lowest value of each bucket. Empty, like `maximum`, if each bucket has one value.
+    """
+
+    label: str
+    mean: tuple[float | None, ...]
+    minimum: tuple[float | None, ...] = ()
+    maximum: tuple[float | None, ...] = ()
+
+
+class TelemetryChart(Answer, frozen=True, kw_only=True):
+    """A chart of telemetry.
+
+    Attributes:
+        name: identifier, such as ``gpu-memory``.
+        limit: capacity of one device in the chart's unit, or None.
+        omitted: number of devices or ranks without a line.
+    """
+
+    name: str
+    title: str
+    unit: Literal["percent", "bytes", "celsius", "watts"]
+    lines: tuple[TelemetryLine, ...]
+    limit: float | None = None
+    omitted: int = 0
+
+
+class TelemetryView(Answer, frozen=True, kw_only=True):
+    """The downsampled telemetry of a node in an attempt. A gap has a time at which all lines are None.
+
+    Attributes:
+        nodes: numbers of the nodes that have sent telemetry.
+        complete: True if the attempt sends no more telemetry.
+        start_ms: time of the attempt's first sample, in milliseconds since 1970, or 0 without samples.
+        end_ms: time of the last sample.
+        step_ms: width of a bucket in milliseconds.
+        samples: number of samples in the requested range.
+        times_ms: time of the first sample in each bucket.
+    """
+
+    fence: int
+    node: int
+    nodes: tuple[int, ...] = ()
+    complete: bool = False
+    start_ms: int = 0
+    end_ms: int = 0
+    step_ms: int = 0
+    samples: int = 0
+    times_ms: tuple[int, ...] = ()
+    charts: tuple[TelemetryChart, ...] = ()
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------

@@ -34,3 +34,10 @@ def test_what_the_server_refuses_leaves_nothing_behind(fake: FakeServer, home: P
     with pytest.raises(IdempotencyConflict):
         train.submit(0.1)
     assert [path.name for path in (home / "remote").iterdir() if path.name[0] != "."] == []
+
+
+def test_a_request_has_the_text_of_its_arguments_without_secrets(fake: FakeServer, tmp_path: Path) -> None:
+    play(fake.script(), tmp_path, 7)
+    train.submit(0.1)
+    (run,) = fake.runs.values()
+    assert run.request is not None and run.request.arguments == {"lr": "0.1"}

@@ -39,6 +39,25 @@ def test_the_sign_in_page_has_no_serious_finding(chromium: Browser, crowd: Serve
         assert serious(page) == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_of_a_run_has_a_serious_finding(
+    chromium: Browser, crowd: Served, scheme: Literal["light", "dark"]
+) -> None:
+    found: dict[str, list[tuple[str, str]]] = {}
+    with reader(chromium, crowd, scheme=scheme) as page:
+        runs = []
+        for state in ("FAILED", "RUNNING", "QUEUED"):
+            page.goto(f"/ui/runs?state={state}&limit=1")
+            runs += page.eval_on_selector_all("input[name=runs]", "boxes => boxes.map(box => box.value)")
+        paths = [f"/runs/{run}" for run in runs]
+        paths += [f"{paths[0]}/{tab}" for tab in ("files", "environment", "receipt", "spec")]
+        for path in (*paths, f"/compare?runs={','.join(runs)}", "/compare", f"/stopped-runs?runs={runs[0]}"):
+            page.goto(f"/ui{path}")
+            found[path] = serious(page)
+    assert len(runs) == 3
+    assert {path: problems for path, problems in found.items() if problems} == {}
+
+
 @pytest.mark.parametrize("width", [400, 2560])
 def test_no_page_is_wider_than_its_window(chromium: Browser, crowd: Served, width: int) -> None:
     wide: list[str] = []

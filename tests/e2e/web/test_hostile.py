@@ -66,6 +66,19 @@ def test_a_page_shows_the_corpus_as_text(chromium: Browser, hostile: Served, pat
         assert page.locator("[hx-get], [data-hx-post], [hx-swap-oob]").count() == 0
 
 
+def test_pages_of_runs_show_the_corpus_as_text(chromium: Browser, hostile: Served) -> None:
+    with reader(chromium, hostile) as page:
+        page.goto("/ui/runs?limit=40")
+        runs = page.eval_on_selector_all("input[name=runs]", "boxes => boxes.map(box => box.value)")
+        paths = [f"/ui/runs/{run}" for run in runs]
+        paths += [f"{paths[0]}/{tab}" for tab in ("files", "environment", "receipt", "spec")]
+        for path in (*paths, f"/ui/compare?runs={','.join(runs[:8])}", f"/ui/stopped-runs?runs={','.join(runs)}"):
+            page.goto(path)
+            assert page.evaluate("typeof x") == "undefined", path
+            assert page.locator("main script, main iframe, main base, main style, main img, main b").count() == 0, path
+            assert page.locator("[hx-get], [data-hx-post], [hx-swap-oob]").count() == 0, path
+
+
 def test_names_are_visible_as_they_were_typed(chromium: Browser, hostile: Served) -> None:
     with reader(chromium, hostile) as page:
         page.goto("/ui/runs?limit=500")

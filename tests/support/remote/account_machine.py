@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,8 +19,8 @@ from serverless_gpu.client.agent import agent_status
 from serverless_gpu.node.base.protocol import Status
 from serverless_gpu.node.inside import own_uid
 from serverless_gpu.node.inside.sandbox import View
+from serverless_gpu.node.isolation import SPAWNER
 from serverless_gpu.node.processes.process_tree import end_cgroup, mount_point, own_place, remove_cgroup
-from serverless_gpu.node.spawner import VARIABLE
 from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile
 from tests.support.local.observe import Process, processes_of, wait_for
@@ -69,37 +71,50 @@ class RunningSpawner:
 
 
 class AccountMachine(Machine):
-    """A node of `ACCOUNT`, in a cgroup that belongs to the account, as with Delegate=yes of systemd."""
+    """A node of an account, in a cgroup that belongs to the account, as with Delegate=yes of systemd."""
 
-    def __init__(self, profile: UplinkProfile, *, gpus: int, spawner: Path) -> None:
+    def __init__(self, profile: UplinkProfile, *, gpus: int, spawner: Path | None, uid: int = ACCOUNT.pw_uid) -> None:
         super().__init__(profile, gpus=gpus)
-        self._environ |= {VARIABLE: str(spawner), "HOME": str(self.root)}
+        self.uid = uid
+        self._environ |= (
+            {"HOME": str(self.root)} if spawner is None else {SPAWNER: str(spawner), "HOME": str(self.root)}
+        )
         root, place = mount_point("cgroup2", ""), own_place("")
         assert root is not None
         assert place is not None
         self.cgroup = root / place.lstrip("/") / f"sgpu-account-{self.root.name}"
         self.cgroup.mkdir()
         for name in ("", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
-            os.chown(self.cgroup / name, ACCOUNT.pw_uid, ACCOUNT.pw_gid)
+            os.chown(self.cgroup / name, uid, uid)
 
     def start(self) -> None:
         """Start the uplink as the account. Only this account sees the interpreter below a closed home."""
         for path in (self.root, *self.root.rglob("*")):
-            os.chown(path, ACCOUNT.pw_uid, ACCOUNT.pw_gid, follow_symlinks=False)
+            os.chown(path, self.uid, self.uid, follow_symlinks=False)
+        self.execute(lambda: start_stop.ensure(self.home, self._profile, self._environ))
+
+    def execute(self, work: Callable[[], object]) -> None:
+        """Call a function in a process of the account."""
         with tempfile.TemporaryDirectory() as at:
             pid = os.fork()
             if pid == 0:
                 code = 1
                 try:
                     (self.cgroup / "cgroup.procs").write_text("0")
-                    view = View(ACCOUNT.pw_uid, at, str(self.root), sys.executable, [str(REPOSITORY)], [])
-                    own_uid.enter(view, ())
-                    start_stop.ensure(self.home, self._profile, self._environ)
+                    self.become(View(self.uid, at, str(self.root), sys.executable, [str(REPOSITORY)], []))
+                    os.environ.update(self._environ)
+                    work()
                     code = 0
                 finally:
+                    if code:
+                        traceback.print_exc()
                     os._exit(code)
             _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
+
+    def become(self, view: View) -> None:
+        """Make this process a process of the account, with the files that `view` shows."""
+        own_uid.enter(view, ())
 
     def uplink(self) -> Process:
         return self._process("serverless_gpu.node.uplink.process")
@@ -129,7 +144,7 @@ class AccountMachine(Machine):
         end_cgroup(self.cgroup)
         wait_for(lambda: remove_cgroup(self.cgroup), "the cgroup of the account is removed")
         shutil.rmtree(self.root, ignore_errors=True)
-        shutil.rmtree(f"/tmp/serverless_gpu-{ACCOUNT.pw_uid}", ignore_errors=True)
+        shutil.rmtree(f"/tmp/serverless_gpu-{self.uid}", ignore_errors=True)
 
     def _process(self, module: str) -> Process:
         """Return a process of the node. Only the account may use the sockets by which `Machine` finds it."""

@@ -27,6 +27,7 @@ from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.server.core.server_key import Sealer, read_keys
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.records.runs import searchable
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
 from serverless_gpu.wire.runs import Target
@@ -168,6 +169,7 @@ def _run(chance: random.Random, number: int, filling: Filling, owners: tuple[str
         "spec_json": msgspec.json.encode(spec).decode(),
         "target_json": _TARGET,
         "tags_json": json.dumps(tags),
+        "said": searchable("ValueError: the loss is not a number" if state is State.FAILED else ""),
         "context_sealed": b"sealed",
         "call": b"",
         "node": number % max(1, filling.nodes),
@@ -223,8 +225,11 @@ def _write_nodes(connection: sa.Connection, filling: Filling, now_ns: int) -> No
 
 
 def _write_runs(connection: sa.Connection, runs: list[dict[str, Any]], now_ns: int) -> None:
-    own = ("node", "gpus", "gpu_type", "tags")
+    own = ("node", "gpus", "tags")
     connection.execute(tables.runs.insert(), [{k: v for k, v in run.items() if k not in own} for run in runs])
+    tags = [{"key": key, "value": value, "run_id": run["id"]} for run in runs for key, value in run["tags"].items()]
+    if tags:
+        connection.execute(tables.run_tags.insert(), tags)
     placed = [run for run in runs if run["fence"]]
     attempt_rows, crew_rows, charge_rows = [], [], []
     accounts = _accounts(connection, placed)

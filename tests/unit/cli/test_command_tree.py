@@ -41,6 +41,7 @@ WITHOUT_JSON = {
         "run preempt",
         "secret delete",
         "secret set",
+        "session end",
         "server drain",
         "server resume",
         "server rotate",
@@ -54,11 +55,13 @@ WITHOUT_JSON = {
         "team set",
         "token revoke",
         "user delete",
+        "user password",
         "user set",
     },
     "writes files, and prints one line": {"audit export", "audit verify", "server backup", "server restore"},
     "checks files, and exits with 1 otherwise": {"server verify"},
     "prints text in another format": {"completion", "help", "schema", "server unit", "node unit", "version"},
+    "opens a page, or prints its address": {"web"},
 }
 """Commands without `--json`, by the reason."""
 

@@ -1,25 +1,23 @@
-"""`sgpu login`, `logout`, `whoami`, `user`, `team`, `token`: manage users, teams and tokens."""
+"""`sgpu logout`, `whoami`, `user`, `team`, `token`: manage users, teams and tokens."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from types import NoneType
 from typing import get_args
 from urllib.parse import quote
 
 import click
-import msgspec
 
-from serverless_gpu.ambient import format_moment, machine
+from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.command_group import LazyGroup
 from serverless_gpu.cli.completion import complete_team, complete_user
 from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs.run_location import durable_home
-from serverless_gpu.cli.server_connection import connect, server
-from serverless_gpu.client.remote.profile import SERVER, ServerProfile, check_address, remove_profile, write_profile
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.client.remote.profile import SERVER, remove_profile
 from serverless_gpu.model.access_control import AccessReach, Right, Role, reach
 from serverless_gpu.model.isolation import NONE, SANDBOX, USER
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
@@ -29,6 +27,7 @@ from serverless_gpu.wire.access import (
     PrincipalList,
     PrincipalRequest,
     PrincipalView,
+    SignInLink,
     TeamChange,
     TeamList,
     TeamRequest,
@@ -39,11 +38,11 @@ from serverless_gpu.wire.access import (
     TokenView,
 )
 from serverless_gpu.wire.nodes import PoolList
-from serverless_gpu.wire.server_status import Version
+from serverless_gpu.wire.sign_in import PASSWORD_CHARACTERS_MIN, PasswordRequest, PasswordView
 
 _ROLES = click.Choice(get_args(Role))
+_PASSWORD_CHARACTERS_MAX = 1_000
 _RIGHTS = click.Choice([right.value for right in Right])
-_TOKEN_BYTES_MAX = 1_000
 
 
 @click.group()
@@ -64,14 +63,14 @@ def list_tokens(wide: bool, as_json: bool) -> None:
     if as_json:
         print_json(tokens)
         return
-    rows = [["ID", "OF", "LABEL", "SCOPES", "STATE", "LAST USED"]]
+    rows = [["ID", "OF", "MADE BY", "LABEL", "SCOPES", "STATE", "LAST USED"]]
     for each in tokens:
         used = "never" if each.used_ns is None else format_moment(each.used_ns)
         scopes = " ".join(each.scopes) or "all"
         state = "good" if each.expires_ns is None else f"until {format_moment(each.expires_ns)}"
         if each.revoked_ns is not None:
             state = f"revoked {format_moment(each.revoked_ns)}"
-        rows.append([each.id, each.principal, each.label or "-", scopes, state, used])
+        rows.append([each.id, each.principal, each.made_by or "-", each.label or "-", scopes, state, used])
     print_table(rows[0], rows[1:], wide=wide)
 
 
@@ -121,40 +120,6 @@ def say_secret(made: TokenMade) -> None:
     token = f"token {made.token.id} of {made.token.principal}, {until}"
     say(f"sgpu: {token}; save the token's secret, which is shown only once:", err=True)
     say(made.secret)
-
-
-@click.command()
-@click.argument("url")
-@click.option(
-    "--token-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Read the token from this file (default: prompt or stdin).",
-)
-@click.option(
-    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Trust the CA certificates in this file."
-)
-def login(url: str, token_file: Path | None, ca: Path | None) -> None:
-    """Log in to a server.
-
-    URL is the server's address. `sgpu login` checks the token and then saves the login in the home directory. Only you
-    can read the file with the server's address and token. Pass no token as an argument, because every user of the
-    machine can read command arguments.
-    """
-    check_address(url)
-    token = _read_token(token_file)
-    profile = ServerProfile(url=url.rstrip("/"), token=token, ca=str(ca.absolute()) if ca is not None else "")
-    connection = connect(profile)
-    try:
-        version = connection.ask("GET", "/version", answer=Version)
-        me = connection.ask("GET", "/whoami", answer=PrincipalView)
-    finally:
-        connection.close()
-    write_profile(
-        durable_home("`sgpu login` stores the token in the home directory").root,
-        msgspec.structs.replace(profile, principal=me.name, machine=version.machine),
-    )
-    here = ", on this machine" if version.machine == machine() else ""
-    say(f"logged in as {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
 
 
 @click.command()
@@ -293,6 +258,47 @@ def set_user(
         say(f"the user's old tokens stay revoked; create a new token with: sgpu token create --for {changed.name}")
 
 
+@user.command("password")
+@click.argument("name", shell_complete=complete_user)
+@click.option("--link", "is_link", is_flag=True, help="Print a one-time link with which the user sets the password.")
+@click.option("--remove", is_flag=True, help="Remove the password.")
+def set_password(name: str, is_link: bool, remove: bool) -> None:
+    """Set the password of a user.
+
+    Users sign in to the web pages with a password. The command asks for the password, or reads one line from stdin. To
+    change your own password, first enter the current password. A changed password ends the user's other sessions.
+    Tokens stay valid. A server with an identity provider accepts no passwords.
+    """
+    if is_link and remove:
+        raise click.UsageError("give either --link or --remove")
+    path = f"/users/{quote(name, safe='')}/password"
+    with server() as connection:
+        if is_link:
+            link = connection.ask("POST", f"{path}-links", answer=SignInLink)
+            say(f"sgpu: valid once, until {format_moment(link.expires_ns)}; send it to {name}:", err=True)
+            say(f"{connection.url}{link.path}")
+            return
+        if remove:
+            connection.ask("DELETE", path, answer=NoneType)
+            say(f"{name} has no password now")
+            return
+        is_own = connection.ask("GET", "/whoami", answer=PrincipalView).name == name
+        current = ""
+        if is_own and connection.ask("GET", path, answer=PasswordView).is_set:
+            current = _read_password("Current password")
+        password = _read_password(f"New password, at least {PASSWORD_CHARACTERS_MIN} characters", confirms=True)
+        connection.ask("PUT", path, PasswordRequest(password=password, current=current), answer=NoneType)
+    say(f"the password of {name} is set")
+
+
+def _read_password(text: str, *, confirms: bool = False) -> str:
+    """Ask for a password on a terminal, or read a line from stdin."""
+    if sys.stdin.isatty():
+        found: str = click.prompt(text, hide_input=True, confirmation_prompt=confirms, err=True)
+        return found
+    return sys.stdin.readline(_PASSWORD_CHARACTERS_MAX).rstrip("\n")
+
+
 @user.command("delete")
 @click.argument("name", shell_complete=complete_user)
 def delete_user(name: str) -> None:
@@ -390,19 +396,3 @@ def _change_member(method: str, name: str, member: str) -> None:
 
 def _state(view: PrincipalView) -> str:
     return "disabled" if view.disabled else "active"
-
-
-def _read_token(path: Path | None) -> str:
-    if path is not None:
-        text = path.read_text(encoding="ascii", errors="replace")[:_TOKEN_BYTES_MAX]
-    elif sys.stdin.isatty():
-        text = click.prompt("Token", hide_input=True)
-    else:
-        text = sys.stdin.readline(_TOKEN_BYTES_MAX)
-    token = text.strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise InvalidValue(
-            "the entered text is not a valid token",
-            hint="create a token with `sgpu token create`, or ask the server's operator for a token",
-        )
-    return token

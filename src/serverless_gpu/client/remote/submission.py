@@ -49,7 +49,7 @@ from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.launch.preflight import pack, refusing_reducer
 from serverless_gpu.client.launch.remedies import explain
-from serverless_gpu.client.mlflow_context import RemoteTracking, with_tracking
+from serverless_gpu.client.mlflow_context import RemoteTracking, shown_arguments, with_tracking
 from serverless_gpu.client.remote.event_stream import EventStream, ServerAway
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.remote_run import RemoteRun, clean_now_and_then, write_whole
@@ -123,6 +123,8 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
                 print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
         snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
         request = _request(server, root, run_id, spec, snapshot)
+        if call is not None:
+            request = msgspec.structs.replace(request, arguments=shown_arguments(call.named))
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise

@@ -44,6 +44,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.hangs import idleness
 from serverless_gpu.model.hangs.stacks import readable
+from serverless_gpu.model.lifecycle import failure_advice
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base.protocol import Stopped
@@ -79,9 +80,6 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.COMMAND_FAILED: CommandFailed,
     Reason.ENGINE_HEAD_LOST: EngineHeadLost,
 }
-_KEEPS = "set a larger idle_timeout= for longer pauses without device activity, output or an attached client"
-_SAVES = "save to runtime.checkpoint_dir() and start from runtime.resume_dir(), or set a longer limit"
-_KILLED = "the run's user may have ended this process; set retries=1 for another attempt"
 # Values of "kind" in the failure record of a Ray cluster.
 _OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)
 _CONSEQUENCES_MAX = 8
@@ -290,11 +288,12 @@ def _run_error(
 ) -> RunError:
     cause = stopped.cause
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
+    logs = directory / "logs"
     error = _CLASSES.get(stopped.reason, RunError)(
         _message(stopped, rank, directory, spec),
-        hint=_hint_elsewhere(stopped.reason, run_id, origin, rank)
+        hint=failure_advice.advice(stopped.reason, run_id, node=origin.node, rank=rank)
         if origin.node
-        else _hint(stopped.reason, directory, _logs_text(run_id, rank, directory)),
+        else _hint(stopped.reason, directory, f"{failure_advice.logs_text(run_id, rank)} (files: {logs})"),
         run_id=run_id,
         rank=rank,
         reason=stopped.reason.value,
@@ -334,16 +333,9 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
             error.add_note("\n".join(safe(line, tty=True) for line in str(text).rstrip().split("\n")))
 
 
-def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> str:
-    """Return the command that shows a rank's output, and the local log files."""
-    option = "" if rank is None else f" --rank {rank}"
-    files = "" if directory is None else f" (files: {directory / 'logs'})"
-    return f"logs: `sgpu logs {run_id}{option}`{files}"
-
-
 def _hint(reason: Reason, directory: Path, logs: str) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
-        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        killed = f"{failure_advice.KILLED}; " if reason is Reason.RUNTIME_LOST else ""
         files = (
             f"the run's files: {directory}; log of the agent and its processes: {directory.parents[2] / 'agent.log'}"
         )
@@ -358,27 +350,14 @@ def _hint(reason: Reason, directory: Path, logs: str) -> str:
     if reason is Reason.ENV_UNAVAILABLE:
         return f"log of the agent and its processes: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.IDLE:
-        return f"{_KEEPS}; {logs}"
+        return f"{failure_advice.KEEPS}; {logs}"
     if reason is Reason.NO_PROGRESS:
-        return f"{_SAVES}; {logs}"
+        return f"{failure_advice.SAVES}; {logs}"
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENGINE_HEAD_LOST:
         return f"Ray's logs: {files_of(str(directory))}; {logs}"
     return logs
-
-
-def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
-    logs = _logs_text(run_id, rank)
-    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
-        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
-        return f"{killed}log of the agent and its processes on node {origin.node}: agent.log in the home of its agent"
-    if reason is Reason.ENGINE_HEAD_LOST:
-        return f"Ray's logs on node {origin.node}: ray/ in the run's directory; {logs}"
-    if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
-        return f"free some space on node {origin.node} (`sgpu env gc` on that node helps)"
-    advice = {Reason.IDLE: _KEEPS, Reason.NO_PROGRESS: _SAVES}.get(reason)
-    return f"{advice}; {logs}" if advice else logs
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:

@@ -48,12 +48,12 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.inventory import Inventory
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation import SPAWNER
 from serverless_gpu.node.isolation.principals import Principal, PrincipalMap
 from serverless_gpu.node.isolation.sweeper import SweepSchedule
 from serverless_gpu.node.monitor.start_stop import MonitorConnection, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
-from serverless_gpu.node.spawner import VARIABLE
 from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.spawner.ownership import reclaim, written_files
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
@@ -436,7 +436,7 @@ class Agent:
         self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
         self._retention.tend([launch.run_id for launch, _ in self._queue])
         self._rays.tend(ended=bool(ended))
-        if os.geteuid() == 0 or self._environ.get(VARIABLE):  # Only root sees what principals have left.
+        if os.geteuid() == 0 or self._environ.get(SPAWNER):  # Only root sees what principals have left.
             self._sweeps.tend()
         self._faults.look(self._inventory.devices)
         self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=bool(ended))

@@ -99,26 +99,9 @@ class Home:
 
     def sockets(self) -> Path:
         """Return the private socket directory of this home, after creating it if needed. Raises StorageError."""
-        # $XDG_RUNTIME_DIR is unsuitable, because terminals, notebook servers and cron jobs of one user may have
-        # different values. The system also empties $XDG_RUNTIME_DIR at the user's last logout, while runs may still be
-        # running.
-        parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
+        parent = account_sockets()
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
-        for directory in (parent, parent / digest):
-            try:
-                directory.mkdir(mode=0o700, exist_ok=True)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot make {directory}, the directory for sockets: {error.strerror}",
-                    hint="set SERVERLESS_GPU_SOCKETS to a short directory that you can write to"
-                    + _in_container(error.strerror),
-                ) from error
-            if not _private_directory(directory):
-                raise StorageError(
-                    f"{directory} belongs to another user or is a link",
-                    hint="remove the directory or link, or set SERVERLESS_GPU_SOCKETS to a directory that you own",
-                )
-        return parent / digest
+        return _socket_directory(parent / digest)
 
     def make_attempt(self, run_id: str, fence: int) -> Path:
         """Create the directory of one attempt completely or not at all. Raises StorageError."""
@@ -145,6 +128,30 @@ class Home:
     def _remove_if_empty(self, directory: Path) -> None:
         with contextlib.suppress(OSError):
             directory.rmdir()
+
+
+def account_sockets() -> Path:
+    """Return the private socket directory of this account, or create it. Raises StorageError."""
+    # $XDG_RUNTIME_DIR is unsuitable, because terminals, notebook servers and cron jobs of one user may have different
+    # values. The system also empties $XDG_RUNTIME_DIR at the user's last logout, while runs may still be running.
+    return _socket_directory(Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}"))
+
+
+def _socket_directory(directory: Path) -> Path:
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make {directory}, the directory for sockets: {error.strerror}",
+            hint="set SERVERLESS_GPU_SOCKETS to a short directory that you can write to"
+            + _in_container(error.strerror),
+        ) from error
+    if not _private_directory(directory):
+        raise StorageError(
+            f"{directory} belongs to another user or is a link",
+            hint="remove the directory or link, or set SERVERLESS_GPU_SOCKETS to a directory that you own",
+        )
+    return directory
 
 
 def remove_at_once(directory: Path) -> None:

@@ -27,7 +27,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError
-from serverless_gpu.model.canary import ATTEMPTS, CanaryReport, Outcome, Trial, rows
+from serverless_gpu.model.canary import ATTEMPTS, EGRESS, CanaryReport, CanaryRow, Outcome, Trial, rows
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE, Level
 from serverless_gpu.node.agent.connection import running_agent
@@ -90,7 +90,18 @@ def examine(home: Home, clock: Clock, wanted: Examination, environ: Mapping[str,
             attempts, controls = _try(home, clock, wanted, {**targets, **wanted.services}, mark, environ)
     except (ServerlessGpuError, OSError) as error:
         return msgspec.structs.replace(report, problem=str(error), rows=rows(wanted.level, {}, {}))
-    return msgspec.structs.replace(report, rows=rows(wanted.level, attempts, controls))
+    found = rows(wanted.level, attempts, controls)
+    return msgspec.structs.replace(report, rows=with_reason(found, wanted.egress_problem or ""))
+
+
+def with_reason(found: Iterable[CanaryRow], egress_problem: str) -> tuple[CanaryRow, ...]:
+    """Replace the remedy of attempts on the network by the reason why the node has no network rules."""
+    return tuple(
+        msgspec.structs.replace(row, remedy=egress_problem)
+        if egress_problem and row.measure == EGRESS.name and row.verdict == "possible"
+        else row
+        for row in found
+    )
 
 
 def examine_alone(home: Home, clock: Clock, wanted: Examination, environ: Mapping[str, str]) -> CanaryReport:

@@ -4,7 +4,8 @@
 
 The principal's processes see all files of the node that every user may read. Directories on the way to the interpreter
 or to the environment can be closed to other users, for example a home directory with mode 0700. The launcher covers
-such a directory in the principal's mount namespace. The cover contains only the interpreter and the environment.
+such a directory in the principal's mount namespace. The cover contains only the interpreter, the environment and the
+principal's home.
 
 Each attempt has a directory below `sandbox.ATTEMPT`, into which the supervisor mounts the attempt's files
 (`node/isolation/grafts.py`). All attempts of a zygote share the zygote's mount namespace, because a process without
@@ -69,19 +70,22 @@ def closed_directories(paths: Iterable[str], uid: int) -> list[str]:
 
 
 def _show(view: sandbox.View) -> None:
-    """Cover each closed directory on the way to the environment.
+    """Cover each closed directory on the way to the environment or to the principal's home.
 
-    A cover shows only the environment.
+    A cover shows only the environment and the home.
     """
     mounts.mount("tmpfs", view.at, _NO_SUID_DEV, "size=4M,nr_inodes=16k,mode=0755")
     root = sandbox.PrivateRoot(view.at)
     for path in (*view.shown, *sandbox.interpreter_parts(view.python)):
         root.show(path)
+    root.directory(view.home)
     covers = [
         (mounts.clone_tree(view.at + path, mounts.READ_ONLY | _NO_SUID_DEV), path)
-        for path in closed_directories(root.shown, view.uid)
+        for path in closed_directories((*root.shown, view.home), view.uid)
     ]
+    if closed_directories((view.home,), view.uid):
+        covers.append((mounts.clone_tree(view.home, _NO_SUID_DEV), view.home))
+    mounts.unmount(view.at)  # A cover can hide this path.
     for fd, path in covers:
         mounts.attach(fd, path)
         os.close(fd)
-    mounts.unmount(view.at)

@@ -24,6 +24,7 @@ A prototype of the sandbox on Linux 6.18 cost about 1.5 ms per attempt.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -91,7 +92,7 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
         enter_mounts(environment)
     mounts.unshare(_OWN_VIEW | mounts.CLONE_NEWPID)
     mounts.keep_mounts_in(private=True)
-    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # The private root has no /proc yet.
+    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # The private root has another /proc.
     _make_root(view)
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -100,6 +101,10 @@ def enter(view: View, environment: Sequence[Mount]) -> None:
         _keep(ours, processes, pid, view)
     ours.close()
     os.close(processes)
+    # The kernel lets a user namespace mount /proc only beside a visible /proc, which pivot_root unmounts. The new /proc
+    # shows only processes of the sandbox.
+    mounts.mount("proc", f"{view.at}/proc", _NO_SUID_DEV_EXEC)
+    mounts.pivot_root(view.at)  # Also changes the root of the keeper.
     _become(view, theirs)
     holder = os.fork()
     if holder:
@@ -196,7 +201,7 @@ def _make_root(view: View) -> None:
         root.directory(place)
     root.write(CALL, "")
     root.link("/var/tmp", "/tmp")
-    root.mount("/sys", "/sys", _READ_ONLY, recursive=False)
+    root.show_alone("/sys")
     root.mount(view.home, view.home_at, _NO_SUID_DEV)
     for name in BASIC_DEVICES:
         root.write(f"/dev/{name}", "")
@@ -206,7 +211,6 @@ def _make_root(view: View) -> None:
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         root.link(f"/dev/{name}", target)
     root.link("/dev/ptmx", "pts/ptmx")
-    mounts.pivot_root(view.at)
 
 
 def _mounted_below(*places: str) -> list[str]:
@@ -263,6 +267,18 @@ class PrivateRoot:
         finally:
             os.close(fd)
 
+    def show_alone(self, path: str) -> None:
+        """Show a file system of the node read-only, without the file systems that are mounted below it."""
+        try:
+            self.mount(path, path, _READ_ONLY, recursive=False)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # In a user namespace, the kernel copies the lower mounts too, because they hide parts of the upper mount.
+            self.mount(path, path, _READ_ONLY)
+            for point in _mounted_below(path):
+                mounts.mount("tmpfs", self._at + point, _READ_ONLY | _NO_SUID_DEV_EXEC, "size=4k,nr_inodes=1,mode=0555")
+
     def directory(self, path: str) -> None:
         os.makedirs(self._at + path, mode=0o755, exist_ok=True)
 
@@ -292,9 +308,6 @@ def _keep(member: socket.socket, processes: int, pid: int, view: View) -> NoRetu
 
 def _become(view: View, keeper: socket.socket) -> None:
     """Enter the principal's namespaces and become its uid, with all capabilities in the user namespace."""
-    # The kernel lets a user namespace mount /proc only over a visible /proc. The new /proc shows only processes of the
-    # sandbox.
-    mounts.mount("proc", "/proc", _NO_SUID_DEV_EXEC)
     mounts.unshare(mounts.CLONE_NEWUSER | _OWN_VIEW | mounts.CLONE_NEWPID)
     keeper.sendall(b"n")
     if keeper.recv(1) != b"m":

@@ -25,7 +25,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import OPEN, EgressPolicy, digest_of
-from serverless_gpu.node.isolation import nft
+from serverless_gpu.node.isolation import SPAWNER, nft
 from serverless_gpu.node.isolation.principals import ranges_of
 
 _PORTS = {"http": 80, "https": 443}
@@ -71,7 +71,7 @@ class NodeEgress:
         say: Callable[[str], None],
     ) -> None:
         # Reason why the node cannot enforce a policy, or "". The trial waits for the first policy.
-        self.problem = "" if nft.find(environ) else nft.MISSING
+        self.problem = _problem(environ)
         self._is_tried = False
         self.digest = ""  # Digest of the applied policy.
         self._home = home
@@ -189,6 +189,13 @@ class NodeEgress:
                 self._verbs.confine(self._home, uid, confined=confined)
             except OSError as error:
                 raise IsolationUnavailable(f"the node cannot load its network rules: {error}", hint=nft.HINT) from None
+
+
+def _problem(environ: Mapping[str, str]) -> str:
+    """Return the reason why no policy can be enforced here, as far as it is known before the trial, or ""."""
+    if not nft.find(environ):
+        return nft.MISSING
+    return "" if environ.get(SPAWNER) else nft.rights_problem()
 
 
 def _endpoint(url: str) -> tuple[str, ...]:

@@ -68,6 +68,9 @@ def measure(environ: Mapping[str, str]) -> str:
     program = nft.find(environ)
     if program is None:
         return nft.MISSING
+    # In a user namespace, the trial would succeed, although the rules of the machine belong to root.
+    if problem := nft.rights_problem():
+        return problem
     output, child = os.pipe()
     with os.fdopen(output, "rb") as read:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import ipaddress
 import os
@@ -20,6 +21,7 @@ from serverless_gpu.node.processes.spawn import clean_variables
 HINT = "install nftables on the node, and start the node again"
 MISSING = "nft is missing: install nftables"
 _LIMIT_S = 10.0
+_NS_GET_USERNS = 0xB701
 _NETFILTER, _INET, _TABLE_NAME, _REQUEST, _ERROR = 12, 1, 1, 1, 2
 _GET_TABLE = 10 << 8 | 1  # NFNL_SUBSYS_NFTABLES and NFT_MSG_GETTABLE.
 _ANSWER_BYTES_MAX = 8_192
@@ -29,6 +31,20 @@ _PLACES = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 def find(environ: Mapping[str, str]) -> str | None:
     """Return the path of nft. The PATH of a service may lack its directory."""
     return shutil.which("nft", path=os.pathsep.join((environ.get("PATH", os.defpath), *_PLACES)))
+
+
+def rights_problem() -> str:
+    """Return the reason why this process may not change the network rules of the machine, or ""."""
+    if os.geteuid() != 0:
+        return "network rules need the rights of root"
+    with open("/proc/self/ns/net", "rb") as namespace:
+        try:
+            os.close(fcntl.ioctl(namespace, _NS_GET_USERNS))
+        except PermissionError:  # The network belongs to a user namespace above the one of this process.
+            return "network rules need the rights of root, and this node has subordinate uids only"
+        except OSError:
+            pass  # The kernel cannot tell the owner. The trial of the rules decides.
+    return ""
 
 
 def table_of(environ: Mapping[str, str]) -> str:

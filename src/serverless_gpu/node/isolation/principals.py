@@ -27,7 +27,7 @@ from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Account
-from serverless_gpu.node.isolation import accounts
+from serverless_gpu.node.isolation import SPAWNER, accounts
 from serverless_gpu.node.isolation.survey import survey
 
 RANGE = "SERVERLESS_GPU_UIDS"
@@ -37,6 +37,7 @@ PLACE = "SERVERLESS_GPU_PRINCIPALS"
 UIDS = range(1_900_000_000, 1_900_065_536)
 """Default range: unused by Linux distributions, systemd and subordinate uids."""
 _PLACE = Path("/var/lib/serverless-gpu/principals")
+_ACCOUNT_PLACE = ".local/share/serverless-gpu/principals"  # $XDG_DATA_HOME can differ between sessions of an account.
 MAP = "uids.json"
 _HOMES = "homes.json"
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class PrincipalMap:
     """The durable map of all agents of this machine, in the directory `place`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.place = Path(environ.get(PLACE) or _PLACE)
+        self.place = place_of(environ)
         self._range = environ.get(RANGE, "")
 
     @property
@@ -140,6 +141,22 @@ class Principals:
         rules = accounts.AccountRules(*accounts.first_ids(), ours, self._map.uids)
         uid, account = accounts.chosen(name, accounts.look_up(name), rules)
         return Principal(owner=owner, uid=uid, home=account.home, place=str(place), account=account)
+
+
+def place_of(environ: Mapping[str, str]) -> Path:
+    """Return the directory of the map and of the principals' homes.
+
+    All homes of an account without root and without a spawner share a directory, because they share subordinate uids.
+    """
+    if environ.get(PLACE):
+        return Path(environ[PLACE])
+    if os.geteuid() == 0 or environ.get(SPAWNER):
+        return _PLACE
+    try:
+        home = pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        home = "/nonexistent"  # As in /etc/passwd for accounts without a home directory.
+    return Path(home, _ACCOUNT_PLACE)
 
 
 def _used(known: PrincipalMap) -> frozenset[int]:

@@ -63,6 +63,10 @@ _SEGMENT_NAME = re.compile(
     r"|sem\.mp-[a-z0-9_]{8}"  # Multiprocessing's locks.
     r"|nccl-[A-Za-z0-9]{6}"
 )
+_PROCESSES = "serverless_gpu-node"
+"""Cgroup of a node's processes below the cgroup of its systemd unit."""
+_DELEGATED = "user.delegate"  # systemd marks cgroups of units with Delegate=yes with this attribute.
+_MOVING_LOOKS = 10  # Processes can fork while others move.
 _LOOK_NS = 1_000_000_000
 # Maximum number of checks per segment name. A segment that the attempt's processes do not use during these checks does
 # not belong to the attempt.
@@ -157,12 +161,44 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
     mount, place = mount_point(kind, controller), own_place(controller)
     if mount is None or place is None:
         return None
-    path = mount / place.lstrip("/") / name
+    own = mount / place.lstrip("/")
+    path = (own if kind == "cgroup" else _distributor(own)) / name
     try:
         path.mkdir(exist_ok=True)
     except OSError:
         return None
     return path
+
+
+def _distributor(own: Path) -> Path:
+    """Return the cgroup v2 that can limit its child cgroups: this process's cgroup, or its parent.
+
+    A cgroup with processes cannot distribute controllers to its child cgroups. In a systemd unit with Delegate=yes, the
+    processes of the unit therefore move to a child cgroup of their own.
+    """
+    if own.name == _PROCESSES:
+        return own.parent
+    try:
+        if os.getxattr(own, _DELEGATED) != b"1":
+            return own
+        offered = (own / "cgroup.controllers").read_text().split()
+        given = (own / "cgroup.subtree_control").read_text().split()
+        missing = [name for name in _CONTROLLERS if name in offered and name not in given]
+        if missing:
+            (own / _PROCESSES).mkdir(exist_ok=True)
+    except OSError:  # No systemd made the cgroup, or the unit belongs to another user.
+        return own
+    for _ in range(_MOVING_LOOKS if missing else 0):
+        pids = cgroup_pids(own)
+        for pid in pids:
+            with contextlib.suppress(OSError):  # The process has ended.
+                (own / _PROCESSES / "cgroup.procs").write_text(str(pid))
+        if not pids:
+            break
+    for name in missing:
+        with contextlib.suppress(OSError):
+            (own / "cgroup.subtree_control").write_text(f"+{name}")
+    return own
 
 
 def controllers(path: Path | None) -> tuple[str, ...]:

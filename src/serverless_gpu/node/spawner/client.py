@@ -1,10 +1,11 @@
 """Asks the spawner of this node, for agents and supervisors without the rights of root.
 
     find_spawner ─ SERVERLESS_GPU_SPAWNER names a socket ─▶ SpawnerClient
-                 └ otherwise ─▶ RootSpawner in this process
+                 ├ this process is root ─▶ RootSpawner in this process
+                 └ otherwise ─▶ SubordinateSpawner, which starts a spawner in a user namespace (`namespace_process.py`)
 
 Failure cases: If the spawner does not run or does not answer in time, the verb raises IsolationUnavailable. The client
-connects again for the next verb.
+connects again for the next verb. A spawner in a user namespace that has ended starts again with the next verb.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,36 +22,58 @@ import msgspec
 from serverless_gpu.errors import IsolationUnavailable
 from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.isolation import NONE
+from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation import SPAWNER, subordinates
 from serverless_gpu.node.isolation.egress import EgressState
 from serverless_gpu.node.isolation.grafts import Graft
-from serverless_gpu.node.isolation.levels import OfferedLevel
+from serverless_gpu.node.isolation.levels import OfferedLevel, missing_limits, problem_of_cgroups
 from serverless_gpu.node.isolation.principals import Principal
 from serverless_gpu.node.isolation.sweeper import PrincipalFindings, SweepFindings
-from serverless_gpu.node.spawner import VARIABLE, messages
-from serverless_gpu.node.spawner.verbs import RootSpawner, Spawner, ZygoteOrder, ZygoteProcess
+from serverless_gpu.node.processes.process_tree import uid_of
+from serverless_gpu.node.processes.spawn import clean_variables
+from serverless_gpu.node.spawner import messages, namespace_process
+from serverless_gpu.node.spawner.namespace_process import connected
+from serverless_gpu.node.spawner.verbs import (
+    RootSpawner,
+    Spawner,
+    ZygoteOrder,
+    ZygoteProcess,
+    open_kernel_log,
+    open_stack,
+)
 
 _ANSWER_S = 60.0
 _SWEEP_S = 600.0
 _IDLE_MAX = 4
+_DELEGATE = "start the node in a systemd unit with Delegate=yes (systemd-run --user --scope -p Delegate=yes …)"
 _UNEXPECTED = "the node's spawner gave an answer of another kind"
 _ANSWER = msgspec.json.Decoder(messages.Answer)
 
 
 def find_spawner(environ: Mapping[str, str], purpose: str = "") -> Spawner:
-    """Return the spawner of this node: its process, or this process with the rights of root.
+    """Return the spawner of this node: its process, this process, or one with subordinate ids.
 
     Users with another `purpose` use other connections. A connection without concurrent requests stays the same, and so
     does the spawner's memory of what it has loaded.
     """
-    path = environ.get(VARIABLE, "")
-    return _client_of(Path(path), os.getpid(), purpose) if path else RootSpawner(environ)
+    path = environ.get(SPAWNER, "")
+    if path:
+        return _client_of(Path(path), os.getpid(), purpose)
+    if os.geteuid() == 0:
+        return RootSpawner(environ)
+    return _subordinate_spawner(tuple(sorted(clean_variables(environ).items())), os.getpid(), purpose)
 
 
 @functools.cache
 def _client_of(path: Path, _pid: int, _purpose: str) -> SpawnerClient:
     """Return the client of this process. A forked process must not share its parent's connections."""
     return SpawnerClient(path)
+
+
+@functools.cache
+def _subordinate_spawner(variables: tuple[tuple[str, str], ...], _pid: int, _purpose: str) -> SubordinateSpawner:
+    return SubordinateSpawner(dict(variables))
 
 
 class SpawnedZygote:
@@ -86,7 +108,7 @@ class SpawnerClient:
         try:
             answer, _ = self._ask(messages.AskLevel())
         except (OSError, IsolationUnavailable) as error:
-            return OfferedLevel(NONE, str(error))
+            return OfferedLevel(NONE, _line(error))
         return answer.offered if isinstance(answer, messages.LevelAnswer) else OfferedLevel(NONE, _UNEXPECTED)
 
     def principal(self, owner: str, home: Path) -> Principal:
@@ -227,17 +249,64 @@ class SpawnerClient:
 
         A signal handler may use a verb while its own thread waits for an answer.
         """
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._connect()
+        while True:
+            try:
+                channel = self._idle.pop()
+            except IndexError:
+                return self._connect()
+            if not linux.readable([channel.fileno()], 0):
+                return channel
+            channel.close()  # The spawner has ended. It sends nothing without a request.
 
     def _connect(self) -> Channel:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = connected(self._path)
         connection.settimeout(_ANSWER_S)
-        try:
-            connection.connect(str(self._path))
-        except OSError:
-            connection.close()
-            raise
         return Channel(connection)
+
+
+class SubordinateSpawner(SpawnerClient):
+    """Asks a spawner in a user namespace of this account, which the first verb starts.
+
+    A spawner in a user namespace cannot open the kernel log, and runs without isolation need no spawner.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(Path("/"))
+        self._environ = environ
+
+    def measure(self) -> OfferedLevel:
+        try:
+            ids = subordinates.find_ids(self._environ)
+            if problem := problem_of_cgroups(self._environ):
+                raise IsolationUnavailable(f"the account cannot end the processes of a run: {problem}", hint=_DELEGATE)
+        except (OSError, IsolationUnavailable) as error:
+            return OfferedLevel(NONE, f"the node's agent does not run as root and has no spawner, and {_line(error)}")
+        level, problem = super().measure()
+        if level == NONE:
+            return OfferedLevel(NONE, problem)
+        missing = " and ".join(missing_limits(self._environ))
+        lacks = f", without the cgroup controllers {missing}. Remedy: {_DELEGATE}" if missing else ""
+        return OfferedLevel(level, f"{problem}{', ' if problem else ''}with {ids}{lacks}")
+
+    def open_stack(self, pid: int, number: int) -> int:
+        return open_stack(pid, number) if uid_of(pid) == os.geteuid() else super().open_stack(pid, number)
+
+    def open_kernel_log(self) -> int:
+        return open_kernel_log()
+
+    @property
+    def _hint(self) -> str:
+        return f"read {namespace_process.log_path(self._environ)}"
+
+    def _connect(self) -> Channel:
+        self._path = namespace_process.socket_path(self._environ)
+        connection = namespace_process.connect(self._environ)
+        connection.settimeout(_ANSWER_S)
+        return Channel(connection)
+
+
+def _line(error: Exception) -> str:
+    """Return an error and its remedy as one line."""
+    if isinstance(error, IsolationUnavailable):
+        return f"{error.message}. Remedy: {error.hint}" if error.hint else error.message
+    return str(error)

@@ -26,7 +26,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -44,6 +44,8 @@ from serverless_gpu.node.spawner import messages, permissions
 from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
 
 WORKERS_MAX = 1_024
+IDLE_S = 10.0
+"""Seconds without a connection after which the spawner reaps its workers, and ends if it has subordinate ids."""
 _BACKLOG = 128
 _REQUEST = msgspec.json.Decoder(messages.Request)
 
@@ -116,16 +118,26 @@ def serve(
     account: AgentAccount,
     environ: Mapping[str, str],
     opened: Sequence[Destination] = (),
-) -> NoReturn:
-    """Serve connections until a signal ends the process.
+    *,
+    leave: Callable[[], bool] | None = None,
+) -> None:
+    """Serve connections until a signal ends the process, or until `leave` returns True.
 
-    `opened` are services of this machine that an allow-list may open.
+    `opened` are services of this machine that an allow-list may open. After each `IDLE_S` seconds without a connection,
+    the function reaps ended workers. Without workers, it calls `leave`.
     """
     workers: set[int] = set()
     # A Python handler could run in a hook of `os.fork`, which ignores exceptions.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    listener.settimeout(IDLE_S)
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            workers -= set(_ended(workers))
+            if not workers and leave is not None and leave():
+                return
+            continue
         workers -= set(_ended(workers))
         if _peer(connection) not in (0, account.uid) or len(workers) >= WORKERS_MAX:
             connection.close()

@@ -210,17 +210,10 @@ class RootSpawner:
                 os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | 0o700)
 
     def open_stack(self, pid: int, number: int) -> int:
-        path = f"/proc/{pid}/fd/{number}"
-        if not os.readlink(path).startswith(_STACK):  # Opening another file could have effects.
-            raise OSError(errno.EINVAL, "not the file of a stack", path)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith(_STACK):  # The rank has replaced the descriptor.
-            os.close(fd)
-            raise OSError(errno.EINVAL, "not the file of a stack", path)
-        return fd
+        return open_stack(pid, number)
 
     def open_kernel_log(self) -> int:
-        return os.open(KERNEL, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_kernel_log()
 
     def memory_of(self, pids: Sequence[int]) -> int:
         return memory_of(pids)
@@ -255,6 +248,23 @@ class RootSpawner:
         if note:
             sweeper.note_finding(known, note)
         return PrincipalFindings(len(known.read()), sweeper.read_findings(known.place))
+
+
+def open_stack(pid: int, number: int) -> int:
+    """Return a descriptor of the memory file for a rank's stack. Raises OSError."""
+    path = f"/proc/{pid}/fd/{number}"
+    if not os.readlink(path).startswith(_STACK):  # Opening another file could have effects.
+        raise OSError(errno.EINVAL, "not the file of a stack", path)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(_STACK):  # The rank has replaced the descriptor.
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not the file of a stack", path)
+    return fd
+
+
+def open_kernel_log() -> int:
+    """Return a descriptor of the kernel log. Raises OSError."""
+    return os.open(KERNEL, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _owned(path: str, uid: int, at: int | None = None, depth: int = 0) -> Iterator[tuple[int, bool]]:

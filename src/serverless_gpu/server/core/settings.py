@@ -14,6 +14,9 @@
     engine = "ray"  # a Ray head of our own at `ray_port`; ray_address and ray_token_file name an existing cluster
     [queue]  # the settings whose names begin with "queue_"
     half_life = "7d"
+    [oidc]  # the settings whose names begin with "oidc_"
+    issuer = "https://login.example.com/realms/lab"
+    client_id = "sgpu"
 
 The server stores its files in `$SERVERLESS_GPU_HOME/server/`:
 
@@ -41,6 +44,7 @@ from serverless_gpu.engines.ray.start_arguments import PORT as RAY_PORT
 from serverless_gpu.engines.ray.start_arguments import check_node_address, ports
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.json_codec import from_builtins
+from serverless_gpu.model.access_control import Role
 from serverless_gpu.model.egress import destination
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.model.usage_policy import MAX_RUN_S
@@ -67,6 +71,9 @@ _NO_SETTINGS = (
 CURRENCY = "USD"
 _FILE = "server.toml"
 _QUEUE = "queue"
+_OIDC = "oidc"
+_SECRETS = ("oidc_client_secret",)
+"""Settings whose values `sgpu server config` hides."""
 _NEVER = "never"
 _USUAL = QueuePolicy()
 _DEFAULT = "default"
@@ -91,6 +98,42 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     node_address: str = ""
     address: str = ""
     token_file: str = ""
+
+
+class OidcSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an identity provider (OpenID Connect).
+
+    Attributes:
+        issuer: address of the provider, as in the provider's metadata.
+        client_id: identifier of this server at the provider.
+        client_secret: secret of this server at the provider; "" for a public client.
+        name: name of the provider on the sign-in page.
+        scopes: scopes to request.
+        domains: e-mail domains that may sign in, with a verified address; empty for every account of the provider.
+        name_claim: claim with the name of a new user.
+        groups_claim: claim with the groups of a user. Dots separate nested names.
+        teams: team of each mapped group.
+        roles: role of each mapped group.
+        role: role of a user without a mapped group; "" to refuse such users.
+        create: True to create users for unknown accounts.
+    """
+
+    issuer: str
+    client_id: str
+    client_secret: str = ""
+    name: str = ""
+    scopes: tuple[str, ...] = ("openid", "profile", "email")
+    domains: tuple[str, ...] = ()
+    name_claim: str = "preferred_username"
+    groups_claim: str = "groups"
+    teams: Mapping[str, str] = {}
+    roles: Mapping[str, Role] = {}
+    role: Role | Literal[""] = "member"
+    create: bool = False
+
+    def __repr__(self) -> str:
+        """Omit the secret."""
+        return f"OidcSettings(issuer={self.issuer!r}, client_id={self.client_id!r})"
 
 
 def _typed(seconds: float) -> str:
@@ -154,6 +197,19 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     webhook: str = ""
     ui: bool = True
     path_prefix: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    oidc_issuer: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    oidc_client_id: str = ""
+    oidc_client_secret: str = ""
+    oidc_client_secret_file: str = ""
+    oidc_name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    oidc_scopes: tuple[str, ...] = ("openid", "profile", "email")
+    oidc_domains: tuple[str, ...] = ()
+    oidc_name_claim: str = "preferred_username"
+    oidc_groups_claim: str = "groups"
+    oidc_teams: tuple[str, ...] = ()
+    oidc_roles: tuple[str, ...] = ()
+    oidc_role: Literal["admin", "operator", "member", "viewer", "none"] = "member"
+    oidc_create: bool = False
     index_proxy: str = ""
     index_url: str = ""
     index_open: bool = False
@@ -229,6 +285,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         webhook: URL to which the server posts notices of budgets and alarms; "" for none.
         ui: True if the server serves web pages.
         path_prefix: path below which a proxy serves this server, such as "/gpu"; "" for the root.
+        oidc: identity provider with which users sign in; None for none.
         stopping_s: time for running requests to finish when the server stops. A stopping server refuses new requests.
         index_proxy: settings of the proxy for package indexes; None for no proxy.
         queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
@@ -269,6 +326,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     webhook: str = ""
     ui: bool = True
     path_prefix: str = ""
+    oidc: OidcSettings | None = None
     stopping_s: float = 30.0
     queue: QueuePolicy = _USUAL
     index_proxy: IndexProxySettings | None = None
@@ -333,6 +391,7 @@ def read_settings(
         webhook=checked.webhook(merged),
         ui=merged.ui,
         path_prefix=checked.path_prefix(merged),
+        oidc=checked.oidc(merged),
         stopping_s=checked.stop_within_s(merged),
         queue=checked.queue(merged),
         index_proxy=checked.index_proxy(merged),
@@ -349,7 +408,11 @@ def effective_settings(
 
 def _effective(merged: _Options, origins: Mapping[str, str]) -> tuple[EffectiveSetting, ...]:
     return tuple(
-        EffectiveSetting(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
+        EffectiveSetting(
+            name=name,
+            value="***" if name in _SECRETS and getattr(merged, name) else _shown(getattr(merged, name)),
+            origin=origins.get(name, _DEFAULT),
+        )
         for name in _Options.__struct_fields__
     )
 
@@ -403,12 +466,13 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}") from error
-    queue = said.pop(_QUEUE, {})
-    if not isinstance(queue, dict):
-        raise InvalidOption(
-            f"{path}: {_QUEUE} is a table", hint=f"write a section [{_QUEUE}] with lines like half_life = '7d'"
-        )
-    return {**said, **{f"{_QUEUE}_{name}": value for name, value in queue.items()}}
+    for name, example in ((_QUEUE, "half_life = '7d'"), (_OIDC, "client_id = 'sgpu'")):
+        table = said.pop(name, {})
+        if not isinstance(table, dict):
+            hint = f"write a section [{name}] with lines like {example}"
+            raise InvalidOption(f"{path}: {name} is a table", hint=hint)
+        said |= {f"{name}_{key}": value for key, value in table.items()}
+    return said
 
 
 def _converted(name: str, value: object, origin: str, *, strict: bool) -> object:
@@ -472,6 +536,67 @@ class _Checked:
             origin = self._origins.get("path_prefix", _DEFAULT)
             raise InvalidOption(f"{origin}: {prefix!r} is not a path prefix", hint="write a path like /gpu")
         return prefix
+
+    def oidc(self, said: _Options) -> OidcSettings | None:
+        given = [name for name in self._origins if name.startswith(f"{_OIDC}_")]
+        if not said.oidc_issuer:
+            if given:
+                hint = "set the address of the identity provider"
+                raise self._impossible(given[0], f"{given[0]} comes without oidc_issuer", hint=hint)
+            return None
+        parts = urlsplit(said.oidc_issuer)
+        is_safe = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)
+        if not is_safe or not parts.hostname or parts.query or parts.fragment or parts.username is not None:
+            hint = "use an address like https://login.example.com/realms/lab"
+            raise self._impossible("oidc_issuer", f"oidc_issuer is {said.oidc_issuer!r}", hint=hint)
+        if not said.oidc_client_id:
+            hint = "register this server at the identity provider"
+            raise self._impossible("oidc_issuer", "oidc_issuer comes without oidc_client_id", hint=hint)
+        if "openid" not in said.oidc_scopes:
+            raise self._impossible("oidc_scopes", "oidc_scopes lacks openid", hint="add the scope openid")
+        roles = self._mapped("oidc_roles", said.oidc_roles)
+        for role in roles.values():
+            if role not in ("admin", "operator", "member", "viewer"):
+                hint = "roles: admin, operator, member, viewer"
+                raise self._impossible("oidc_roles", f"oidc_roles: there is no role {role!r}", hint=hint)
+        return OidcSettings(
+            issuer=said.oidc_issuer,
+            client_id=said.oidc_client_id,
+            client_secret=said.oidc_client_secret or self._secret("oidc_client_secret_file", said),
+            name=said.oidc_name or parts.hostname,
+            scopes=said.oidc_scopes,
+            domains=tuple(domain.lower().lstrip("@") for domain in said.oidc_domains),
+            name_claim=said.oidc_name_claim,
+            groups_claim=said.oidc_groups_claim,
+            teams=self._mapped("oidc_teams", said.oidc_teams),
+            roles=roles,  # type: ignore[arg-type] # checked above
+            role="" if said.oidc_role == "none" else said.oidc_role,
+            create=said.oidc_create,
+        )
+
+    def _mapped(self, name: str, pairs: tuple[str, ...]) -> dict[str, str]:
+        """Return a mapping that is written as items "GROUP=NAME"."""
+        found = {}
+        for pair in pairs:
+            group, equals, mapped = pair.rpartition("=")
+            if not (equals and group.strip() and mapped.strip()):
+                raise self._impossible(name, f"{name}: {pair!r} is not a mapping", hint="write GROUP=NAME")
+            found[group.strip()] = mapped.strip()
+        return found
+
+    def _secret(self, name: str, said: _Options) -> str:
+        path = _path(getattr(said, name))
+        if not path:
+            return ""
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+            is_open = Path(path).stat().st_mode & 0o077
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._impossible(name, f"{path} cannot be read: {error}", hint="name a readable file") from None
+        if is_open or not text:
+            why = "is readable by other users" if is_open else "is empty"
+            raise self._impossible(name, f"{path} {why}", hint=f"chmod 600 {path}" if is_open else "write the secret")
+        return text
 
     def stop_within_s(self, said: _Options) -> float:
         return self._duration("stop_within", said.stop_within, 0.0, STOP_WITHIN_MAX_S)

@@ -65,6 +65,31 @@ tokens = sa.Table(
     sa.Column("kind", sa.String(16)),
     # How and where a session began: the way of signing in, the browser and the address, as JSON; NULL for API tokens.
     sa.Column("origin_json", sa.Text),
+    sa.Column("made_by", sa.String(64)),  # Principal that created an API token; NULL for sessions and if unknown.
+)
+
+passwords = sa.Table(
+    "passwords",
+    metadata,
+    sa.Column("principal", sa.ForeignKey("principals.name"), primary_key=True),
+    sa.Column("hash", sa.Text),  # Argon2 hash with its parameters; NULL before the first use of a reset link.
+    sa.Column("changed_ns", sa.BigInteger),
+    # Hash and expiry of a one-time link with which the user sets a password; NULL without a valid link.
+    sa.Column("reset_sha256", sa.String(64), unique=True),
+    sa.Column("reset_until_ns", sa.BigInteger),
+)
+
+identities = sa.Table(  # Accounts at an identity provider with which users sign in.
+    "identities",
+    metadata,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("issuer", sa.String(512), nullable=False),
+    sa.Column("subject", sa.String(256), nullable=False),
+    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False, index=True),
+    sa.Column("shown", sa.String(256), nullable=False, default=""),  # Name or e-mail at the provider, for display only.
+    sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("used_ns", sa.BigInteger),
+    sa.UniqueConstraint("issuer", "subject", name="uq_identities_issuer"),
 )
 
 pools = sa.Table(
@@ -207,6 +232,8 @@ invitations = sa.Table(  # Join tokens for registering new machines.
     sa.Column("uses_left", sa.Integer, nullable=False),
 )
 
+_LISTED = ("created_ns", "name", "state", "owner", "team", "gpu_type", "said")
+"""Columns of `runs` that filters of a list compare."""
 runs = sa.Table(
     "runs",
     metadata,
@@ -253,7 +280,22 @@ runs = sa.Table(
     sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),
     # Milliseconds of user code in earlier attempts.
     sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
+    # Device type of the current attempt, or the requested type, shortened.
+    sa.Column("gpu_type", sa.String(40), nullable=False, default="", server_default=""),
+    # Final sentence of the run for searches, in lower case and shortened (`runs.searchable`).
+    sa.Column("said", sa.String(200), nullable=False, default="", server_default=""),
+    sa.Column("arguments_json", sa.Text),  # Arguments of the call as text; NULL if the client sent none.
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
+    # Covering indexes of `run_list.page`, one for each order. PostgreSQL limits an index entry to 2,704 bytes.
+    sa.Index("ix_runs_list", "id", *_LISTED),
+    sa.Index(
+        "ix_runs_ended",
+        "ended_ns",
+        "id",
+        *_LISTED,
+        sqlite_where=sa.text("ended_ns IS NOT NULL"),
+        postgresql_where=sa.text("ended_ns IS NOT NULL"),
+    ),
     sa.Index("ix_runs_owner", "owner", "id"),
     sa.Index("ix_runs_snapshot", "snapshot", "created_ns", "owner"),  # Covers the list of environments.
     sa.Index(  # Index for the query of charges that are not complete.
@@ -270,6 +312,16 @@ runs = sa.Table(
         sqlite_where=sa.text("state = 'SUCCEEDED'"),
         postgresql_where=sa.text("state = 'SUCCEEDED'"),
     ),
+)
+
+run_tags = sa.Table(  # Tags of runs as rows for `run_list.page`.
+    "run_tags",
+    metadata,
+    sa.Column("key", sa.String(256), primary_key=True),
+    sa.Column("value", sa.String(256), primary_key=True),
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Index("ix_run_tags_run", "run_id"),
+    sqlite_with_rowid=False,
 )
 
 attempts = sa.Table(  # Common data of an attempt's supervisors.

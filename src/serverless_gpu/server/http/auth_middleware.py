@@ -66,9 +66,27 @@ from serverless_gpu.server.http.routing import (
 from serverless_gpu.server.records import principals
 from serverless_gpu.wire.base import API
 
-PUBLIC_ROUTES = frozenset({("GET", f"{API}/health"), ("GET", f"{API}/version")})
+PUBLIC_ROUTES = frozenset(
+    {
+        ("GET", f"{API}/health"),
+        ("GET", f"{API}/version"),
+        ("POST", f"{API}/device/codes"),
+        ("POST", f"{API}/device/token"),
+    }
+)
 PUBLIC_PAGES = frozenset(
-    {("GET", "/"), ("GET", "/ui/assets/{digest}/{name}"), ("GET", "/ui/sign-in"), ("POST", "/ui/sign-in")}
+    {
+        ("GET", "/"),
+        ("GET", "/ui/assets/{digest}/{name}"),
+        ("GET", "/ui/sign-in"),
+        ("POST", "/ui/sign-in"),
+        ("POST", "/ui/sign-in/password"),
+        ("GET", "/ui/sign-in/provider"),
+        ("GET", "/ui/sign-in/callback"),
+        ("GET", "/ui/sign-out/provider"),
+        ("GET", "/ui/password"),
+        ("POST", "/ui/password"),
+    }
 )
 COOKIE = "sgpu_session"
 """Cookie with the secret of a session."""

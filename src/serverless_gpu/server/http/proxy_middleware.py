@@ -27,7 +27,7 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES
 from serverless_gpu.server.http.routing import problem_response
 
-_PUBLIC = frozenset(path for _method, path in PUBLIC_ROUTES)
+_PUBLIC = frozenset(path for method, path in PUBLIC_ROUTES if method == "GET")
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

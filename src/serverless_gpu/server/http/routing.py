@@ -184,7 +184,7 @@ def writing(noun: str, *, attempts: bool = False) -> Need:
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class of query parameters."""
+    """Base class of query parameters. A field with a tuple type accepts repeated names."""
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,6 +250,11 @@ class Call:
         self.scope: Scope = {}
         self.csrf = ""
         self.again_answer: Callable[[], object] = lambda: None
+
+    @property
+    def address(self) -> str:
+        """Return the client's network address, or "" if it is unknown."""
+        return str((self.scope.get("client") or ("",))[0])
 
     def check(self) -> None:
         """Authorize the caller again, and raise an error if the caller has lost access."""
@@ -522,12 +527,22 @@ def _decoded(decode: Callable[[], T]) -> T:
 
 
 def _query(request: HttpRequest, kind: Any) -> object:
-    asked: dict[str, str] = {}
+    given: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():
-        if name in asked:
-            raise InvalidValue(f"the query parameter {name[:64]!r} occurs twice")
-        asked[name] = value
-    return from_builtins(asked, kind, strict=False)
+        given.setdefault(name, []).append(value)
+    return from_builtins(_single_values(given, kind, "the query parameter {!r} occurs twice"), kind, strict=False)
+
+
+def _single_values(given: typing.Mapping[str, list[str]], kind: type, twice: str) -> dict[str, object]:
+    """Return one value by name, and all values of the fields with a tuple type."""
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, object] = {}
+    for name, several in given.items():
+        is_list = name in fields and typing.get_origin(fields[name].type) is tuple
+        if len(several) > 1 and not is_list:
+            raise InvalidValue(twice.format(name[:64]))
+        values[name] = several if is_list else several[0]
+    return values
 
 
 def _form(request: HttpRequest, data: bytes, kind: type[Form]) -> Form:
@@ -543,14 +558,7 @@ def _form(request: HttpRequest, data: bytes, kind: type[Form]) -> Form:
     token = [*given.pop(CSRF, ()), *request.headers.getlist(f"x-{CSRF}")]
     if call.csrf and not (token and all(hmac.compare_digest(one, call.csrf) for one in token)):
         raise NotAllowed("the form does not belong to your session", hint="load the page again, and repeat the action")
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    values: dict[str, object] = {}
-    for name, several in given.items():
-        is_list = name in fields and typing.get_origin(fields[name].type) is tuple
-        if len(several) > 1 and not is_list:
-            raise InvalidValue(f"the form contains {name[:64]!r} twice")
-        values[name] = several if is_list else several[0]
-    return from_builtins(values, kind, strict=False)
+    return from_builtins(_single_values(given, kind, "the form contains {!r} twice"), kind, strict=False)
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:

@@ -154,7 +154,7 @@ def _held(
     faults.reach("after_token_file_before_row")
     # Other machines with the same database have different tokens.
     label = f"made by the server: {path.name} ({sha256(f'{machine()}:{path.absolute()}')[:12]})"
-    new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns)
+    new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns, made_by=SERVER.name)
     database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
     return secret
 

@@ -7,7 +7,9 @@ change principals. A scoped token can create only tokens with a subset of its sc
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
@@ -17,10 +19,10 @@ from serverless_gpu.server.core.caller import Caller, check_time_zone
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import ANY_CALLER, Call, Routes, reading, writing
+from serverless_gpu.server.http.routing import ANY_CALLER, Call, Query, Routes, reading, writing
 from serverless_gpu.server.identity import rights
 from serverless_gpu.server.lifecycle import owner_suspension
-from serverless_gpu.server.records import audit, principals, references
+from serverless_gpu.server.records import audit, credentials, principals, references
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.access import (
@@ -37,7 +39,9 @@ from serverless_gpu.wire.access import (
     TokenRequest,
     TokenView,
 )
+from serverless_gpu.wire.sign_in import PrincipalDetails
 
+PAGE_MAX = 1_000
 TOKEN_EXPIRY_MAX_S = 3650 * 86_400.0
 _NS = 1_000_000_000
 
@@ -56,7 +60,7 @@ class PrincipalService:
 
     def make(self, who: Caller, request: PrincipalRequest) -> TokenMade:
         """Create a user or service with a first token."""
-        _check_unscoped(who)
+        check_unscoped(who)
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TokenMade:
@@ -66,13 +70,13 @@ class PrincipalService:
                 connection, who=who, action=Action.USER_CREATE, subject=made.name, now_ns=now_ns, detail=detail
             )
             new = NewToken(principal=made.name, label="the first one")
-            return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
+            return create_audited_token(connection, who, new, secret=secret, now_ns=now_ns)
 
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
         """Change a principal's role or rights, or disable or enable the principal."""
-        _check_unscoped(who)
+        check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
         def work(connection: sa.Connection) -> PrincipalView:
@@ -107,7 +111,7 @@ class PrincipalService:
 
     def delete(self, who: Caller, name: str) -> PrincipalView:
         """Delete a user or service without references, and return the deleted principal."""
-        _check_unscoped(who)
+        check_unscoped(who)
         if name == who.name:
             raise InvalidValue("you cannot delete your own user", hint="ask another administrator")
         now_ns = self._clock.wall_ns()
@@ -127,7 +131,7 @@ class PrincipalService:
 
     def delete_team(self, who: Caller, name: str) -> TeamView:
         """Delete a team without references, and return the deleted team."""
-        _check_unscoped(who)
+        check_unscoped(who)
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TeamView:
@@ -144,7 +148,7 @@ class PrincipalService:
 
     def make_team(self, who: Caller, name: str) -> TeamView:
         """Create a team."""
-        _check_unscoped(who)
+        check_unscoped(who)
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TeamView:
@@ -156,7 +160,7 @@ class PrincipalService:
 
     def change_team(self, who: Caller, name: str, asked: TeamChange) -> TeamView:
         """Change a team's time zone, which is the default time zone of the team's budgets."""
-        _check_unscoped(who)
+        check_unscoped(who)
         check_time_zone(asked.time_zone)
         now_ns = self._clock.wall_ns()
 
@@ -176,7 +180,7 @@ class PrincipalService:
 
     def set_member(self, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
         """Add a principal to a team, or remove a principal from a team."""
-        _check_unscoped(who)
+        check_unscoped(who)
         now_ns = self._clock.wall_ns()
         action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
         change = principals.add_member if member else principals.remove_member
@@ -207,7 +211,7 @@ class PrincipalService:
 
         def work(connection: sa.Connection) -> TokenMade:
             rights.check_new_token(connection, who, owner, request.scopes)
-            return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
+            return create_audited_token(connection, who, new, secret=secret, now_ns=now_ns)
 
         return self._database.write(work)
 
@@ -230,14 +234,19 @@ class PrincipalService:
         return self._database.write(work)
 
 
-def _make_token(connection: sa.Connection, who: Caller, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
+def create_audited_token(
+    connection: sa.Connection, who: Caller, new: NewToken, *, secret: str, now_ns: int
+) -> TokenMade:
+    """Create a token, and record its creation in the audit."""
+    new = msgspec.structs.replace(new, made_by=who.name)
     made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
     detail = {"principal": new.principal, "scopes": new.scopes, "expires_ns": made.token.expires_ns}
     audit.record(connection, who=who, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns, detail=detail)
     return made
 
 
-def _check_unscoped(who: Caller) -> None:
+def check_unscoped(who: Caller) -> None:
+    """Refuse a token with scopes."""
     if who.scopes:
         raise NotAllowed(
             "a token with scopes cannot change principals, roles or teams", hint="use a token without scopes"
@@ -253,12 +262,52 @@ def whoami(call: Call, database: Transactions) -> PrincipalView:
     return database.read(lambda connection: principals.principal(connection, call.who.name))
 
 
+class UsersQuery(Query, frozen=True, kw_only=True):
+    """Filter and page of a list of users.
+
+    Attributes:
+        q: part of the name.
+        after: name of the last user of the previous page.
+        limit: maximum number of users; None for all.
+    """
+
+    q: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    after: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] | None = None
+
+
 @routes.get("/users", needs=reading("users"))
-def list_users(call: Call, database: Transactions) -> PrincipalList:
-    """List all users and services, or only the caller without access to others."""
+def list_users(call: Call, database: Transactions, query: UsersQuery) -> PrincipalList:
+    """List all users and services by name, or only the caller without access to others."""
     if call.reach != AccessReach.ALL:
         return PrincipalList(principals=(whoami(call, database),))
-    return PrincipalList(principals=database.read(principals.all_principals))
+    found = database.read(principals.all_principals)
+    wanted = [one for one in found if query.q.lower() in one.name and one.name > query.after]
+    page = wanted[: query.limit]
+    return PrincipalList(principals=tuple(page), cursor=page[-1].name if page and len(wanted) > len(page) else "")
+
+
+@routes.get("/users/{name}", needs=reading("users"))
+def show_user(call: Call, database: Transactions, clock: Clock, name: str) -> PrincipalDetails:
+    """Return a user or service with its ways to sign in."""
+    if not covers(call.reach, name=call.who.name, teams=(), owner=name):
+        raise NotFound(f"there is no user or service {name[:64]!r}")
+    now_ns = clock.wall_ns()
+
+    def work(connection: sa.Connection) -> PrincipalDetails:
+        found, password = principals.principal(connection, name), credentials.password(connection, name)
+        is_reset = password.reset_until_ns is not None and password.reset_until_ns > now_ns
+        return PrincipalDetails(
+            principal=found,
+            has_password=password.hash is not None,
+            password_changed_ns=password.changed_ns,
+            reset_until_ns=password.reset_until_ns if is_reset else None,
+            identities=credentials.identities_of(connection, name),
+            tokens=principals.count_valid_tokens(connection, name, now_ns=now_ns),
+            sessions=len(principals.sessions_of(connection, name, now_ns=now_ns)),
+        )
+
+    return database.read(work)
 
 
 @routes.post("/users", needs=writing("users"))
@@ -284,6 +333,14 @@ def list_teams(call: Call, database: Transactions) -> TeamList:
     """List all teams, or only the teams of the caller."""
     teams = database.read(principals.all_teams)
     return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
+
+
+@routes.get("/teams/{team}", needs=reading("teams"))
+def show_team(call: Call, database: Transactions, team: str) -> TeamView:
+    """Return a team with its members."""
+    if call.reach != AccessReach.ALL and team not in call.who.teams:
+        raise NotFound(f"there is no team {team[:64]!r}")
+    return database.read(lambda connection: principals.team(connection, team))
 
 
 @routes.post("/teams", needs=writing("teams"))
@@ -316,11 +373,42 @@ def remove_member(call: Call, principals: PrincipalService, team: str, user: str
     return principals.set_member(call.who, team=team, principal=user, member=False)
 
 
+class TokensQuery(Query, frozen=True, kw_only=True):
+    """Filter, order and page of a list of tokens.
+
+    Attributes:
+        principal: owner of the tokens, or "" for every owner within the caller's reach.
+        newest: True for the newest tokens first, in pages.
+        valid: True for only valid tokens. Needs `newest`.
+        before: identifier of the last token of the previous page. Needs `newest`.
+        limit: maximum number of tokens. Needs `newest`.
+    """
+
+    principal: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    newest: bool = False
+    valid: bool = False
+    before: Annotated[str, msgspec.Meta(max_length=26)] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = 100
+
+
 @routes.get("/tokens", needs=reading("tokens"))
-def list_tokens(call: Call, database: Transactions) -> TokenList:
-    """List all tokens or the caller's tokens, without their secrets."""
-    whose = None if call.reach == AccessReach.ALL else call.who.name
-    return TokenList(tokens=database.read(lambda connection: principals.tokens_of(connection, whose)))
+def list_tokens(call: Call, database: Transactions, clock: Clock, query: TokensQuery) -> TokenList:
+    """List tokens of all principals or of the caller, without their secrets: the oldest first, or pages."""
+    whose = query.principal or None
+    if call.reach != AccessReach.ALL:
+        if whose not in (None, call.who.name):
+            return TokenList(tokens=())
+        whose = call.who.name
+    if not query.newest:
+        return TokenList(tokens=database.read(lambda connection: principals.tokens_of(connection, whose)))
+    valid_at_ns = clock.wall_ns() if query.valid else None
+    found = database.read(
+        lambda connection: principals.newest_tokens(
+            connection, whose, before=query.before, limit=query.limit + 1, valid_at_ns=valid_at_ns
+        )
+    )
+    page = found[: query.limit]
+    return TokenList(tokens=page, cursor=page[-1].id if len(found) > len(page) else "")
 
 
 @routes.post("/tokens", needs=writing("tokens"))

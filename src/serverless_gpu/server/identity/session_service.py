@@ -5,7 +5,8 @@
 
 A session is a token of another kind (`records/principals.py`). The server stores only the hash of its secret. The
 secret is valid only in the cookie of the web pages, and ends after a week, or after a day without a request. A sign-in
-always creates another session, so that a secret from before the sign-in never becomes valid.
+always creates another session, so that a secret from before the sign-in never becomes valid. The sign-in also ends the
+session that the browser had before.
 
 Failure cases:
 * After a restart of the server, links from before the restart are invalid. Sessions remain valid.
@@ -15,12 +16,15 @@ Failure cases:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import threading
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
@@ -28,14 +32,17 @@ from serverless_gpu.errors import NotAllowed, NotAuthenticated, NotFound
 from serverless_gpu.model.access_control import AccessReach, covers
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import ANY_CALLER, Call, Routes, reading, writing
+from serverless_gpu.server.http.routing import ANY_CALLER, Call, Query, Routes, reading, writing
+from serverless_gpu.server.identity.rate_limiter import Rate, RateLimiter, network_of
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.wire.access import SessionList, SessionOrigin, SessionView, SignInLink
+from serverless_gpu.wire.access import SessionList, SessionOrigin, SessionsEnded, SessionView, SignInLink
 
 LINK_S = 600.0
 """Seconds for which a sign-in link is valid."""
 LINKS_MAX = 1_000
+PER_ADDRESS = Rate(30, 300.0)
+"""Failed attempts to sign in with a token or a link to set a password."""
 _CODE_BYTES = 32
 _BROWSER_CHARACTERS = 200
 _NEW_LINK = "create another link with `sgpu web`, or sign in in another way"
@@ -54,6 +61,7 @@ class SessionService:
         self._database = database
         self._lock = threading.Lock()
         self._links: OrderedDict[str, _Link] = OrderedDict()
+        self._attempts = RateLimiter(PER_ADDRESS, clock=clock)
 
     def link(self, who: Caller) -> SignInLink:
         """Return a link that signs its first user in as the caller."""
@@ -76,14 +84,32 @@ class SessionService:
             raise NotAuthenticated("this sign-in link has expired, or someone has used it", hint=_NEW_LINK)
         return link.principal
 
-    def open(self, principal: str, origin: SessionOrigin) -> str:
-        """Create a session of a principal, and return the session's secret for the cookie."""
+    @contextlib.contextmanager
+    def attempt(self, address: str) -> Iterator[None]:
+        """Count an attempt to sign in from an address, unless the attempt succeeds.
+
+        Raises:
+            TooManyRequests: too many failed attempts from the address.
+        """
+        key = network_of(address)
+        self._attempts.take(key)
+        yield
+        self._attempts.give_back(key)
+
+    def open(self, principal: str, origin: SessionOrigin, *, replaces: str = "") -> str:
+        """Create a session of a principal, and return the session's secret for the cookie.
+
+        `replaces` is the secret in the browser's cookie before the sign-in. Its session ends.
+        """
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         browser = "".join(filter(str.isprintable, origin.browser))[:_BROWSER_CHARACTERS]
         origin = SessionOrigin(method=origin.method, browser=browser, address=origin.address)
 
         def work(connection: sa.Connection) -> None:
             made = principals.create_session(connection, principal, origin, secret=secret, now_ns=now_ns)
+            before = principals.token_id(replaces)
+            if before and principals.is_session(connection, before) and principals.is_known(connection, replaces):
+                principals.revoke_token(connection, before, now_ns=now_ns)
             who = Caller(name=principal, token_id=made)
             detail = {"method": origin.method, "address": origin.address}
             audit.record(connection, who=who, action=Action.SESSION_OPEN, subject=made, now_ns=now_ns, detail=detail)
@@ -110,6 +136,24 @@ class SessionService:
 
         self._database.write(work)
 
+    def end_all(self, who: Caller, principal: str, *, reach: str, kept: str = "") -> tuple[str, ...]:
+        """End the sessions of a principal except `kept`, and return the identifiers of ended sessions."""
+        if not covers(reach, name=who.name, teams=(), owner=principal):
+            raise NotFound(f"there is no user or service {principal[:64]!r}")
+        now_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> tuple[str, ...]:
+            principals.principal(connection, principal)
+            ended = principals.end_sessions(connection, principal, kept=kept, now_ns=now_ns)
+            if ended:
+                detail = {"principal": principal, "sessions": len(ended)}
+                audit.record(
+                    connection, who=who, action=Action.SESSION_END, subject=principal, now_ns=now_ns, detail=detail
+                )
+            return ended
+
+        return self._database.write(work)
+
     def sessions(self, who: Caller, *, reach: str) -> tuple[SessionView, ...]:
         """Return the open sessions within the caller's reach, newest first."""
         whose = None if reach == AccessReach.ALL else who.name
@@ -134,6 +178,25 @@ def make_link(call: Call, sessions: SessionService) -> SignInLink:
 def list_sessions(call: Call, sessions: SessionService) -> SessionList:
     """List the open sessions of browsers: all sessions, or the caller's sessions."""
     return SessionList(sessions=sessions.sessions(call.who, reach=call.reach))
+
+
+class SessionsQuery(Query, frozen=True, kw_only=True):
+    """Sessions to end.
+
+    Attributes:
+        principal: owner of the sessions, or "" for the caller.
+        keep: identifier of a session that does not end, or "".
+    """
+
+    principal: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    keep: Annotated[str, msgspec.Meta(max_length=26)] = ""
+
+
+@routes.delete("/sessions", needs=writing("tokens"))
+def end_sessions(call: Call, sessions: SessionService, query: SessionsQuery) -> SessionsEnded:
+    """End all sessions of a user."""
+    owner = query.principal or call.who.name
+    return SessionsEnded(count=len(sessions.end_all(call.who, owner, reach=call.reach, kept=query.keep)))
 
 
 @routes.delete("/sessions/{session}", needs=writing("tokens"))

@@ -248,7 +248,8 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
         sentence=f"placed on {node}",
         node=node,
     )
-    runs.change(connection, run, state=life.state.value, fence=life.fence, events=event.seq)
+    changed = {"state": life.state.value, "fence": life.fence, "events": event.seq}
+    runs.change(connection, run, **changed, gpu_type=runs.shortened_type(new.gpu_type))
     attempts.insert(connection, run.id, life.fence, new=new, at_ns=at_ns)
     crews.insert(connection, run.id, life.fence, on, at_ns=at_ns)
     events.add(connection, [event])
@@ -394,9 +395,11 @@ def _write_run(
         values["detail"] = note.detail  # Users see the reason for the stop request before and after the end of the run.
     if RunInstruction.CONCLUDE in told.instructions:
         nothing_to_come = gang is None or all(crew.settled_ns is not None for crew in gang.crews)
+        detail = _asked_because(run, life.reason) or note.detail
         values |= {
             "reason": life.reason.value if life.reason else None,
-            "detail": _asked_because(run, life.reason) or note.detail,
+            "detail": detail,
+            "said": runs.searchable(reason_sentence(life.reason, detail) if life.reason else detail),
             "unsaved": life.unsaved,
             "ended_ns": note.at_ns,
             "settled_ns": note.at_ns if nothing_to_come else None,

@@ -199,7 +199,13 @@ class NodeAdmission:
 
         def work(connection: sa.Connection) -> str:
             bootstrap.ensure_node_service(connection, now_ns=now_ns)
-            new = NewToken(principal=bootstrap.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
+            new = NewToken(
+                principal=bootstrap.NODE,
+                label=label,
+                scopes=(Resource.JOINING,),
+                expires_ns=expires_ns,
+                made_by=who.name,
+            )
             made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
             nodes.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
             detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}
@@ -351,7 +357,7 @@ class JoinService:
         node = NodeIdentity(name=request.name, machine=request.machine, instance=request.instance, key=key)
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         label = f"joined: {request.name} ({request.machine[:16]}-{request.instance[:8]})"
-        new = NewToken(principal=who.name, label=label[:LABEL_CHARACTERS_MAX], scopes=(AGENT,))
+        new = NewToken(principal=who.name, label=label[:LABEL_CHARACTERS_MAX], scopes=(AGENT,), made_by=who.name)
 
         def work(connection: sa.Connection) -> str:
             self._refuse_taken(connection, request, key)

@@ -74,6 +74,12 @@ class Action(StrEnum):
     TOKEN_REVOKE = "token.revoke"
     SESSION_OPEN = "session.open"
     SESSION_END = "session.end"
+    DEVICE_REFUSE = "device.refuse"
+    PASSWORD_SET = "password.set"
+    PASSWORD_RESET = "password.reset"
+    PASSWORD_REMOVE = "password.remove"
+    IDENTITY_LINK = "identity.link"
+    IDENTITY_UNLINK = "identity.unlink"
     SERVER_DRAIN = "server.drain"
     SERVER_RESUME = "server.resume"
     SERVER_RESTORE = "server.restore"
@@ -146,18 +152,13 @@ def record(
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[AuditEntry]:
     """Return audit entries after row `after`, including entries that are not in the audit chain."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
-    return [
-        AuditEntry(
-            seq=row.seq,
-            at_ns=row.at_ns,
-            principal=row.principal,
-            action=row.action,
-            subject=row.subject,
-            detail=_decode(row.detail_json),
-            token=row.token,
-        )
-        for row in connection.execute(query)
-    ]
+    return [_entry(row) for row in connection.execute(query)]
+
+
+def of_subject(connection: sa.Connection, subject: str, action: Action, *, limit: int) -> list[AuditEntry]:
+    """Return the entries of one action on one object, oldest first."""
+    query = sa.select(audit).where(audit.c.subject == subject, audit.c.action == action.value)
+    return [_entry(row) for row in connection.execute(query.order_by(audit.c.seq).limit(limit))]
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,6 +276,10 @@ _at = sa.func.coalesce(audit.c.at_ns, 0)
 _TOLD = [column for column in audit.c if column.name != "seq"]
 _UNLINKED = audit.outerjoin(audit_links)
 _decode = msgspec.json.Decoder(dict[str, object]).decode
+
+
+def _entry(row: sa.Row[Any]) -> AuditEntry:
+    return AuditEntry(detail=_decode(row.detail_json), **_plain(row))
 
 
 def _plain(row: sa.Row[Any]) -> dict[str, Any]:

@@ -35,10 +35,12 @@ from serverless_gpu.server.core.server_key import (
 )
 from serverless_gpu.server.db.tables import (
     crews,
+    identities,
     invitations,
     members,
     node_bindings,
     nodes,
+    passwords,
     principals,
     shares,
     teams,
@@ -67,6 +69,10 @@ SESSION_S = 7 * 86_400.0
 """Lifetime of a session, in seconds."""
 SESSION_IDLE_S = 86_400.0
 """Seconds without a request after which a session ends."""
+SESSION_KEPT_S = 30 * 86_400.0
+"""Seconds for which the database keeps a session after its expiry."""
+SESSIONS_MAX = 100
+"""Maximum number of open sessions of one user. Another sign-in ends the oldest."""
 USED_EVERY_NS = 60_000_000_000
 """Minimum nanoseconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
@@ -158,7 +164,8 @@ def delete_principal(connection: sa.Connection, name: str) -> PrincipalView:
     theirs = sa.select(tokens.c.id).where(tokens.c.principal == name)
     for table in (node_bindings, invitations):
         connection.execute(sa.delete(table).where(table.c.token.in_(theirs)))
-    connection.execute(sa.delete(tokens).where(tokens.c.principal == name))
+    for owned in (tokens, passwords, identities):
+        connection.execute(sa.delete(owned).where(owned.c.principal == name))
     connection.execute(sa.delete(members).where(members.c.principal == name))
     connection.execute(sa.delete(shares).where(shares.c.kind == "user", shares.c.name == name))
     connection.execute(sa.delete(principals).where(principals.c.name == name))
@@ -289,12 +296,14 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
         label: purpose of the token, as described by its owner.
         scopes: names from `model.access_control.SCOPES`. A token without scopes permits every operation of its owner.
         expires_ns: expiry, nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
+        made_by: the principal that creates the token, or "server".
     """
 
     principal: str
     label: str = ""
     scopes: tuple[str, ...] = ()
     expires_ns: int | None = None
+    made_by: str = ""
 
 
 def new_secret() -> str:
@@ -338,6 +347,7 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
         "created_ns": now_ns,
         "expires_ns": _default_end_ns(now_ns) if new.expires_ns is None else new.expires_ns,
         "renews": new.expires_ns is None and owner.role == "agent" and Resource.JOINING not in new.scopes,
+        "made_by": new.made_by or None,
     }
     connection.execute(sa.insert(tokens).values(values))
     return TokenMade(token=token(connection, str(values["id"])), secret=secret)
@@ -359,16 +369,58 @@ def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[
     return tuple(_token_view(row) for row in connection.execute(query))
 
 
-def sessions_of(connection: sa.Connection, principal: str | None = None, *, now_ns: int) -> tuple[SessionView, ...]:
-    """Return the open sessions of one principal or of all principals, newest first."""
+def newest_tokens(
+    connection: sa.Connection, principal: str | None, *, before: str, limit: int, valid_at_ns: int | None = None
+) -> tuple[TokenView, ...]:
+    """Return API tokens of one principal or of all principals, newest first.
+
+    Args:
+        connection: connection with at least read access.
+        principal: the owner, or None for all owners.
+        before: identifier of the last token of the previous page, or "".
+        limit: maximum number of tokens.
+        valid_at_ns: return only tokens that are valid at this time, nanoseconds since 1970; None for all tokens.
+    """
+    query = sa.select(tokens).where(tokens.c.kind.is_(None)).order_by(tokens.c.id.desc()).limit(limit)
+    if principal is not None:
+        query = query.where(tokens.c.principal == principal)
+    if before:
+        query = query.where(tokens.c.id < before)
+    if valid_at_ns is not None:
+        is_unexpired = sa.or_(tokens.c.expires_ns.is_(None), tokens.c.expires_ns > valid_at_ns)
+        query = query.where(tokens.c.revoked_ns.is_(None), is_unexpired)
+    return tuple(_token_view(row) for row in connection.execute(query))
+
+
+def count_valid_tokens(connection: sa.Connection, principal: str, *, now_ns: int) -> int:
+    """Return the number of a principal's valid API tokens."""
+    is_unexpired = sa.or_(tokens.c.expires_ns.is_(None), tokens.c.expires_ns > now_ns)
+    is_valid = sa.and_(tokens.c.kind.is_(None), tokens.c.revoked_ns.is_(None), is_unexpired)
+    query = sa.select(sa.func.count()).select_from(tokens).where(is_valid, tokens.c.principal == principal)
+    return connection.scalar(query) or 0
+
+
+def _is_open_session(now_ns: int) -> sa.ColumnElement[bool]:
     used_ns = sa.func.coalesce(tokens.c.used_ns, tokens.c.created_ns)
-    is_open = sa.and_(
+    return sa.and_(
         tokens.c.kind == SESSION,
         tokens.c.revoked_ns.is_(None),
         tokens.c.expires_ns > now_ns,
         used_ns > now_ns - int(SESSION_IDLE_S * 1e9),
     )
-    query = sa.select(tokens).where(is_open).order_by(tokens.c.id.desc())
+
+
+def end_sessions(connection: sa.Connection, principal: str, *, kept: str = "", now_ns: int) -> tuple[str, ...]:
+    """End the open sessions of a principal except one, and return the identifiers of the ended sessions."""
+    is_other = sa.and_(_is_open_session(now_ns), tokens.c.principal == principal, tokens.c.id != kept)
+    found = tuple(connection.scalars(sa.select(tokens.c.id).where(is_other).order_by(tokens.c.id)))
+    connection.execute(sa.update(tokens).where(is_other).values(revoked_ns=now_ns))
+    return found
+
+
+def sessions_of(connection: sa.Connection, principal: str | None = None, *, now_ns: int) -> tuple[SessionView, ...]:
+    """Return the open sessions of one principal or of all principals, newest first."""
+    query = sa.select(tokens).where(_is_open_session(now_ns)).order_by(tokens.c.id.desc())
     if principal is not None:
         query = query.where(tokens.c.principal == principal)
     return tuple(
@@ -402,6 +454,12 @@ def create_session(
         "kind": SESSION,
         "origin_json": msgspec.json.encode(origin).decode(),
     }
+    theirs = sa.and_(tokens.c.kind == SESSION, tokens.c.principal == owner.name)
+    is_old = sa.and_(theirs, tokens.c.expires_ns < now_ns - int(SESSION_KEPT_S * 1e9))
+    connection.execute(sa.delete(tokens).where(is_old))
+    query = sa.select(tokens.c.id).where(theirs, _is_open_session(now_ns)).order_by(tokens.c.id.desc())
+    oldest = tuple(connection.scalars(query.offset(SESSIONS_MAX - 1)))
+    connection.execute(sa.update(tokens).where(tokens.c.id.in_(oldest)).values(revoked_ns=now_ns))
     connection.execute(sa.insert(tokens).values(values))
     return str(values["id"])
 
@@ -463,6 +521,7 @@ def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
         expires_ns=row.expires_ns,
         revoked_ns=row.revoked_ns,
         used_ns=row.used_ns,
+        made_by=row.made_by or "",
     )
 
 

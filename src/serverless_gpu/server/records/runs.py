@@ -24,13 +24,15 @@ from serverless_gpu.model.spec import BlobReference, Function, RunSpec
 from serverless_gpu.server.core.server_key import Sealer
 from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import attempts as attempts_table
-from serverless_gpu.server.db.tables import audit, crews, runs
+from serverless_gpu.server.db.tables import audit, crews, run_tags, runs
 from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import attempts, files, policies
 from serverless_gpu.server.records.attempts import StoredAttempt
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.runs import Target
 
+_SAID_CHARACTERS = 200
+_TYPE_CHARACTERS = 40
 _LEFT_S_MIN = 1.0
 """Minimum time limit of an attempt in seconds, because a limit of 0 would mean no limit."""
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
@@ -40,6 +42,7 @@ _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 _JSON = ("spec", "target", "member_of")
+_decode_arguments = msgspec.json.Decoder(dict[str, str]).decode
 _decode_member_of = msgspec.json.Decoder(tuple[str, ...]).decode
 _CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
 _EXISTS = sa.select(runs.c.id).where(runs.c.id == sa.bindparam("run_id"))
@@ -65,6 +68,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
         context_sealed: the caller's context, encrypted.
         call: the pickled call, if the request contained it.
         member_of: current teams of the owner.
+        arguments: arguments of the call as text, or None if the client sent no arguments.
     """
 
     id: str
@@ -78,6 +82,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     client_version: str = ""
     pool: str = ""
     member_of: tuple[str, ...] = ()
+    arguments: dict[str, str] | None = None
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,25 +206,6 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     call: bytes | None
 
 
-class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter for a list of runs, including the caller's access.
-
-    Attributes:
-        states: states to include; empty for all.
-        tags: tags that a run must all have.
-        seen_by: the calling principal, or None for a caller who may see all runs.
-        teams: further teams whose runs the caller may see.
-    """
-
-    states: tuple[State, ...] = ()
-    owner: str = ""
-    team: str = ""
-    name: str = ""
-    tags: dict[str, str] = {}
-    seen_by: str | None = None
-    teams: tuple[str, ...] = ()
-
-
 _NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
 _COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
@@ -253,9 +239,30 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
             "call": new.call,
             "client_version": new.client_version,
             "member_of_json": msgspec.json.encode(_member_of(new)).decode(),
+            "gpu_type": shortened_type(spec.resources.gpu_type or ""),
+            "arguments_json": None if new.arguments is None else msgspec.json.encode(new.arguments).decode(),
         },
     )
+    rows = [{"key": key, "value": value, "run_id": new.id} for key, value in spec.tags.items()]
+    if rows:
+        connection.execute(run_tags.insert(), rows)
     return described(new, at_ns=at_ns)
+
+
+def searchable(sentence: str) -> str:
+    """Return the beginning of a run's final sentence, as searches compare it."""
+    return sentence.lower()[:_SAID_CHARACTERS]
+
+
+def shortened_type(gpu_type: str) -> str:
+    """Return the beginning of a device type, as an index stores the type."""
+    return gpu_type[:_TYPE_CHARACTERS]
+
+
+def arguments(connection: sa.Connection, run_id: str) -> dict[str, str] | None:
+    """Return the arguments of a run's call as text, or None if the client sent no arguments."""
+    text = connection.scalar(sa.select(runs.c.arguments_json).where(runs.c.id == run_id))
+    return None if text is None else _decode_arguments(text)
 
 
 def described(new: NewRun, *, at_ns: int) -> StoredRun:
@@ -348,30 +355,6 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
             connection.execute(runs.update().where(runs.c.id == row.id).values(context_sealed=again))
             count += 1
     return (rows[-1].id if len(rows) == at_most else ""), count
-
-
-def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
-    """Return a page of runs, newest first, and the next page's cursor, or "" after the last page."""
-    if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
-        return [], ""  # A filter with a NUL character matches no run, because PostgreSQL stores no NUL character.
-    query = _SELECT.order_by(runs.c.id.desc())
-    if wished.seen_by is not None:
-        own = runs.c.owner == wished.seen_by
-        query = query.where(sa.or_(own, runs.c.team.in_(wished.teams)) if wished.teams else own)
-    if wished.states:
-        query = query.where(runs.c.state.in_([state.value for state in wished.states]))
-    for column, value in ((runs.c.owner, wished.owner), (runs.c.team, wished.team), (runs.c.name, wished.name)):
-        if value:
-            query = query.where(column == value)
-    for key, value in wished.tags.items():
-        # Search the JSON of all tags for the JSON of one tag. The return statement below removes false matches.
-        text = msgspec.json.encode({key: value}).decode()[1:-1]
-        query = query.where(runs.c.tags_json.contains(text, autoescape=True))
-    if cursor:
-        query = query.where(runs.c.id < cursor)
-    found = _from_rows(connection, connection.execute(query.limit(limit + 1)))
-    following = found[limit - 1].id if len(found) > limit else ""
-    return [run for run in found[:limit] if wished.tags.items() <= run.spec.tags.items()], following
 
 
 def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[str, int]]:
@@ -540,6 +523,8 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 
 def remove(connection: sa.Connection, run_id: str) -> bool:
     """Remove a complete run without references, and return True if the run existed."""
+    complete = sa.select(runs.c.id).where(runs.c.id == run_id, _OVER)
+    connection.execute(run_tags.delete().where(run_tags.c.run_id.in_(complete)))
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 

@@ -19,9 +19,10 @@ from starlette.responses import Response
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.errors import AlreadyFinished, InvalidValue, NotAllowed, NotFound, TooLarge
 from serverless_gpu.model import access_control
 from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.hardware import FAMILIES, canonical
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.model.placement import NODES_MAX
 from serverless_gpu.server.billing import run_costs
@@ -43,7 +44,8 @@ from serverless_gpu.server.lifecycle import endings, metering, transitions
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.transitions import Announcer, TransitionResult
-from serverless_gpu.server.records import attempts, files, runs
+from serverless_gpu.server.records import attempts, files, run_list, runs
+from serverless_gpu.server.records.run_list import RunFilter, RunListPage, Sort
 from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.server.runs.run_stream import Position, RunSnapshot, RunStream, parse_offsets, parse_ranks
@@ -55,11 +57,14 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MA
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
     AttemptList,
+    BulkStopAnswer,
+    BulkStopRequest,
     CostView,
     FileList,
     RunPage,
     RunRequest,
     RunView,
+    StopOutcome,
     StopRequest,
     StreamMessage,
 )
@@ -168,12 +173,17 @@ LOG_BYTES_MAX = 4 << 20
 Label = Annotated[str, msgspec.Meta(max_length=LABEL_CHARACTERS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Moment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+STOPS_MAX = 100
+"""Maximum number of runs in one bulk stop."""
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
     """Parameters of the run list.
 
-    `state` and `tag` (``key=value``) accept comma-separated lists. `costs` adds costs.
+    `state` and `tag` (``key=value``) accept comma-separated lists. `type` also selects the members of a family of
+    device types. `text` is a part of the name, identifier or final sentence. `from_ns` and `to_ns` limit the submission
+    time, in nanoseconds since 1970. `costs` adds costs.
     """
 
     state: Label = ""
@@ -181,6 +191,11 @@ class RunsQuery(Query, frozen=True, kw_only=True):
     team: Label = ""
     name: Label = ""
     tag: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    type: Label = ""
+    from_ns: Moment = 0
+    to_ns: Moment | None = None
+    text: Label = ""
+    sort: Sort = "newest"
     limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
     cursor: Label = ""
     costs: bool = False
@@ -229,25 +244,49 @@ async def create_run(
 def list_runs(
     call: Call, clock: Clock, leases: Leases, database: Transactions, queries: RunQueries, query: RunsQuery
 ) -> RunPage:
-    """List runs, newest first."""
-    wished = runs.RunFilter(
+    """List runs, newest first unless `sort` is set."""
+    wished = RunFilter(
         states=_states(query.state),
         owner=query.owner,
         team=query.team,
         name=query.name,
         tags=_tags(query.tag),
+        gpu_types=_types(query.type),
+        from_ns=query.from_ns,
+        to_ns=query.to_ns,
+        text=query.text,
         seen_by=None if call.reach == access_control.AccessReach.ALL else call.who.name,
         teams=call.who.teams if call.reach == access_control.AccessReach.TEAM else (),
     )
     at = metering.now(clock, leases)
 
-    def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
-        found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
-        return found, cursor, run_costs.costs_of(db, found, at) if query.costs else {}
+    def work(db: sa.Connection) -> tuple[RunListPage, dict[str, Cost]]:
+        found = run_list.page(db, wished, limit=query.limit, cursor=query.cursor, sort=query.sort)
+        return found, run_costs.costs_of(db, found.runs, at) if query.costs else {}
 
-    found, cursor, costs = database.read(work)
-    told = tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items())
-    return RunPage(runs=tuple(queries.view(run, call.who) for run in found), cursor=cursor, costs=told)
+    found, costs = database.read(work)
+    return RunPage(
+        runs=tuple(queries.view(run, call.who) for run in found.runs),
+        cursor=found.following,
+        previous=found.previous,
+        costs=tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items()),
+    )
+
+
+@routes.post("/runs/stop", needs=writing("runs"))
+def stop_runs(call: Call, stops: StopService, body: BulkStopRequest) -> BulkStopAnswer:
+    """Send stop requests to several runs, and return the outcome of each run."""
+    wanted = tuple(dict.fromkeys(body.runs))
+    if len(wanted) > STOPS_MAX:
+        raise TooLarge(f"a request to stop {len(wanted)} runs is too large", hint=f"stop at most {STOPS_MAX} at once")
+    return BulkStopAnswer(outcomes=tuple(_outcome(call, stops, run, body.reason) for run in wanted))
+
+
+def _outcome(call: Call, stops: StopService, run: str, why: StopReason) -> StopOutcome:
+    try:
+        return StopOutcome(id=run, state=stops.request(call.who, call.reach, run_id=run, why=why).state)
+    except (AlreadyFinished, NotAllowed, NotFound) as error:
+        return StopOutcome(id=run, code=error.code, message=error.message)
 
 
 @routes.get("/runs/{run}", needs=reading("runs"))
@@ -337,7 +376,10 @@ def read_file(
         return found
 
     found = database.read(work)
-    return range_response(file_source(blobs, found), found.size, call.headers.get("range", ""))
+    response = range_response(file_source(blobs, found), found.size, call.headers.get("range", ""))
+    # Browsers must never show a file of a user in the origin of the server. Names of files contain no special letters.
+    response.headers["Content-Disposition"] = f'attachment; filename="{run}-{name.replace("/", "-")}"'
+    return response
 
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
@@ -384,6 +426,12 @@ def _states(text: str) -> tuple[State, ...]:
         return tuple(State(word.strip().upper()) for word in text.split(",") if word.strip())
     except ValueError as error:
         raise InvalidValue(f"{error}", hint=f"states: {', '.join(State)}") from error
+
+
+def _types(text: str) -> tuple[str, ...]:
+    """Return a device type and the members of its family."""
+    name = canonical(text)
+    return (name, *FAMILIES.get(name, ())) if text else ()
 
 
 def _tags(text: str) -> dict[str, str]:

@@ -60,6 +60,9 @@ from serverless_gpu.wire.runs import RunRequest, RunView, Target
 _OWNERS_MAX = 10_000
 CONTEXT_BYTES_MAX = 2 << 20
 RETRIES_MAX = 100
+ARGUMENTS_MAX = 200
+ARGUMENT_CHARACTERS_MAX = 200_000
+"""Maximum number and total length of a call's arguments as text."""
 VERSION_CHARACTERS_MAX = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
@@ -136,6 +139,7 @@ class SubmissionService:
             snapshot=request.snapshot,
             client_version=request.version,
             member_of=who.teams,
+            arguments=request.arguments,
         )
         at_ns = self._clock.wall_ns()
         run, is_new = self._written(new, who, at_ns)
@@ -314,6 +318,7 @@ def _check_origin(request: RunRequest) -> None:
     target = request.target
     check_target(target)
     check_text("version", request.version, VERSION_CHARACTERS_MAX)
+    _check_arguments(request.arguments or {})
     if request.spec.environment == "snapshot":
         if len(request.snapshot) != 64 or not set(request.snapshot) <= _HEXADECIMAL:
             raise InvalidValue(f"{request.snapshot[:80]!r} is not the address of a snapshot")
@@ -330,6 +335,17 @@ def _check_origin(request: RunRequest) -> None:
         )
     if not context.lstrip().startswith(b"{"):
         raise InvalidValue("the caller's context is not a JSON object")
+
+
+def _check_arguments(arguments: dict[str, str]) -> None:
+    # Arguments contain any text, which readers of the run see. PostgreSQL stores no NUL characters in JSON text.
+    characters = sum(len(name) + len(text) for name, text in arguments.items())
+    if len(arguments) > ARGUMENTS_MAX or characters > ARGUMENT_CHARACTERS_MAX:
+        raise TooLarge(
+            f"the text of the arguments has {len(arguments)} entries and {characters:,} characters, over the limits of "
+            f"{ARGUMENTS_MAX} and {ARGUMENT_CHARACTERS_MAX:,}",
+            hint="install the same version on client and server",
+        )
 
 
 def check_target(target: Target) -> None:

@@ -51,7 +51,14 @@ from typing import NoReturn
 from blake3 import blake3
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.environment.documents import Packages, Snapshot, Unit, packages_of
+from serverless_gpu.environment.documents import (
+    EnvironmentContents,
+    Packages,
+    Snapshot,
+    Unit,
+    contents_of,
+    packages_of,
+)
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import AlteredObject, pack_of, snapshot_of, unit_of
@@ -127,6 +134,7 @@ class EnvironmentStore:
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
         self._seen: dict[str, int] = {}  # Boottime of the last existence check, by snapshot address.
         self._packages: dict[str, Packages] = {}
+        self._contents: dict[str, EnvironmentContents] = {}
         self._content = ContentChecks(self._read_pack)
         self._repairs = threading.Semaphore(1)
         self._whole: dict[str, int] = {}  # Boottime of the last repair without findings, by unit address.
@@ -288,6 +296,21 @@ class EnvironmentStore:
             if len(self._packages) >= _PACKAGES_MAX:
                 self._packages.clear()
             self._packages[snapshot] = known
+        return known
+
+    def contents(self, snapshot: str) -> EnvironmentContents:
+        """Return the units of an environment, from a cache of recent results if possible.
+
+        Raises the same errors as `packages`.
+        """
+        known = self._contents.get(snapshot)
+        if known is None:
+            self.need(snapshot)
+            with self._checks:
+                known = contents_of(StoreBlobs(self._store, clock=self._clock).read_snapshot(snapshot))
+            if len(self._contents) >= _PACKAGES_MAX:
+                self._contents.clear()
+            self._contents[snapshot] = known
         return known
 
     def snapshot(self, address: str) -> Snapshot:

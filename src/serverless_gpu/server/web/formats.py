@@ -108,6 +108,15 @@ def attributes(values: Mapping[str, Any]) -> Markup:
     return Markup("").join(parts)
 
 
+def coded(text: str) -> Markup:
+    """Return a sentence whose parts between backticks, such as commands, are code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return Markup("{}").format(text)
+    forms = (Markup("<code>{}</code>" if at % 2 else "{}").format(part) for at, part in enumerate(parts))
+    return Markup("").join(forms)
+
+
 def percent(value: float | None) -> str:
     """Return a percentage without decimals, or a dash for None."""
     return "–" if value is None else f"{value:.0f} %"
@@ -118,8 +127,27 @@ def number(value: float | None, unit: str = "") -> str:
     return "–" if value is None else f"{value:,.0f} {unit}".rstrip()
 
 
+_BROWSERS = (("Firefox/", "Firefox"), ("Edg/", "Edge"), ("OPR/", "Opera"), ("Chrome/", "Chrome"), ("Safari/", "Safari"))
+_SYSTEMS = (
+    ("Android", "Android"),
+    ("iPhone", "iPhone"),
+    ("Mac OS X", "macOS"),
+    ("Windows", "Windows"),
+    ("Linux", "Linux"),
+)
+
+
+def browser(agent: str) -> str:
+    """Return the browser and the system of a `User-Agent` header, or the start of an unknown header."""
+    name = next((name for part, name in _BROWSERS if part in agent), "")
+    system = next((name for part, name in _SYSTEMS if part in agent), "")
+    return f"{name} on {system}" if name and system else name or agent[:40] or "–"
+
+
 FILTERS: Mapping[str, Callable[..., Any]] = {
+    "browser": browser,
     "between": between,
+    "coded": coded,
     "duration": duration,
     "gpu_time": gpu_time,
     "money": money,

@@ -156,6 +156,10 @@ class Site:
         except NotAllowed:
             return None
 
+    def server(self, call: Call) -> str:
+        """Return the address of this server as the reader's browser knows it."""
+        return f"{call.scope['scheme']}://{call.headers.get('host', '')}{base_of(call.scope)}"
+
     def page(
         self,
         call: Call,

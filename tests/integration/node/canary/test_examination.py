@@ -11,10 +11,10 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.model.canary import Trial
+from serverless_gpu.model.canary import UID, Trial, rows
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.canary import runs
-from serverless_gpu.node.canary.examination import Examination, examine, new_key, trials, with_remains
+from serverless_gpu.node.canary.examination import Examination, examine, new_key, trials, with_reason, with_remains
 from serverless_gpu.node.canary.runs import json_lines
 from serverless_gpu.node.canary.targets import new_mark, server_address
 from tests.support.local.observe import wait_for
@@ -59,6 +59,14 @@ def test_what_a_run_left_is_found_removed_and_counts_as_possible() -> None:
 def test_an_attempt_that_was_refused_leaves_nothing_to_search_for() -> None:
     refused = Trial("refused", "EACCES")
     assert with_remains({"leave-file": refused}, new_mark(), new_key()) == {"leave-file": refused}
+
+
+def test_27_an_attempt_on_the_network_of_a_node_without_rules_names_the_reason() -> None:
+    done = Trial("possible")
+    found = rows("sandbox", {"server-port": done, "node-home": done}, {})
+    remedies = {row.attempt: row.remedy for row in with_reason(found, "no rights") if row.verdict == "possible"}
+    assert remedies == {"server-port": "no rights", "node-home": UID.remedy}
+    assert with_reason(found, "") == found
 
 
 def test_only_lines_with_an_outcome_count() -> None:

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, IsolationUnavailable, StorageError
-from serverless_gpu.node.isolation import remains, sweeper
+from serverless_gpu.node.isolation import SPAWNER, remains, sweeper
 from serverless_gpu.node.isolation.grafts import Graft
 from serverless_gpu.node.isolation.principals import PLACE, RANGE
 from serverless_gpu.node.processes.spawn import CallerInterpreter
-from serverless_gpu.node.spawner import VARIABLE, process, sweeper_process
+from serverless_gpu.node.spawner import process, sweeper_process
 from serverless_gpu.node.spawner.client import SpawnerClient
 from serverless_gpu.node.spawner.verbs import RootSpawner, ZygoteOrder
 from tests.support.node.served_spawner import ACCOUNT, served
@@ -227,7 +227,7 @@ def test_27_the_spawner_sweeps_the_node_for_its_account(
     left: Path, client: SpawnerClient, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client.principal("ana", place / "home")
-    for name, value in ((PLACE, place / "principals"), (VARIABLE, place / "spawner.sock")):
+    for name, value in ((PLACE, place / "principals"), (SPAWNER, place / "spawner.sock")):
         monkeypatch.setenv(name, str(value))
     pid = os.fork()
     if pid == 0:
@@ -257,7 +257,7 @@ def test_27_the_account_sweeps_by_command_and_frees_no_uid(
     monkeypatch.setenv(PLACE, str(place / "principals"))
     words = ["node", "sweep", "--json"]
     assert CliRunner().invoke(sgpu, words).exit_code == 1
-    monkeypatch.setenv(VARIABLE, str(place / "spawner.sock"))
+    monkeypatch.setenv(SPAWNER, str(place / "spawner.sock"))
     done = CliRunner().invoke(sgpu, words)
     assert (done.exit_code, left.exists()) == (0, False)
     assert str(left) in done.output

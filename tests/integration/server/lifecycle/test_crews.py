@@ -27,7 +27,8 @@ from serverless_gpu.server.invariants import invariant_inputs, run_invariants
 from serverless_gpu.server.lifecycle import metering, transitions
 from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.records import active_runs, attempts, charges, runs
+from serverless_gpu.server.records import active_runs, attempts, charges, run_list, runs
+from serverless_gpu.server.records.run_list import RunFilter
 from serverless_gpu.server.runs import run_views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Ending, LogPiece
@@ -83,7 +84,7 @@ def test_a_gang_is_placed_with_a_crew_and_an_order_for_each_node(database: Datab
         database.read(runs.active),
         database.read(lambda connection: runs.find_many(connection, [run_id])),
         database.read(lambda connection: runs.on_node(connection, "node-2")),
-        database.read(lambda connection: runs.page(connection, runs.RunFilter(), limit=1))[0],
+        database.read(lambda connection: run_list.page(connection, RunFilter(), limit=1)).runs,
     ):
         assert found == [run]
     assert database.read(lambda connection: attempts.of_run(connection, run_id)) == [run.attempt]

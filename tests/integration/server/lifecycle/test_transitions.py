@@ -29,7 +29,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note
-from serverless_gpu.server.records import attempts, crews, events, orders, runs
+from serverless_gpu.server.records import attempts, crews, events, orders, run_list, runs
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
 
@@ -350,22 +350,22 @@ def test_pages_follow_each_other_without_a_gap_and_show_what_may_be_seen(databas
         add_run(database, owner=owner, team="search" if owner == "bob" else None) for owner in ["alice", "bob"] * 5
     )
 
-    def pages(wished: runs.RunFilter) -> list[str]:
+    def pages(wished: run_list.RunFilter) -> list[str]:
         def page(cursor: str) -> list[str]:
-            found, following = database.read(lambda it: runs.page(it, wished, limit=3, cursor=cursor))
-            assert len(found) <= 3
-            return [run.id for run in found] + (page(following) if following else [])
+            found = database.read(lambda it: run_list.page(it, wished, limit=3, cursor=cursor))
+            assert len(found.runs) <= 3
+            return [run.id for run in found.runs] + (page(found.following) if found.following else [])
 
         return page("")
 
-    assert pages(runs.RunFilter()) == ids[::-1]
-    own = pages(runs.RunFilter(seen_by="alice"))
+    assert pages(run_list.RunFilter()) == ids[::-1]
+    own = pages(run_list.RunFilter(seen_by="alice"))
     assert len(own) == 5 and own == sorted(own, reverse=True)
-    assert pages(runs.RunFilter(seen_by="alice", teams=("search",))) == ids[::-1]
-    assert pages(runs.RunFilter(team="search")) == pages(runs.RunFilter(owner="bob"))
-    assert pages(runs.RunFilter(states=(State.RUNNING,))) == []
-    assert pages(runs.RunFilter(name="\0")) == []
-    assert len(pages(runs.RunFilter(states=(State.RUNNING, State.QUEUED)))) == 10
+    assert pages(run_list.RunFilter(seen_by="alice", teams=("search",))) == ids[::-1]
+    assert pages(run_list.RunFilter(team="search")) == pages(run_list.RunFilter(owner="bob"))
+    assert pages(run_list.RunFilter(states=(State.RUNNING,))) == []
+    assert pages(run_list.RunFilter(name="\0")) == []
+    assert len(pages(run_list.RunFilter(states=(State.RUNNING, State.QUEUED)))) == 10
 
 
 def test_tags_are_compared_exactly(database: Database) -> None:
@@ -374,7 +374,7 @@ def test_tags_are_compared_exactly(database: Database) -> None:
     run_id = add_run(database, tags=odd)
 
     def found(**tags: str) -> list[str]:
-        page, _ = database.read(lambda it: runs.page(it, runs.RunFilter(tags=tags), limit=10))
+        page = database.read(lambda it: run_list.page(it, run_list.RunFilter(tags=tags), limit=10)).runs
         return [run.id for run in page]
 
     for key, value in odd.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
 import sqlalchemy as sa
@@ -9,7 +11,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, NotFound
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.db.tables import audit
+from serverless_gpu.server.db.tables import audit, tokens
 from serverless_gpu.server.identity.session_service import LINK_S
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import SESSION_IDLE_S, SESSION_S
@@ -23,10 +25,8 @@ BROWSER = SessionOrigin(method="link", browser="Firefox", address="127.0.0.1")
 @pytest.fixture
 def alice(services: Services) -> Caller:
     for name, role in (("root", "admin"), ("alice", "member"), ("bob", "member")):
-        request = PrincipalRequest(name=name, kind="user", role=role)  # type: ignore[arg-type]
-        services.database.write(
-            lambda connection, request=request: principals.create_principal(connection, request, now_ns=1)
-        )
+        request = PrincipalRequest(name=name, kind="user", role=role)  # type: ignore[arg-type]  # from a tuple of texts
+        services.database.write(functools.partial(principals.create_principal, request=request, now_ns=1))
     return Caller(name="alice", role="member")
 
 
@@ -76,6 +76,27 @@ def test_a_session_ends_when_unused_and_after_a_week(
     with pytest.raises(NotAuthenticated):
         services.authenticator.authenticate_session(secret)
     assert services.sessions.sessions(alice, reach="own") == ()
+
+
+def test_sessions_of_a_user_have_a_limit_and_old_ones_leave_the_database(
+    services: Services, clock: FakeClock, alice: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(principals, "SESSIONS_MAX", 3)
+    secrets = []
+    for _ in range(5):
+        clock.advance(1)
+        secrets.append(services.sessions.open("alice", BROWSER))
+    others = services.sessions.open("bob", BROWSER)
+    assert len(services.sessions.sessions(alice, reach="own")) == 3
+    for secret in secrets[:2]:
+        with pytest.raises(NotAuthenticated):
+            services.authenticator.authenticate_session(secret)
+    assert services.authenticator.authenticate_session(others).name == "bob"
+    clock.advance(SESSION_S + principals.SESSION_KEPT_S + 60)
+    services.sessions.open("alice", BROWSER)
+    query = sa.select(tokens.c.principal).where(tokens.c.kind == "session")
+    kept = services.database.read(lambda connection: connection.scalars(query).all())
+    assert sorted(kept) == ["alice", "bob"]
 
 
 def test_disabling_a_user_ends_the_sessions(services: Services, alice: Caller) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.isolation import levels
-from serverless_gpu.node.isolation.levels import SubordinateFacts, has_range, remove_orphans, subordinate_problem
+from serverless_gpu.node.isolation.levels import remove_orphans
 from tests.support.golden import golden
 
 REFUSED = "the kernel refuses it"
@@ -40,35 +40,10 @@ def test_the_strongest_level_whose_trial_succeeds_is_offered(
     assert levels.measure({}) == (level, problem)
 
 
-ALL = SubordinateFacts("ana", (), (), "")
-
-
-@pytest.mark.parametrize(
-    ("facts", "name"),
-    [
-        (ALL, "offered"),
-        (ALL._replace(missing_programs=("newuidmap", "newgidmap")), "programs"),
-        (ALL._replace(missing_ranges=("/etc/subuid",)), "range"),
-        (ALL._replace(namespace_problem="a user namespace cannot be made: Operation not permitted"), "namespaces"),
-        (ALL._replace(missing_programs=("newgidmap",), missing_ranges=("/etc/subuid",)), "first-missing"),
-    ],
-)
-def test_the_first_missing_prerequisite_is_named(facts: SubordinateFacts, name: str) -> None:
-    assert subordinate_problem(facts) == golden(f"node.levels.{name}")
-
-
-def test_without_root_the_level_is_none_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_root_cannot_try_the_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1500)
-    monkeypatch.setattr(levels, "_subordinate_facts", lambda: ALL)
     level = levels.measure({})
     assert (level.level, level.problem) == ("none", golden("node.levels.not-root"))
-
-
-def test_a_range_counts_for_the_name_or_the_number_of_a_user(tmp_path: Path) -> None:
-    file = tmp_path / "subuid"
-    file.write_text("bob:100000:65536\n1500:200000:65536\ncarol:300000:0\nbroken\n")
-    assert [has_range(file, {name}) for name in ("bob", "1500", "carol", "ana")] == [True, True, False, False]
-    assert not has_range(tmp_path / "missing", {"bob"})
 
 
 def test_27_the_directory_of_a_killed_trial_is_removed_and_that_of_a_running_one_stays(

@@ -244,3 +244,24 @@ def test_the_least_limit_of_all_groups_around_this_process_counts(
 def test_the_memory_limit_here_is_a_number_or_none() -> None:
     limit = process_tree.memory_limit_bytes()
     assert limit is None or limit > 1 << 20
+
+
+def test_27_processes_of_a_delegated_unit_move_to_a_cgroup_of_their_own_so_that_attempts_have_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "unit.scope"
+    own.mkdir()
+    (own / "cgroup.controllers").write_text("cpuset memory io")
+    (own / "cgroup.subtree_control").write_text("")
+    (own / "cgroup.procs").write_text("")
+    assert process_tree._distributor(own) == own
+    assert list(own.glob("serverless*")) == [], "a unit without Delegate=yes belongs to systemd"
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"1")
+    assert process_tree._distributor(own) == own
+    assert (own / "cgroup.subtree_control").read_text() == "+memory"
+    [moved] = own.glob("serverless*")
+    assert process_tree._distributor(moved) == own, "a process that has moved uses the cgroup of the unit"
+    (own / "cgroup.subtree_control").write_text("cpuset memory")
+    moved.rmdir()
+    process_tree._distributor(own)
+    assert not moved.exists(), "all controllers are there"

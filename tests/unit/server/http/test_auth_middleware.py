@@ -148,7 +148,8 @@ def test_without_a_valid_token_every_route_and_method_is_401_but_those_of_the_li
     for path in paths:
         for method in METHODS:
             status = client.request(method, path, headers=headers).status_code
-            assert status == (200 if (method, path) in PUBLIC_ROUTES else 401), (method, path)
+            admitted = 200 if method == "GET" else 415  # Without the body that the route needs.
+            assert status == (admitted if (method, path) in PUBLIC_ROUTES else 401), (method, path)
 
 
 def test_a_token_of_a_low_role_gets_403_where_the_role_has_no_reach(client: TestClient) -> None:

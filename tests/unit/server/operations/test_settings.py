@@ -12,7 +12,13 @@ import pytest
 from serverless_gpu.cli.server import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.scheduling.values import QueuePolicy
-from serverless_gpu.server.core.settings import EffectiveSetting, effective_settings, option_of, read_settings
+from serverless_gpu.server.core.settings import (
+    EffectiveSetting,
+    OidcSettings,
+    effective_settings,
+    option_of,
+    read_settings,
+)
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
@@ -150,11 +156,62 @@ def test_every_setting_says_where_it_comes_from_and_shows_no_password(tmp_path: 
     assert b"hunter" not in msgspec.json.encode(found)
 
 
+OIDC = 'issuer = "https://login.example/x"\nclient_id = "sgpu"\n'
+
+
+def test_an_identity_provider_is_a_table_of_the_file(tmp_path: Path) -> None:
+    assert read_settings(tmp_path).oidc is None
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    secret.chmod(0o600)
+    lines = f'client_secret_file = "{secret}"\nteams = ["g=with=vision"]\nroles = ["ops=operator"]\nrole = "none"\n'
+    (tmp_path / "server.toml").write_text(f"[oidc]\n{OIDC}{lines}domains = ['@Lab.example']\ncreate = true\n")
+    assert read_settings(tmp_path).oidc == OidcSettings(
+        issuer="https://login.example/x",
+        client_id="sgpu",
+        client_secret="s3cret",
+        name="login.example",
+        teams={"g=with": "vision"},
+        roles={"ops": "operator"},
+        role="",
+        domains=("lab.example",),
+        create=True,
+    )
+    environ = {"SGPU_OIDC_CLIENT_SECRET": "hunter2", "SGPU_OIDC_TEAMS": "a=b, c=d"}
+    found = read_settings(tmp_path, environ=environ).oidc
+    assert found is not None
+    assert (found.client_secret, found.teams) == ("hunter2", {"a": "b", "c": "d"})
+    assert b"hunter2" not in msgspec.json.encode(effective_settings(tmp_path, environ=environ))
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ('client_id = "sgpu"', "oidc_issuer"),
+        ('issuer = "https://login.example"', "oidc_client_id"),
+        ('issuer = "http://login.example"\nclient_id = "x"', "oidc_issuer"),
+        ('issuer = "https://u:p@login.example"\nclient_id = "x"', "oidc_issuer"),
+        ('issuer = "login.example"\nclient_id = "x"', "oidc_issuer"),
+        (f'{OIDC}scopes = ["email"]', "oidc_scopes"),
+        (f'{OIDC}roles = ["ops=king"]', "king"),
+        (f'{OIDC}roles = ["ops=agent"]', "agent"),
+        (f'{OIDC}teams = ["vision"]', "oidc_teams"),
+        (f'{OIDC}client_secret_file = "/nonexistent"', "/nonexistent"),
+        (f'{OIDC}client_secret_file = "/etc/passwd"', "/etc/passwd"),
+    ],
+)
+def test_a_wrong_identity_provider_is_named(tmp_path: Path, lines: str, name: str) -> None:
+    (tmp_path / "server.toml").write_text(f"[oidc]\n{lines}\n")
+    with pytest.raises((InvalidOption, InvalidValue)) as caught:
+        read_settings(tmp_path)
+    assert name in str(caught.value)
+
+
 def test_every_setting_is_an_option_of_sgpu_up(tmp_path: Path) -> None:
     options = {option for parameter in up.params for option in parameter.opts}
     settings = {option_of(each.name) for each in effective_settings(tmp_path)}
     # Nobody types these: they are a matter of a team.
-    assert {name for name in settings - options if not name.startswith("--queue-")} == {"--runs-waiting"}
+    assert {name for name in settings - options if not name.startswith(("--queue-", "--oidc-"))} == {"--runs-waiting"}
     assert options - settings == set()
 
 

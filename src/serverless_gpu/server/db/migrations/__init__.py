@@ -18,7 +18,7 @@ from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.db import tables
 
-HEAD = "0017"
+HEAD = "0018"
 LOCK = 7_310_227_001  # Key of the migration's advisory lock.
 _PLACE = Path(__file__).parent
 

@@ -108,10 +108,11 @@ function ask(text, action, typed) {
 
 document.addEventListener("submit", async event => {
   const form = event.target;
-  if (!form.dataset?.confirm || form.dataset.confirmed) return;
-  event.preventDefault();
   const button = event.submitter;
-  if (await ask(form.dataset.confirm, button?.textContent.trim() || "Continue", form.dataset.typed)) {
+  const question = button?.dataset.confirm || form.dataset?.confirm; // Forms with several buttons ask for some of them.
+  if (!question || form.dataset.confirmed) return;
+  event.preventDefault();
+  if (await ask(question, button?.textContent.trim() || "Continue", form.dataset.typed)) {
     form.dataset.confirmed = "yes";
     form.requestSubmit(button);
     delete form.dataset.confirmed;
@@ -135,6 +136,7 @@ function switchTheme() {
 
 const KEYS = [
   ["/", "search or filter"], ["g, then a letter", "open a page"], ["j, k", "next and previous row"], ["Enter", "open the row"],
+  ["f", "follow a log"], ["n, N", "next and previous match in a log"], ["[, ]", "previous and next rank of a log"],
   ["?", "this list"],
 ];
 

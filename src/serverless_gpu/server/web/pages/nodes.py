@@ -8,12 +8,15 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.errors import NotFound
+from serverless_gpu.model.device_history import BUCKET_S
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Query, Routes, reading, writing
 from serverless_gpu.server.nodes import canaries, device_views, node_service
 from serverless_gpu.server.nodes.device_views import DevicesQuery
-from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
+from serverless_gpu.server.web.figures import Figure, make_figure
+from serverless_gpu.server.web.line_chart import PlotLine
+from serverless_gpu.server.web.site import WEB, Page, Redirect, Site, zone_of_reader
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.canary import CanaryRequest, CanaryView
 from serverless_gpu.wire.nodes import (
@@ -30,6 +33,14 @@ routes = Routes("node-pages", mount=WEB)
 SHOWN = 40
 """Nodes on one page."""
 PENDING = "PENDING"
+_LINES_MAX = 16
+_CHARTS = {
+    "busy_percent": ("Use", "percent"),
+    "memory_bytes": ("Memory", "bytes"),
+    "temperature_celsius": ("Temperature", "celsius"),
+    "power_watts": ("Power", "watts"),
+}
+"""Title and unit of each series of `model.device_history`."""
 Text = Annotated[str, msgspec.Meta(max_length=LABEL_CHARACTERS_MAX)]
 Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
 
@@ -108,9 +119,34 @@ def show_node(call: Call, site: Site, node: str) -> Page:
         node=view,
         summary=summary(view, devices),
         devices=devices,
+        figures=_figures(call, site, view),
         canary=_canary(call, site, view.name),
         owns=view.rules.calendar.owner == call.who.name,
     )
+
+
+def _figures(call: Call, site: Site, node: NodeView) -> list[Figure]:
+    """Return the charts of a node's GPUs over the last two hours."""
+    histories = site.ask(call, device_views.read_history, node=node.id).devices
+    named = {device.uuid: f"{device.type} {device.index}" for device in node.devices}
+    there = [history for history in histories if history.uuid in named and history.at_s]
+    if not there:
+        return []
+    # The histories of devices that joined later are shorter.
+    times_s = range(min(history.at_s[0] for history in there), max(history.at_s[-1] for history in there) + 1, BUCKET_S)
+    found: list[Figure] = []
+    for series, (title, unit) in _CHARTS.items():
+        lines = []
+        for history in there[:_LINES_MAX]:
+            values = dict(zip(history.at_s, history.series.get(series, ()), strict=False))
+            if any(value is not None for value in values.values()):
+                lines.append(PlotLine(label=named[history.uuid], mean=tuple(map(values.get, times_s))))
+        if lines:
+            times_ms = [1000 * at_s for at_s in times_s]
+            omitted = max(0, len(there) - _LINES_MAX)
+            zone = zone_of_reader(call)
+            found.append(make_figure(series, title, times_ms, lines, unit=unit, zone=zone, omitted=omitted))
+    return found
 
 
 def _canary(call: Call, site: Site, node: str) -> CanaryView | None:
