@@ -91,8 +91,9 @@ def list_secrets(local: bool, wide: bool, as_json: bool) -> None:
     rows = []
     for view in found:
         owner = f"team {view.team}" if view.team else view.owner
-        rows.append([view.name, f"{view.version}", owner, view.by, format_moment(view.created_ns)])
-    print_table(["NAME", "VERSION", "OF", "SET BY", "AT"], rows, wide=wide)
+        used = "-" if view.used_ns is None else format_moment(view.used_ns)
+        rows.append([view.name, f"{view.version}", owner, view.by, format_moment(view.created_ns), used])
+    print_table(["NAME", "VERSION", "OF", "SET BY", "AT", "LAST USE"], rows, wide=wide)
 
 
 @secret.command("delete")

@@ -183,6 +183,9 @@ class AgentService:
             told = _rebooted(connection, node, before, at_ns=at_ns) if before is not None else []
             stale = _stale(connection, node.id, said.attempts)
             kept = [(seen.run_id, seen.fence) for seen in said.attempts if f"{seen.run_id}:{seen.fence}" not in stale]
+            if kept:
+                runs_of = [run_id for run_id, _ in kept]
+                stored_secrets.mark_used(connection, node.id, runs_of=runs_of, at_ns=at_ns)
             order_rows.take_starts(connection, node.id, kept, at_ns=at_ns)
             return node, stale, told, kept
 
@@ -297,7 +300,7 @@ class AgentService:
 
         def work(connection: sa.Connection) -> None:
             _own(connection, who, node_id)
-            stored_secrets.mark_used(connection, node_id, seqs, at_ns=at_ns)
+            stored_secrets.mark_used(connection, node_id, seqs=seqs, at_ns=at_ns)
             order_rows.take(connection, node_id, seqs, at_ns=at_ns)
 
         self._database.write(work)

@@ -169,13 +169,16 @@ def values(
     return tuple(found)
 
 
-def mark_used(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:
-    """Record the use of secrets in start orders that a node confirms."""
+def mark_used(
+    connection: sa.Connection, node_id: str, *, seqs: Sequence[int] = (), runs_of: Sequence[str] = (), at_ns: int
+) -> None:
+    """Record the use of secrets in start orders that a node confirms, by number or by reporting the runs."""
+    which = sa.or_(orders.c.seq.in_(seqs), orders.c.run_id.in_(runs_of))
     about = sa.and_(orders.c.run_id == attempts_table.c.run_id, orders.c.fence == attempts_table.c.fence)
     query = (
         sa.select(runs.c.owner, attempts_table.c.secrets_json)
         .select_from(orders.join(attempts_table, about).join(runs, runs.c.id == orders.c.run_id))
-        .where(orders.c.node_id == node_id, orders.c.seq.in_(seqs), orders.c.taken_ns.is_(None))
+        .where(orders.c.node_id == node_id, which, orders.c.taken_ns.is_(None))
         .where(orders.c.kind == "start", attempts_table.c.secrets_json != "[]")
     )
     for owner, text in connection.execute(query).all():

@@ -169,6 +169,6 @@ def test_a_store_is_a_path_from_here_or_a_url(home: Path) -> None:
     assert store("postgresql://a:b@c/d") == "postgresql://a:b@c/d"
     with pytest.raises(InvalidOption, match="mlflow"):
         read_settings(home, {"mlflow": "yes"})
-    assert replace(read_settings(home), mlflow=True) == Settings(
+    assert replace(read_settings(home), mlflow=True, effective=()) == Settings(
         home=home, database=f"sqlite:///{home}/server/server.db", mlflow=True
     )

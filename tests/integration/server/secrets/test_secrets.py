@@ -22,7 +22,7 @@ from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.access import SecretValue
-from serverless_gpu.wire.agents import Start
+from serverless_gpu.wire.agents import AttemptSeen, Start
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, tell
 from tests.support.server.measures import value
@@ -277,3 +277,13 @@ def test_the_last_use_is_when_a_node_confirms_the_order_of_an_attempt(api: Api, 
     services.clock.advance(5)  # type: ignore[attr-defined] # a FakeClock
     services.agents.take(NODE, node, [order.seq])
     assert put(api, api.alice, "TOKEN", b"replaced")["used_ns"] == at_ns  # A second confirmation is no use.
+
+
+def test_an_attempt_that_a_node_reports_has_received_its_secrets(api: Api, services: Services) -> None:
+    put(api, api.alice, "TOKEN", VALUE)
+    run_id = submit(services, "TOKEN")
+    tick(services)
+    given(services, run_id)
+    seen = AttemptSeen(run_id=run_id, fence=1, state=State.RUNNING)
+    services.agents.hello(NODE, hello(takes=("renewal", "secrets"), attempts=(seen,)))
+    assert api.do(api.alice, "GET", "/secrets")["secrets"][0]["used_ns"] == services.clock.wall_ns()

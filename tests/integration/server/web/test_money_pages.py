@@ -250,8 +250,12 @@ def test_a_price_can_be_set_planned_and_ended(admin: Reader) -> None:
     assert "<svg" in page.split("Prices over time")[1]
     unknown = admin.post("/prices", status=200, resource="Z9000", amount="1")
     assert "Z9000" in unknown
-    admin.post("/prices/end", resource="L4")
+    planned = re.findall(r'name="resource" value="L4">.*?name="at_ns" value="(\d+)"', page)
+    admin.post("/prices/end", resource="L4", at_ns=planned[0])
+    assert "0.80 USD per device" in admin.get("/prices")
     assert "0.70 USD" not in admin.get("/prices").split("Set a price")[0]
+    admin.post("/prices/end", resource="L4")
+    assert "0.80 USD" not in admin.get("/prices").split("Set a price")[0]
     assert "ended" in admin.get("/prices?all=true")
     assert 'value="2,99"' in admin.post("/prices", status=400, resource="L4", amount="2,99")
     assert admin.client.get("/ui/prices/records.csv").headers["content-disposition"].startswith("attachment")

@@ -22,7 +22,7 @@ from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
 from serverless_gpu.server.web.stacked_chart import Step
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.billing import PriceRequest, PriceView
+from serverless_gpu.wire.billing import Moment, PriceRequest, PriceView
 
 routes = Routes("price-pages", mount=WEB)
 CHARTS_MAX = 30
@@ -63,11 +63,12 @@ class PriceForm(Form, frozen=True, kw_only=True):
 
 
 class EndForm(Form, frozen=True, kw_only=True):
-    """The end of a price."""
+    """The end of a price: a typed time, the exact start of a planned price, or now."""
 
     resource: Annotated[str, msgspec.Meta(max_length=LABEL_CHARACTERS_MAX)]
     pool: _Name = ""
     at: _Amount = ""
+    at_ns: Moment | None = None
 
 
 class Tariff(NamedTuple):
@@ -106,7 +107,7 @@ def set_price(call: Call, site: Site, body: PriceForm) -> Page | Redirect:
 def end_price(call: Call, site: Site, body: EndForm) -> Page | Redirect:
     """End a price now, or at a later time. This also withdraws planned prices from that time on."""
     try:
-        query = EndQuery(pool=body.pool, at_ns=form_values.moment_ns("end", body.at))
+        query = EndQuery(pool=body.pool, at_ns=form_values.moment_ns("end", body.at) if body.at else body.at_ns)
         site.ask(call, price_service.end_price, resource=body.resource, query=query)
     except ServerlessGpuError as problem:
         return form_values.with_problem(_page(call, site, PriceForm()), problem)

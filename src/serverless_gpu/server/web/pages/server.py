@@ -8,6 +8,7 @@ import anyio.from_thread
 import msgspec
 from starlette.responses import Response
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Routes, reading, writing
 from serverless_gpu.server.nodes import drain, node_service
 from serverless_gpu.server.operations import server_report, server_status
@@ -70,7 +71,7 @@ def versions(nodes: tuple[NodeView, ...]) -> list[tuple[str, list[NodeView]]]:
 def _health(call: Call, site: Site) -> Health:
     """Return the health of each part. A page runs in a thread, and the checks run in the event loop."""
     answer = anyio.from_thread.run(_ask_health, call, site)
-    return msgspec.json.decode(answer.body, type=Health) if isinstance(answer, Response) else answer
+    return from_json(bytes(answer.body), Health) if isinstance(answer, Response) else answer
 
 
 async def _ask_health(call: Call, site: Site) -> Health | Response:
