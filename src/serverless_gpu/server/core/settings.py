@@ -425,8 +425,10 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     for variable in sorted(environ):
         if not variable.startswith(VARIABLES) or variable in known or variable.startswith(_NO_SETTINGS):
             continue
-        near = difflib.get_close_matches(variable, {**known, **as_options}, n=1)
-        meant = as_options.get(near[0]) or known[near[0]] if near else ""
+        # Without the common prefix, which would make short names alike.
+        names = {name.removeprefix(VARIABLES): field for name, field in {**known, **as_options}.items()}
+        near = difflib.get_close_matches(variable.removeprefix(VARIABLES), names, n=1)
+        meant = names[near[0]] if near else ""
         found.append(f"{variable} is not a setting" + (f": {VARIABLES}{meant.upper()} is" if meant else ""))
     return found
 

@@ -17,6 +17,7 @@ from urllib.parse import urljoin
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.server.index_proxy import links
 from serverless_gpu.server.index_proxy.definition import IndexDefinition
 from serverless_gpu.server.index_proxy.links import ForeignLink, Signer
@@ -115,7 +116,7 @@ def rewrite(
 
 def _rewritten_json(data: bytes, rewriter: _Rewriter, project: str) -> bytes:
     try:
-        page = msgspec.json.decode(data, type=dict[str, Any])
+        page = from_json(data, dict[str, Any])
     except msgspec.MsgspecError as error:
         raise InvalidPage(f"the page is not valid JSON: {str(error)[:100]}") from None
     found, meta = page.get("files"), page.get("meta")
