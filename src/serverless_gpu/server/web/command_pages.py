@@ -68,5 +68,63 @@ SERVER: tuple[CommandPage, ...] = (
     CommandPage("up", reason="starts the server that serves the pages"),
     CommandPage("down", reason="stops the server, after which no page could show the result"),
 )
-COMMAND_PAGES: tuple[CommandPage, ...] = (*MONEY, *SECRETS, *ENVIRONMENTS, *AUDIT, *SERVER)
-"""Entries of all groups. Add each further group to this list."""
+_MACHINE = "concerns the caller's machine, which a browser cannot reach"
+RUNS: tuple[CommandPage, ...] = (
+    *(CommandPage(name, "/runs") for name in ("runs", "run list")),
+    *(CommandPage(name, "/runs/{run}") for name in ("show", "run show", "cancel", "run cancel", "run preempt")),
+    *(CommandPage(name, "/runs/{run}/logs") for name in ("logs", "run logs", "attach", "run attach")),
+    *(CommandPage(name, "/runs/{run}/metrics") for name in ("metrics", "run metrics")),
+    *(CommandPage(name, "/queue") for name in ("queue", "run queue")),
+    CommandPage("result", reason="loads a result into Python; the run's page has the file for download"),
+    CommandPage("run result", reason="loads a result into Python; the run's page has the file for download"),
+    CommandPage("submit", reason="sends files and the environment of the caller's machine; a run's page runs it again"),
+    CommandPage("run submit", reason="sends files and the environment of the caller's machine"),
+    CommandPage("mlflow", reason="opens MLflow, to which a run's page links"),
+    CommandPage("clean", reason=_MACHINE),
+    CommandPage("session list", reason=_MACHINE),
+    CommandPage("session end", reason=_MACHINE),
+)
+NODES: tuple[CommandPage, ...] = (
+    *(CommandPage(f"node {name}", "/nodes") for name in ("list", "approve")),
+    *(
+        CommandPage(f"node {name}", "/nodes/{node}")
+        for name in (
+            *("show", "drain", "resume", "calendar", "quarantine", "release"),
+            *("forget", "rotate", "revoke", "canary"),
+        )
+    ),
+    CommandPage("node invite", reason="writes a file with a secret that an administrator carries to the machine"),
+    CommandPage("node spawner", reason="is a process of the node's machine"),
+    CommandPage("node sweep", reason="runs on the node's machine; the node's page has the findings"),
+    CommandPage("node unit", reason="prints a file for systemd on the node's machine"),
+    CommandPage("join", reason="starts a node on the caller's machine"),
+    CommandPage("gpus", reason="shows the GPUs of the caller's machine; the page of nodes shows those of all nodes"),
+    CommandPage("top", reason="shows the caller's machine; the page of a node shows the same of a node"),
+    *(CommandPage(name, reason=_MACHINE) for name in ("doctor", "status", "stop")),
+    *(CommandPage(f"pool {name}", "/pools") for name in ("list", "set")),
+    *(CommandPage(f"pool {name}", "/pools/{name}") for name in ("show", "delete")),
+    *(CommandPage(f"share {name}", "/pools") for name in ("list", "set", "delete")),
+)
+PEOPLE: tuple[CommandPage, ...] = (
+    *(CommandPage(f"user {name}", "/people") for name in ("list", "create", "delete", "set", "password")),
+    *(CommandPage(f"team {name}", "/people") for name in ("list", "create", "delete", "set", "join", "leave")),
+    *(CommandPage(f"token {name}", "/people") for name in ("list", "create", "revoke")),
+    CommandPage("whoami", "/people"),
+    CommandPage("login", "/device"),
+    CommandPage("logout", "/people"),
+    CommandPage("web", reason="opens the pages"),
+)
+INDEXES: tuple[CommandPage, ...] = (
+    *(CommandPage(f"index {name}", "/indexes") for name in ("list", "set", "delete", "log")),
+    CommandPage("index token", reason="prints a secret for pip or uv on the caller's machine"),
+)
+OTHERS: tuple[CommandPage, ...] = (
+    CommandPage("advise", reason="reads files of usage on the caller's machine; the usage page has the figures"),
+    CommandPage("simulate", reason="simulates a cluster on the caller's machine"),
+    *(CommandPage(name, reason="describes the command line") for name in ("completion", "help", "schema", "version")),
+)
+COMMAND_PAGES: tuple[CommandPage, ...] = (
+    *(*RUNS, *NODES, *MONEY, *PEOPLE, *SECRETS),
+    *(*ENVIRONMENTS, *INDEXES, *AUDIT, *SERVER, *OTHERS),
+)
+"""Entries of all commands. Add each further command to one of the groups."""

@@ -42,6 +42,7 @@ ENTRIES = (
     NavEntry(name="people", title="People", path="/people", needs=reading("tokens")),
     NavEntry(name="secrets", title="Secrets", path="/secrets", needs=reading("secrets")),
     NavEntry(name="environments", title="Environments", path="/environments", needs=reading("environments")),
+    NavEntry(name="indexes", title="Indexes", path="/indexes", needs=reading("indexes")),
     NavEntry(name="audit", title="Audit", path="/audit", needs=reading("audit")),
     NavEntry(name="server", title="Server", path="/server", needs=reading("metrics")),
 )

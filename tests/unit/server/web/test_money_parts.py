@@ -5,15 +5,10 @@ from __future__ import annotations
 import csv
 import io
 
-import click
 import pytest
 
-from serverless_gpu.cli import program
-from serverless_gpu.cli.command_group import leaf_commands
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.usage_report import unit_economics
-from serverless_gpu.server.web import pages
-from serverless_gpu.server.web.command_pages import COMMAND_PAGES
 from serverless_gpu.server.web.downloads import csv_cell, csv_pieces
 from serverless_gpu.server.web.form_values import amount, count, lines, moment_ns, names, seconds
 from serverless_gpu.server.web.list_pages import page_of
@@ -163,17 +158,3 @@ def test_a_tariff_marks_planned_prices() -> None:
     assert tariff.planned == (False, True)
     assert tariff.steps[0].height == 2 * tariff.steps[1].height
     assert tariffs([price(0, None, 1)], 50, "USD") == []
-
-
-def test_each_command_of_these_groups_has_a_page_or_a_reason() -> None:
-    named = {one.command for one in COMMAND_PAGES}
-    root = click.Context(program.sgpu, info_name="sgpu")
-    commands = {context.command_path.removeprefix("sgpu ") for _, context in leaf_commands(program.sgpu, root)}
-    groups = ("usage", "budget", "policy", "price", "secret", "env", "audit", "server")
-    assert {command for command in commands if command.split()[0] in groups} <= named
-    assert named <= commands
-    assert len(named) == len(COMMAND_PAGES)
-    paths = {route.path for routes in pages.ROUTES for route in routes.all if route.method == "GET"}
-    for one in COMMAND_PAGES:
-        assert bool(one.path) != bool(one.reason), one.command
-        assert not one.path or one.path.partition("?")[0] in paths, one.command

@@ -8,6 +8,7 @@ from serverless_gpu.server.web.pages import (
     device,
     environments,
     home,
+    indexes,
     nodes,
     people,
     policies,
@@ -48,5 +49,6 @@ ROUTES: tuple[Routes, ...] = (
     run_metrics.routes,
     device.routes,
     people.routes,
+    indexes.routes,
 )
 """Routes of all pages. Add each new page module to this list."""
