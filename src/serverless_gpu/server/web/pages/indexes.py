@@ -17,7 +17,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
 
 
 class IndexForm(Form, frozen=True, kw_only=True):
-    """A package index. `file_hosts` has one host per line; without a line, the usual hosts of the index apply."""
+    """A package index. `file_hosts` has one host per line, or nothing for the usual hosts."""
 
     name: _Name
     url: Annotated[str, msgspec.Meta(max_length=2_000)]
