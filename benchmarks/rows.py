@@ -14,6 +14,7 @@ from benchmarks import (
     decisions,
     environments,
     isolation_rows,
+    pages,
     pool_rows,
     ray_rows,
     remote_rows,
@@ -342,6 +343,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **decisions.ROWS,
     **usage.ROWS,
     **run_lists.ROWS,
+    **pages.ROWS,
     **load_rows.ROWS,
 }
 
