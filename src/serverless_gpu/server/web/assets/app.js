@@ -60,7 +60,7 @@ if (connection) {
     if (event.detail.status === 401 || event.detail.status === 404) {
       event.detail.connection.cancelled = true;
       location.reload(); // The reload shows the sign-in page, or that the page is gone.
-    }
+    } else if (!document.hidden) showConnection("stale");
   });
   setInterval(() => {
     if (!document.hidden && heard && Date.now() - heard > SILENCE_MS && !connection.classList.contains("stale")) showConnection("stale");
