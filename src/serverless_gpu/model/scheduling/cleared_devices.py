@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
-from serverless_gpu.model.scheduling.capacity import NodeDevices, NodeGroup, Row
-from serverless_gpu.model.scheduling.feasibility import could_be
+from serverless_gpu.model.scheduling.capacity import NodeDevices, NodeGroup, Row, together
 from serverless_gpu.model.scheduling.gang_placement import are_one, is_several
 from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import (
@@ -306,27 +306,56 @@ def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
 
 
 def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
-    """Return the strongest right of a suitable waiting run, by node group."""
+    """Return the strongest right of a waiting run that could start, by node group.
+
+    Two gangs could otherwise exclude each other forever, each with the stronger right to a node that the other needs.
+    A run therefore claims nodes only if the claims of the runs before it leave enough nodes for the run. Runs that
+    borrow from a pool come last, otherwise the higher class and then the older run comes first.
+    """
     capacity, claims = state.capacity, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
-    open_claims = set(range(len(hosts)))
-    for line in state.queue.lines():
-        if not open_claims:
-            break  # All remaining groups already have a waiting run with a full right.
-        if not (line.ask.shape.pool or line.owner in owners):
-            continue  # A run without a pool is a guest on every node if the run's owner has no node.
-        wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
-        rights = {number: standing(wanted, hosts[number].sample, capacity.terms) for number in open_claims}
-        more = [number for number, right in rights.items() if right < claims[number]]
-        if not more or not could_be(capacity, wanted, line.ask):
-            continue
-        within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
-        for number in more:
-            sample = hosts[number].sample
-            if id(hosts[number]) in within and may_use(wanted, sample, capacity.terms, state.now_ns):
-                claims[number] = rights[number]
-                open_claims -= {number} if claims[number] == FULL_CLAIM else set()
+    # A run without a pool is a guest on every node if the run's owner has no node.
+    lines = [line for line in state.queue.lines() if line.ask.shape.pool or line.owner in owners]
+    lines.sort(key=lambda line: (capacity.reach(line.ask.shape).is_lent, line.key[0], line.rows[0][:2]))
+    known: dict[tuple[str, str], list[Claim]] = {}
+    for line in lines:
+        if all(claim == FULL_CLAIM for claim in claims):
+            break
+        wanted, key = line.rows[0][2], (line.ask.shape.pool, line.owner)
+        if key not in known:
+            known[key] = [standing(wanted, group.sample, capacity.terms) for group in hosts]
+        rights = list(zip(hosts, known[key], claims, strict=True))
+        numbers = {number for number, _ in capacity.reach(line.ask.shape).kind}
+        if any(right < claim and group.number in numbers for group, right, claim in rights):
+            closed = {id(group) for group, right, claim in rights if right > claim}
+            serving = _serving(state, wanted, line.ask, closed)
+            claims = [min(right, claim) if id(group) in serving else claim for group, right, claim in rights]
     return claims
+
+
+def _serving(state: PlannerState, wanted: QueuedRun, ask: TimedShape, closed: set[int]) -> set[int]:
+    """Return the groups, by `id`, that could serve a run without the closed groups, including busy nodes."""
+    capacity, found = state.capacity, set[int]()
+    reach, is_gang = capacity.reach(ask.shape), is_several(capacity, wanted, ask)
+    parts = [(group, name, group.index[name].totals) for group, types, _ in reach.entries for name in types]
+    parts += [
+        (where.group, name, Counter([where.node.total[name]]))
+        for where, types, _ in reach.singles.values()
+        for name in types
+    ]
+    kinds: dict[gang_placement.Kind, tuple[Counter[int], set[int]]] = {}
+    for group, name, totals in parts:
+        if id(group) in closed or not may_use(wanted, group.sample, capacity.terms, state.now_ns):
+            continue
+        if not is_gang and max(totals, default=0) >= (wanted.gpus or 1):
+            found.add(id(group))
+        elif is_gang and group.sample.crews:
+            sizes, groups = kinds.setdefault((group.sample.pool, name), (Counter(), set()))
+            sizes.update(totals)
+            groups.add(id(group))
+    for sizes, groups in kinds.values():
+        found |= groups if together(sizes) >= (wanted.gpus or 1) else set()
+    return found
 
 
 def _has_guests(group: NodeGroup, state: PlannerState) -> bool:

@@ -11,9 +11,10 @@ the lowest sufficient class. Among the remaining candidates, the scheduler preem
 work, and never more runs than necessary.
 
 Preemption cannot loop. The scheduler orders the runs on a node by their right to the node and then by priority class. A
-run can preempt only runs with a weaker right to the node or, for equal rights, a lower class. The scheduler holds the
-released devices for the run that caused the preemption. A guest run starts only while no waiting run could preempt the
-guest by right.
+run can preempt only runs with a weaker right to the node or, for equal rights, a lower class. A gang on several nodes
+never uses released devices to which the preempted run has the stronger right. The scheduler holds the released devices
+for the run that caused the preemption. A guest run starts only while no waiting run could start by preempting the guest
+by right (`cleared_devices.py`).
 
 If all preemption candidates are too young, the plan contains the time at which a candidate is old enough. A
 non-preemptible run releases borrowed devices only at its end. A non-preemptible run may therefore borrow devices only
@@ -301,11 +302,19 @@ class _MultiNodeSearch:
         changed = {share.node_id for victim in plan.victims for share in victim.shares} & self._rest.keys()
         for node_id in changed:
             site = self._rest[node_id]
-            gone = [held for held in site.holders if held.wanted.run_id in leaving]
-            stay = tuple(held for held in site.holders if held.wanted.run_id not in leaving)
+            # Devices to which the preempted run has the stronger right stay available for the preempted run. Two
+            # gangs that each have the stronger right to one node would otherwise preempt each other in turn.
+            gone = [held for held in site.holders if held.wanted.run_id in leaving and self._may_follow(held, site)]
+            gone_ids = {held.wanted.run_id for held in gone}
+            stay = tuple(held for held in site.holders if held.wanted.run_id not in gone_ids)
             free = site.free + sum(_count(held, site) for held in gone)
             self._rest[node_id] = msgspec.structs.replace(site, free=free, holders=stay)
         return changed
+
+    def _may_follow(self, held: RunningRun, site: Site) -> bool:
+        """Return True if the waiting run has at least the right of a running run to a node."""
+        wanted, terms = self._search.wanted, self._search.terms
+        return standing(wanted, site.node, terms) <= standing(held.wanted, site.node, terms)
 
 
 def _is_part(wanted: QueuedRun, site: Site) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 
 from serverless_gpu.model.scheduling.values import (
@@ -187,13 +188,67 @@ def test_an_owner_who_is_first_has_the_node_as_soon_as_others_have_left() -> Non
     assert not world.running
 
 
+@pytest.mark.parametrize("gpus", [8, 12], ids=["alice's node is too small", "two gangs exclude each other"])
+def test_an_owners_run_that_cannot_start_does_not_keep_guests_off_the_owners_node(gpus: int) -> None:
+    world = World([node("n1", pool="search"), node("n2", 4, pool="search", owner="alice", owner_first=True)])
+    world.tell(PoolSeen(_SEARCH))
+    gang = wanted("gang", 12, owner="bob", pool="search", priority=CRITICAL, preemptible=True, several_nodes=True)
+    world.submit(gang, 100)
+    # Borrows n1, which the pool does not lend while the gang waits.
+    borrower = wanted("mine", gpus, priority=BEST_EFFORT, preemptible=True, several_nodes=gpus > 8)
+    world.submit(borrower, 100)
+    world.run(1_000)
+    assert started(world, "gang", "mine") == [0.0, 100.0]
+    assert world.preemptions == []
+
+
+def test_gangs_of_two_owners_that_need_both_nodes_start_by_class_and_age() -> None:
+    world = World([node("n1", owner="alice", owner_first=True), node("n2", owner="bob", owner_first=True)])
+    world.submit(wanted("b1", owner="bob"), 1_000)  # The gangs arrive while n2 is in use by its owner.
+    gang = wanted("a1", 16, preemptible=True, several_nodes=True)
+    world.submit(gang, 100, at_s=1)
+    world.submit(msgspec.structs.replace(gang, run_id="b2", owner="bob"), 100, at_s=2)
+    world.submit(msgspec.structs.replace(gang, run_id="b3", owner="bob", priority=CRITICAL), 100, at_s=3)
+    world.run(5_000)
+    assert started(world, "b3", "a1", "b2") == [1_000.0, 1_100.0, 1_200.0]
+    assert world.preemptions == []
+
+
+def test_a_gang_that_waits_for_another_owners_runs_does_not_keep_guests_off_its_node() -> None:
+    world = World([node("n1", owner="alice", owner_first=True), node("n2", owner="bob", owner_first=True)])
+    world.submit(wanted("b1", owner="bob"), 1_000)
+    world.submit(wanted("b2", owner="bob"), 1_000)
+    world.submit(wanted("gang", 16, preemptible=True, several_nodes=True), 100, at_s=1)
+    world.submit(spare("guest", owner="carol"), 5_000, at_s=2)
+    world.run(10_000)
+    assert started(world, "guest", "gang") == [2.0, 2_010.0]
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("guest", "gang")]
+
+
+@pytest.mark.parametrize("pool", ["search", ""])
+def test_two_gangs_with_the_stronger_right_to_one_node_each_do_not_preempt_each_other_in_turn(pool: str) -> None:
+    n1 = node("n1", pool=pool, owner="" if pool else "bob", owner_first=not pool)
+    world = World([n1, node("n2", 4, pool=pool, owner="alice", owner_first=True)])
+    world.tell(PoolSeen(_SEARCH))
+    gang = wanted("b1", 12, owner="bob", pool=pool, preemptible=True, several_nodes=True)
+    world.submit(gang, 1_000)
+    world.submit(
+        msgspec.structs.replace(gang, run_id="a1", owner="alice", pool="", priority=BEST_EFFORT), 1_000, at_s=5
+    )
+    world.submit(wanted("a2", 1, pool=pool), 100, at_s=500)  # Needs only the node of its owner.
+    world.run(5_000)
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "a2")]
+    assert not world.running
+    assert not world.waiting
+
+
 # --- whatever comes ---------------------------------------------------------------------------------------------------
 
 _NODES = st.lists(
     st.builds(
         lambda pool, owner, first, devices: (pool, owner, first, devices),
         st.sampled_from(["", "search", "spot"]),
-        st.sampled_from(["", "", "alice"]),
+        st.sampled_from(["", "", "alice", "bob"]),
         st.booleans(),
         st.sampled_from([2, 4, 8]),
     ),
@@ -246,11 +301,21 @@ _PUSHED_ON = [
     (NORMAL, 4, "alice", "search", True, None, 71, 1),
     (BEST_EFFORT, 1, "alice", "search", True, None, 131, 0),
 ]
+# r0 is a guest on alice's node, and r1 could only borrow the other node, which r0 waits for.
+_CROSSED = [(CRITICAL, 12, "bob", "search", True, None, 1, 0), (BEST_EFFORT, 8, "alice", "", True, None, 1, 0)]
+_CROSSED_GANGS = [(CRITICAL, 12, "bob", "search", True, None, 1, 0), (BEST_EFFORT, 12, "alice", "", True, None, 1, 0)]
+_OWNERS_GANGS = [(NORMAL, 12, owner, "", True, None, 1, 0) for owner in ("bob", "alice")]
+# r1 has the stronger right to n1 and r0 to n0, and each preempts the other if it may use the whole gang's devices.
+_IN_TURN = [(CRITICAL, 12, "bob", "search", True, None, 1_000, 0), (BEST_EFFORT, 12, "alice", "", True, None, 1_000, 5)]
 
 
 @settings(max_examples=150, deadline=None)
 @given(_NODES, _RUNS)
 @example([("search", "", False, 4)], _PUSHED_ON)
+@example([("search", "", False, 8), ("search", "alice", True, 4)], _CROSSED)
+@example([("search", "", False, 8), ("search", "alice", True, 4)], _CROSSED_GANGS)
+@example([("search", "", False, 8), ("search", "alice", True, 4)], _IN_TURN)
+@example([("", "bob", True, 8), ("", "alice", True, 4)], _OWNERS_GANGS)
 def test_everybody_who_can_be_served_is_served_and_the_number_of_preemptions_has_a_bound(
     nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]]
 ) -> None:
@@ -266,8 +331,11 @@ def test_everybody_who_can_be_served_is_served_and_the_number_of_preemptions_has
     assert not world.running
     # No attempt asks the same run twice: what it gave back was kept, and its second attempt has another turn before it.
     assert all(count == 1 for count in asked.values()), asked
-    by_class = Counter(one.run_id for one in world.preemptions if one.sentence.startswith("makes room"))
+    by_class = Counter(one.run_id for one in world.preemptions if one.sentence.startswith("the run "))
     assert max(by_class.values(), default=0) <= 2
+    # A borrower may leave a pool's node for a gang, and the gang the borrower's own node, but not again and again.
+    pairs = Counter((one.run_id, one.for_run) for one in world.preemptions)
+    assert all(min(count, pairs[for_run, run_id]) <= 2 for (run_id, for_run), count in [*pairs.items()]), pairs
     for run_id, run in world.waiting.items():
         wait = world.planner.why(run_id, world.now_ns)
         assert wait is not None

@@ -163,7 +163,7 @@ def test_22C6_who_may_leave_is_asked_by_shapes_not_by_runs(monkeypatch: pytest.M
     looks = Counter[str]()
     for name in ("_site", "_search", "_order"):
         _count(monkeypatch, cleared_devices.Clearing, name, looks)
-    _count(monkeypatch, cleared_devices, "could_be", looks)
+    _count(monkeypatch, cleared_devices, "_serving", looks)
     assert _decided(10, looks, lends=lends) == _decided(200, looks, lends=lends)
 
 
