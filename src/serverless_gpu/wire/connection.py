@@ -98,10 +98,19 @@ class Connection(HttpClient):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        try:
-            response = self._client.request(
+        def send() -> httpx2.Response:
+            return self._client.request(
                 method, self.url + API + path, content=content, headers={**self._headers(), **headers}, params=params
             )
+
+        try:
+            try:
+                response = send()
+            except httpx2.RemoteProtocolError:
+                if method != "GET":
+                    raise
+                # The server may close an idle connection while a request is on its way. Reading again is safe.
+                response = send()
         except httpx2.TransportError as error:
             raise self._broken(error) from None
         except RuntimeError as error:  # Another thread has closed the HTTP client.

@@ -148,7 +148,7 @@ identify = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True, env="li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["none", "user", "sandbox"])
+@pytest.mark.parametrize("level", ["none", pytest.param("user", marks=pytest.mark.long), "sandbox"])
 def test_27_a_member_reads_no_token_key_secret_or_log_and_ends_no_supervisor_in_a_sandbox(
     admin: Connection, level: str
 ) -> None:

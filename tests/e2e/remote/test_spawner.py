@@ -70,7 +70,7 @@ def is_retried(pool: Machines, run: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["user", "sandbox"])
+@pytest.mark.parametrize("level", [pytest.param("user", marks=pytest.mark.long), "sandbox"])
 def test_a_node_without_rights_isolates_its_runs_through_the_spawner(home: Path, place: Path, level: str) -> None:
     with RunningSpawner(place) as spawner, Machines(home) as pool:
         node = join(pool, spawner)

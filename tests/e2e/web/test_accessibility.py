@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from serverless_gpu.server.web.navigation import ENTRIES
 from tests.support.server.served import Served
@@ -24,7 +24,7 @@ def serious(page: Page) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_no_page_has_a_serious_finding(chromium: Browser, crowd: Served, scheme: Literal["light", "dark"]) -> None:
     found: dict[str, list[tuple[str, str]]] = {}
     with reader(chromium, crowd, scheme=scheme) as page:
@@ -39,7 +39,7 @@ def test_the_sign_in_page_has_no_serious_finding(chromium: Browser, crowd: Serve
         assert serious(page) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_no_page_of_a_run_has_a_serious_finding(
     chromium: Browser, crowd: Served, scheme: Literal["light", "dark"]
 ) -> None:
@@ -58,7 +58,7 @@ def test_no_page_of_a_run_has_a_serious_finding(
     assert {path: problems for path, problems in found.items() if problems} == {}
 
 
-@pytest.mark.parametrize("width", [400, 2560])
+@pytest.mark.parametrize("width", [400, pytest.param(2560, marks=pytest.mark.long)])
 def test_no_page_is_wider_than_its_window(chromium: Browser, crowd: Served, width: int) -> None:
     wide: list[str] = []
     with reader(chromium, crowd, width=width) as page:
@@ -85,4 +85,4 @@ def test_the_keyboard_opens_pages_and_rows(chromium: Browser, crowd: Served) -> 
         page.keyboard.press("?")
         assert page.locator("dialog").is_visible()
         page.keyboard.press("Escape")
-        assert page.locator("dialog").count() == 0
+        expect(page.locator("dialog")).to_have_count(0)

@@ -50,7 +50,7 @@ def cookies(page: Page) -> dict[str, str]:
     return {one.get("name", ""): one.get("value", "") for one in page.context.cookies()}
 
 
-@pytest.mark.parametrize("role", ["admin", "member", "viewer"])
+@pytest.mark.parametrize("role", ["admin", pytest.param("member", marks=pytest.mark.long), "viewer"])
 def test_every_link_opens_a_page(chromium: Browser, crowd: Served, tokens: dict[str, str], role: str) -> None:
     statuses = walk(chromium, crowd, None if role == "admin" else tokens[role])
     assert len(statuses) > 15

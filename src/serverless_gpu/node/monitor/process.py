@@ -193,8 +193,9 @@ class Monitor:
                             messages.UserSentence(sentence="the monitor exits after the last running attempt has ended")
                         )
             case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
-                if not self._is_needed():
-                    self._due_ns = self._clock.boottime_ns() + _FIRST_NS
+                first_ns = self._clock.boottime_ns() + _FIRST_NS
+                if not self._is_needed() or self._due_ns > first_ns:  # A reader of frames may wait for seconds.
+                    self._due_ns = first_ns
                 self._of_peer[peer].receive(message)
             case messages.Prepare():
                 self._deliveries.prepare(message)

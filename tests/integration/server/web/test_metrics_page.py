@@ -91,6 +91,7 @@ def test_a_table_has_at_most_fifty_rows(page: Page, run: OutputRun) -> None:
     expect(tables.locator("tbody tr").first).to_contain_text("%")
 
 
+@pytest.mark.long
 def test_live_charts_append_points_every_five_seconds(page: Page, run: OutputRun) -> None:
     begin_ns = SystemClock().wall_ns() - 400 * 10**9
     data = samples(300, start_ns=begin_ns, gpus=1)
