@@ -107,15 +107,16 @@ endif
 PARTS := test-part-local test-part-remote test-part-server test-part-packages
 LOCAL := tests/e2e/local/
 SERVER := tests/integration/server/
+PAGES := tests/integration/server/web/
 
 test-part-local:
-	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
+	TEST_PART=local $(BIN)/python -m pytest $(LOCAL) $(PAGES)
 
 test-part-remote:
 	TEST_PART=remote $(BIN)/python -m pytest $(filter-out $(LOCAL) %/__pycache__/,$(wildcard tests/e2e/*/))
 
 test-part-server:
-	TEST_PART=server $(BIN)/python -m pytest $(SERVER)
+	TEST_PART=server $(BIN)/python -m pytest $(SERVER) --ignore=$(PAGES)
 
 test-part-packages:
 	TEST_PART=packages $(BIN)/python -m pytest tests/unit $(filter-out $(SERVER) %/__pycache__/,$(wildcard tests/integration/*/ tests/integration/test_*.py))
