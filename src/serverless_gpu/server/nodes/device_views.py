@@ -18,7 +18,7 @@ from serverless_gpu.server.nodes.device_samples import DeviceSamples
 from serverless_gpu.server.nodes.node_admission import find_node
 from serverless_gpu.server.nodes.node_service import NodeService
 from serverless_gpu.server.records import active_runs
-from serverless_gpu.server.records.active_runs import DeviceHolder
+from serverless_gpu.server.records.active_runs import AttemptDevices
 from serverless_gpu.wire.agents import DeviceSample
 from serverless_gpu.wire.nodes import (
     DeviceHistoryList,
@@ -80,7 +80,7 @@ class DeviceViews:
 
 def _devices(
     view: NodeView,
-    holders: Mapping[tuple[str, str], DeviceHolder],
+    holders: Mapping[tuple[str, str], AttemptDevices],
     samples: Mapping[str, DeviceSample],
     *,
     who: Caller,
@@ -119,7 +119,7 @@ def _devices(
     return found
 
 
-def _holder(holder: DeviceHolder, *, who: Caller, reach: str) -> HolderRun:
+def _holder(holder: AttemptDevices, *, who: Caller, reach: str) -> HolderRun:
     is_visible = access_control.covers(reach, name=who.name, teams=who.teams, owner=holder.owner, team=holder.team)
     return HolderRun(
         run=holder.crew[0] if is_visible else "",

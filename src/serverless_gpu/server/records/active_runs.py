@@ -118,7 +118,7 @@ def active_briefly(connection: sa.Connection) -> list[ActiveRun]:
     return list(found.values())
 
 
-class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptDevices(msgspec.Struct, frozen=True, kw_only=True):
     """An unfinished attempt with its devices on one node.
 
     Attributes:
@@ -159,11 +159,11 @@ _HOLDERS = (
 )
 
 
-def device_holders(connection: sa.Connection, *, node_id: str | None = None) -> list[DeviceHolder]:
+def device_holders(connection: sa.Connection, *, node_id: str | None = None) -> list[AttemptDevices]:
     """Return the unfinished attempts with their devices, on one node or on all nodes."""
     query = _HOLDERS if node_id is None else _HOLDERS.where(crews.c.node_id == node_id)
     return [
-        DeviceHolder(
+        AttemptDevices(
             crew=(row.run_id, row.fence, row.crew),
             node_id=row.node_id,
             owner=row.owner,

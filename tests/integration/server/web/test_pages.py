@@ -12,6 +12,7 @@ import pytest
 from serverless_gpu.server.web.site import HEADERS
 from tests.support.server.served import Served, served
 from tests.support.web.browser import make_user, sign_in_path
+from tests.support.web.clients import csrf_of
 
 WAIT_S = 30
 
@@ -36,12 +37,6 @@ def admin(server: Served) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=server.url, timeout=WAIT_S) as client:
         client.get(sign_in_path(server))
         yield client
-
-
-def csrf_of(client: httpx2.Client) -> str:
-    found = re.search(r'name="csrf" value="(\w+)"', client.get("/ui/").text)
-    assert found is not None
-    return found[1]
 
 
 def test_the_address_of_the_server_leads_to_the_pages(stranger: httpx2.Client) -> None:

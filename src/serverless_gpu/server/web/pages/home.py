@@ -12,7 +12,7 @@ from serverless_gpu.server.runs import queue_views, run_service
 from serverless_gpu.server.runs.queue_views import QueueQuery
 from serverless_gpu.server.runs.run_service import RunsQuery
 from serverless_gpu.server.web.pages.nodes import PENDING
-from serverless_gpu.server.web.pages.queue import waiting_run
+from serverless_gpu.server.web.pages.queue import queue_row
 from serverless_gpu.server.web.site import WEB, Page, Site, zone_of_reader
 from serverless_gpu.wire.nodes import NodeView
 
@@ -48,7 +48,7 @@ def show_home(call: Call, site: Site) -> Page:
         ended=latest.runs if latest else (),
         costs={view.id: view.cost for view in costs},
         waiting=[
-            waiting_run(entry, number, zone, call.clock.wall_ns())
+            queue_row(entry, number, zone, call.clock.wall_ns())
             for number, entry in enumerate(queue.entries if queue else (), 1)
         ],
         pools=there.pools if there else (),

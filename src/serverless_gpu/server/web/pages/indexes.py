@@ -8,6 +8,7 @@ import msgspec
 
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Routes, reading, writing
 from serverless_gpu.server.index_proxy import index_service
+from serverless_gpu.server.web import form_values
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 from serverless_gpu.wire.indexes import IndexRequest
@@ -48,7 +49,7 @@ def show_indexes(call: Call, site: Site) -> Page:
 @routes.post("/indexes", needs=writing("indexes"), limit=FORM_BYTES_MAX)
 def set_index(call: Call, site: Site, body: IndexForm) -> Redirect:
     """Create or replace a package index."""
-    hosts = tuple(line.strip() for line in body.file_hosts.splitlines() if line.strip())
+    hosts = form_values.lines(body.file_hosts)
     request = IndexRequest(
         url=body.url.strip(), file_hosts=hosts or None, private=body.private, secret=body.secret, team=body.team
     )

@@ -14,6 +14,7 @@ from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Query, Routes, reading, writing
 from serverless_gpu.server.nodes import canaries, device_views, node_service
 from serverless_gpu.server.nodes.device_views import DevicesQuery
+from serverless_gpu.server.web import form_values
 from serverless_gpu.server.web.figures import Figure, make_figure
 from serverless_gpu.server.web.line_chart import PlotLine
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site, zone_of_reader
@@ -181,7 +182,7 @@ def summary(node: NodeView, devices: tuple[DeviceView, ...] | list[DeviceView]) 
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 
-class DrainForm(Form, frozen=True, kw_only=True):
+class NodeDrainForm(Form, frozen=True, kw_only=True):
     """Start or end a drain."""
 
     on: bool
@@ -207,7 +208,7 @@ class QuarantineForm(Form, frozen=True, kw_only=True):
 
 
 @routes.post("/nodes/{node}/drain", needs=writing("node-rules"), limit=FORM_BYTES_MAX)
-def drain(call: Call, site: Site, node: str, body: DrainForm) -> Redirect:
+def drain(call: Call, site: Site, node: str, body: NodeDrainForm) -> Redirect:
     """Drain or resume a node."""
     asked = NodeDrainRequest(on=body.on, stop=body.stop, note=body.note)
     return _to(site.ask(call, node_service.drain, node=node, body=asked))
@@ -216,7 +217,7 @@ def drain(call: Call, site: Site, node: str, body: DrainForm) -> Redirect:
 @routes.post("/nodes/{node}/calendar", needs=writing("node-rules"), limit=FORM_BYTES_MAX)
 def put_calendar(call: Call, site: Site, node: str, body: CalendarForm) -> Redirect:
     """Set the owner and the sharing times of a node."""
-    shared = tuple(line.strip() for line in body.shared.splitlines() if line.strip())
+    shared = form_values.lines(body.shared)
     asked = CalendarRequest(owner=body.owner.strip(), owner_first=body.owner_first, shared=shared, zone=body.zone)
     return _to(site.ask(call, node_service.put_calendar, node=node, body=asked))
 

@@ -15,6 +15,7 @@ from serverless_gpu.server.http.routing import FORM_BYTES_MAX, Call, Form, Route
 from serverless_gpu.server.nodes import node_service
 from serverless_gpu.server.records.pools import UNSET
 from serverless_gpu.server.runs import queue_views
+from serverless_gpu.server.web import form_values
 from serverless_gpu.server.web.site import WEB, Page, Redirect, Site
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 from serverless_gpu.wire.nodes import PoolRequest
@@ -109,7 +110,7 @@ def change_pool(call: Call, site: Site, name: str, body: PoolForm) -> Redirect:
         return_s=body.return_s,
         isolation=body.isolation,
         egress=body.egress,
-        allow=tuple(line.strip() for line in body.allow.splitlines() if line.strip()),
+        allow=form_values.lines(body.allow),
         nodes=body.nodes,
     )
     site.ask(call, pools.put_pool, name=name, body=asked)

@@ -26,7 +26,7 @@ class QueuePageQuery(Query, frozen=True, kw_only=True):
     mine: bool = False
 
 
-class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
+class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
     """A queue entry with its reason, its latest or likely start, and advice."""
 
     entry: QueueEntry
@@ -50,14 +50,14 @@ def show_queue(call: Call, site: Site, query: QueuePageQuery) -> Page:
         wakes=(SCHEDULER,),
         query=query,
         entries_=[
-            waiting_run(entry, number, zone, call.clock.wall_ns()) for number, entry in enumerate(found.entries, 1)
+            queue_row(entry, number, zone, call.clock.wall_ns()) for number, entry in enumerate(found.entries, 1)
         ],
         waiting=found.waiting,
         drain=site.ask_if_allowed(call, drain.show_drain),
     )
 
 
-def waiting_run(entry: QueueEntry, number: int, zone: datetime.tzinfo, now_ns: int) -> WaitingRun:
+def queue_row(entry: QueueEntry, number: int, zone: datetime.tzinfo, now_ns: int) -> QueueRow:
     """Return what the page shows about a waiting run."""
     view = entry.waiting
     wait = wait_of(view, entry.run) if view is not None else None
@@ -67,7 +67,7 @@ def waiting_run(entry: QueueEntry, number: int, zone: datetime.tzinfo, now_ns: i
         start_ns, start = view.likely_ns, "about"
     elif view is not None and view.at_ns is not None:
         start_ns, start = view.at_ns, "at the latest" if view.is_bound else "about"
-    return WaitingRun(
+    return QueueRow(
         entry=entry,
         number=number,
         why=why,

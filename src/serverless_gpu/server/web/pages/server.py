@@ -21,7 +21,7 @@ NODES_MAX = 50
 """Maximum number of names that the page lists for one version."""
 
 
-class DrainForm(Form, frozen=True, kw_only=True):
+class ServerDrainForm(Form, frozen=True, kw_only=True):
     """The reason for a drain."""
 
     note: Annotated[str, msgspec.Meta(max_length=500)] = ""
@@ -47,7 +47,7 @@ def show_server(call: Call, site: Site) -> Page:
 
 
 @routes.post("/server/drain", needs=writing("nodes"), limit=FORM_BYTES_MAX)
-def drain_server(call: Call, site: Site, body: DrainForm) -> Redirect:
+def drain_server(call: Call, site: Site, body: ServerDrainForm) -> Redirect:
     """Start a drain of the server."""
     site.ask(call, drain.put_drain, body=DrainRequest(on=True, note=body.note.strip()))
     return Redirect(path="/server")
