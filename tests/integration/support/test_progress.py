@@ -22,6 +22,7 @@ SUITE = {
     "tests/e2e/notebook/__init__.py": "",
     "tests/e2e/remote/test_second.py": "def test_three() -> None:\n    assert False, 'as planned'\n",
     "tests/integration/server/budgets/test_third.py": "def test_four() -> None:\n    pass\n",
+    "tests/integration/server/web/__init__.py": "",
     "tests/integration/node/__init__.py": "",
     "tests/unit/server/budgets/test_fourth.py": """import os
 
