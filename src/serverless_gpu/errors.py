@@ -209,6 +209,10 @@ class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503,
     """The agent of this node does not answer."""
 
 
+class EndpointRefused(ServerlessGpuError, code="endpoint_refused", status=409):
+    """A run refuses a connection to a port, a socket or a new program."""
+
+
 class IsolationUnavailable(ServerlessGpuError, code="isolation_unavailable", status=503):
     """This node cannot isolate the principal of a run from other principals."""
 

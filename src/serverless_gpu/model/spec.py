@@ -142,10 +142,12 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
     Attributes:
         argv: the program and its arguments. The rank looks up a program without a slash on its PATH.
         per: "rank" starts one process per rank. "node" starts one process per node, with all devices of the node.
+        tty: True to start the program on a pseudo-terminal, to which the owner connects. The run stores no output.
     """
 
     argv: tuple[str, ...]
     per: Literal["rank", "node"] = "rank"
+    tty: bool = False
 
 
 class Kernel(msgspec.Struct, frozen=True, kw_only=True, tag="kernel"):

@@ -76,7 +76,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
 
 def _attach_here(home: Home, record: RunRecord) -> Run[object]:
     run_id, directory = record.run_id, record.directory
-    channel = _find_supervisor(home, run_id, directory)
+    channel = find_supervisor(home, run_id, directory)
     if channel is None and not (directory / "stopped.json").exists():
         _refuse_unreachable(home, run_id, directory)
     run: Run[object] = Run(LocalRun(run_id, directory, record.world_size, channel), record.spec or RunSpec())
@@ -92,7 +92,7 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
     return run
 
 
-def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
+def find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
     """Wait until a run's supervisor listens, and connect to the supervisor.
 
     Return None if the run has ended.

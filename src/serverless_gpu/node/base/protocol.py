@@ -3,6 +3,7 @@
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──WaitingNote · Started · Output · Skipped · Stopped · Finished────── supervisor
     client ──Confirm, Cancel──▶ supervisor
+    client or uplink ──OpenEndpoint + a socket──▶ supervisor              the supervisor passes the socket to the stem
     uplink ──Lease──▶ supervisor                          after each answer of the server; the run stops without a lease
     supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      for a gang on several nodes
     agent ──PreparingNote──▶ supervisor                   while the environment is being restored
@@ -22,6 +23,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.endpoint import EndpointTarget
 from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, InspectionRequest, Judgement
 from serverless_gpu.model.hangs.idleness import IdleVerdict
 from serverless_gpu.model.hardware import Device, GpuType
@@ -342,6 +344,15 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
     """Report that the environment matches the launch, which permits user code to start."""
 
 
+class OpenEndpoint(Message, frozen=True, kw_only=True, tag="open_endpoint"):
+    """Request to connect the attached socket to a port, a socket or a new program in the attempt.
+
+    The answer is the first line of the socket (`node/inside/endpoint.py`).
+    """
+
+    target: EndpointTarget
+
+
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
     """State of a node's part of a gang, for the other nodes of the gang.
 
@@ -397,6 +408,7 @@ AnyMessage = (
     | PreparingNote
     | Confirm
     | Cancel
+    | OpenEndpoint
     | Lease
     | GangNews
     | Borrow

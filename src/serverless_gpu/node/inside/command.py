@@ -23,14 +23,17 @@ import subprocess
 import sys
 import types
 
-from . import checkpoints, protocol
+from . import checkpoints, protocol, terminal
 
 _LOOK_S = 0.02  # Seconds between two checks whether the process group has ended.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
-def run(argv: list[str], report: protocol.Report) -> int:
-    """Run a program until it ends. Return the program's exit code, or end this process by the same signal."""
+def run(argv: list[str], report: protocol.Report, work: str | None = None) -> int:
+    """Run a program until it ends. Return the program's exit code, or end this process by the same signal.
+
+    With `work`, run the program on a pseudo-terminal whose users connect to a socket in the directory `work`.
+    """
     earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
@@ -38,6 +41,12 @@ def run(argv: list[str], report: protocol.Report) -> int:
     signal.signal(signal.SIGTERM, relay.pass_on)
     report({"event": "exec", "stack": -1})
     try:
+        if work is not None:
+            host = terminal.open_host(argv, work)
+            report({"event": "enter"})
+            relay.begin(host.pid)
+            code = host.serve()
+            return code if code >= 0 else end_of(-code)
         child = _start(argv)
     except OSError as error:
         sys.stderr.write(f"serverless-gpu: {argv[0]!r} cannot be run: {error.strerror}\n")

@@ -16,9 +16,12 @@
                        {"op": "hold"} + lock descriptors              the stem keeps them open until it ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks; with "command": [argument, …]
                                                                        each rank runs that program, not the call;
+                                                                       "tty": on a pseudo-terminal (`terminal.py`);
                                                                        "tracked": MLflow knows the job's run;
                                                                        "ray": the rank's share of a Ray cluster
                                                                        (`raycluster/share.py`), which it starts
+                       {"op": "open", "target": {…}, "env": {…}, "work": …, "cwd": …} + a socket
+                                                                       fork an endpoint (`endpoint.py`)
                        {"op": "release"}                              all ranks have returned and may exit
                        {"op": "signal", "signal": n, "ranks": [n, …]} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
@@ -42,7 +45,7 @@ import json
 import time
 from collections.abc import Callable
 
-VERSION = 9
+VERSION = 10
 
 SANDBOX = "sandbox"
 """Isolation level `sandbox`, as in `model/isolation.py`."""

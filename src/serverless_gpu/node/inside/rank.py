@@ -151,7 +151,8 @@ def main(channel: Channel, events: Channel) -> int:
                 drive = _with_threads(call, protocol.integer(message, "threads"))
                 return task.run(read_share(cluster), _node_task(place, _environment(message), report, drive))
             return call(report)
-    return command.run(protocol.strings(message, "command"), report)
+    work = protocol.text(message, "work") or os.path.join(place.directory, "work")
+    return command.run(protocol.strings(message, "command"), report, work if message.get("tty") is True else None)
 
 
 def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], int]:

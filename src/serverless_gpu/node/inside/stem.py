@@ -31,7 +31,7 @@ import socket
 import sys
 from typing import NamedTuple, NoReturn
 
-from . import linux, namespaces, protocol, rank, sandbox, seal
+from . import endpoint, linux, namespaces, protocol, rank, sandbox, seal
 from .channel import Channel, pair
 from .launcher import enter_cgroups, join_cgroups
 from .raycluster.share import remove_directory
@@ -181,6 +181,8 @@ class _Stem:
                 if self.release >= 0:
                     os.close(self.release)
                     self.release = -1
+            case "open":
+                self._open_endpoint(message, fds)
             case "signal":
                 self._signal(protocol.integer(message, "signal"), message.get("ranks"))
             case "kill":
@@ -212,7 +214,50 @@ class _Stem:
         for child in self.children:
             child.channel.close()  # A surplus rank reads end of file and exits.
         self.children.clear()
+        self.work.clear()
         self._say({"event": "forked", "pids": pids})
+
+    def _open_endpoint(self, message: protocol.Message, fds: tuple[int, ...]) -> None:
+        """Fork the end of a connection into the attempt."""
+        sock = socket.socket(fileno=fds[0])
+        try:
+            parent = os.getpid()
+            if os.fork() == 0:
+                self._become_endpoint(message, sock, parent)
+        except OSError as error:  # The kernel has reached its limit of processes.
+            with contextlib.suppress(OSError):
+                sock.sendall(f"-the run cannot start another process: {error.strerror}\n".encode())
+        finally:
+            sock.close()
+
+    def _become_endpoint(self, message: protocol.Message, sock: socket.socket, parent: int) -> NoReturn:
+        code = 1
+        try:
+            self._leave_stem(parent)
+            self.channel.close()
+            if self.release >= 0:
+                os.close(self.release)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            code = endpoint.main(message, sock)
+        finally:
+            if code and sys.exc_info()[0] is not None:
+                sys.excepthook(*sys.exc_info())
+            os._exit(code)
+
+    def _leave_stem(self, parent: int) -> None:
+        """Give up what a fork of the stem has inherited and must not keep."""
+        if self.isolated:
+            seal.set_dumpable(value=True)  # Debuggers in the attempt may trace its other processes, but not the stem.
+        linux.die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        # If a child inherited a lock descriptor, the GPU would remain locked until the child's last child ends.
+        for fd in (*self.held, self.wake_read, self.wake_write, *(fd for work in self.work for fd in work.fds)):
+            os.close(fd)
+        for sibling in self.children:
+            sibling.channel.close()
 
     def _fork(self) -> _Child:
         ours, theirs = pair()
@@ -227,15 +272,7 @@ class _Stem:
     def _become_rank(self, channel: Channel, parent: int) -> NoReturn:
         code = 1
         try:
-            if self.isolated:
-                seal.set_dumpable(value=True)  # Debuggers in the attempt may trace a rank, but not the stem.
-            linux.die_with_parent(parent)
-            signal.set_wakeup_fd(-1)
-            # If a rank inherited a lock descriptor, the GPU would remain locked until the rank's last child ends.
-            for fd in (*self.held, self.wake_read, self.wake_write, *(fd for work in self.work for fd in work.fds)):
-                os.close(fd)
-            for sibling in self.children:
-                sibling.channel.close()
+            self._leave_stem(parent)
             code = rank.main(channel, self.channel)
         finally:
             if code and sys.exc_info()[0] is not None:

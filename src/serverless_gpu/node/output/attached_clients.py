@@ -27,6 +27,7 @@ import os
 import select
 import selectors
 import socket
+import stat
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ _LAST_WORDS_S = 5.0
 class Watchers:
     """All attached clients of one attempt, with the socket to which clients connect.
 
-    `greet` returns the first message for a new client. `obey` handles each message together with its client.
+    `greet` returns the first message for a new client. `obey` handles each message together with its client. `connect`
+    passes the socket of an `OpenEndpoint` message on, or is None where no attempt runs.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Watchers:
         selector: selectors.BaseSelector,
         greet: Callable[[], protocol.Sendable],
         obey: Callable[[protocol.AnyMessage, Watcher], None],
+        connect: Callable[[protocol.OpenEndpoint, int], None] | None = None,
     ) -> None:
+        self._connect = connect
         self._path = path
         self._selector = selector
         self._greet = greet
@@ -161,8 +165,14 @@ class Watchers:
         channel.close()
 
     def _hear(self, watcher: Watcher) -> None:
-        if not watcher.receive(lambda message: self._obey(message, watcher)):
+        if not watcher.receive(lambda message, fds: self._take(message, fds, watcher)):
             watcher.gone = True
+
+    def _take(self, message: protocol.AnyMessage, fds: tuple[int, ...], watcher: Watcher) -> None:
+        if not isinstance(message, protocol.OpenEndpoint):
+            self._obey(message, watcher)
+        elif self._connect is not None and len(fds) == 1 and stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
+            self._connect(message, fds[0])
 
 
 class Watcher:
@@ -226,8 +236,8 @@ class Watcher:
         self.channel.sock.settimeout(timeout_s)
         self.flush()
 
-    def receive(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
-        """Read and handle one message.
+    def receive(self, obey: Callable[[protocol.AnyMessage, tuple[int, ...]], None]) -> bool:
+        """Read and handle one message, and close its descriptors.
 
         Return False at end of file or after an invalid message.
         """
@@ -239,8 +249,10 @@ class Watcher:
             return False
         if received is None:
             return False
-        close_all(received[1])  # The supervisor accepts no descriptors from clients.
-        obey(received[0])
+        try:
+            obey(*received)
+        finally:
+            close_all(received[1])
         return True
 
 

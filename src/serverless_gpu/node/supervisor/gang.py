@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.model.endpoint import EndpointTarget
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.isolation import USER
 from serverless_gpu.model.lifecycle.attempt import (
@@ -130,6 +131,7 @@ class LocalGang:
         self.stem_pid = self._host_stem.pid
         self.stem_pidfd = -1
         self._spawner = find_spawner(os.environ)
+        self._endpoint_environment: dict[str, str] = {}  # Variables of the node's first rank.
         self._mounts = -1  # Mount namespace of an isolated attempt.
         self.memory: MemoryWatch | None = None
         self._cpus: CpuLimit | None = None
@@ -234,11 +236,23 @@ class LocalGang:
                 rank, directory / "logs", viewer if shown else None, SystemClock(), self.redactor
             )
             environment = self.environment.of(local, devices, network)
+            self._endpoint_environment = self._endpoint_environment or environment
             self._say({"op": "rank", "rank": rank, "local_rank": local, "env": environment}, log.write_ends())
             log.close_write_ends()
         self._say(self._go_message())
         if self._cluster is not None and self._cluster.note:
             self._pass_on(self._cluster.note, note=True)
+
+    def open_endpoint(self, target: EndpointTarget, fd: int) -> None:
+        """Ask the stem to connect a socket to a target in the attempt. Raises OSError if the stem has ended."""
+        request: inside.Message = {
+            "op": "open",
+            "target": msgspec.to_builtins(target),
+            "env": self._endpoint_environment,
+            "work": self._files.ranks_work or str(Path(self.launch.directory, "work")),
+            "cwd": original(self.context.cwd),
+        }
+        self._say(request, (fd,))
 
     def release(self) -> None:
         """Let the ranks exit after all ranks have returned."""
@@ -410,6 +424,7 @@ class LocalGang:
             "world_size": place_of(launch, 0).world_size,
             "local_world_size": len(self.numbers),
             "command": argv,
+            "tty": self._command is not None and self._command.tty,
             "result_bytes_max": RESULT_BYTES_MAX,
             "umask": context.umask | (_PRIVATE_UMASK if self._files.uid else 0),
             "descriptors_max": context.descriptors_max,

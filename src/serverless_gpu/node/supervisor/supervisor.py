@@ -125,7 +125,9 @@ class Supervisor:
         self._account = AttemptAccount(launch, self._clock)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
-        self._audience = Watchers(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
+        self._audience = Watchers(
+            sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey, self._connect
+        )
         self._watchdogs = Watchdogs(launch, home, self._clock, self._say, self._account.notes)
         self._monitor = MonitorLink(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._monitor.on_seen = self._watchdogs.idleness.seen
@@ -503,6 +505,19 @@ class Supervisor:
             self._confirmed = True
             self._account.mark("confirmed")
             self._begin()
+
+    def _connect(self, message: protocol.OpenEndpoint, fd: int) -> None:
+        """Connect a user's socket to a target in the attempt, or write the reason for a refusal to the socket."""
+        problem = "" if self._attempt.state is State.RUNNING else f"the run is {self._attempt.state}"
+        if not problem and self._gang is not None:
+            self._watchdogs.idleness.heard()  # A connecting user counts as use of the run.
+            try:
+                self._gang.open_endpoint(message.target, fd)
+                return
+            except OSError as error:
+                problem = f"the run's processes do not answer: {error.strerror}"
+        with contextlib.suppress(OSError):
+            os.write(fd, f"-{problem}\n".encode())
 
     def _leave_unconfirmed(self) -> None:
         """End an attempt whose client disconnected before it confirmed the environment."""
