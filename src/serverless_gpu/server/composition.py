@@ -66,7 +66,7 @@ from serverless_gpu.server.lifecycle.rendezvous import RendezvousService, Rendez
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import OrderDeliveries, Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, ReportRequests
-from serverless_gpu.server.nodes import agent_service, canaries, device_views, drain, node_service
+from serverless_gpu.server.nodes import agent_service, canaries, device_views, drain, node_service, tunnel_relay
 from serverless_gpu.server.nodes.agent_service import AgentService
 from serverless_gpu.server.nodes.canaries import CanaryService
 from serverless_gpu.server.nodes.device_samples import DeviceSamples
@@ -77,6 +77,7 @@ from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmissio
 from serverless_gpu.server.nodes.node_rules import Evacuation
 from serverless_gpu.server.nodes.node_service import NodeRuleService, NodeService
 from serverless_gpu.server.nodes.node_sessions import NodeSessions
+from serverless_gpu.server.nodes.tunnel_relay import TunnelRelay
 from serverless_gpu.server.operations import server_report, server_status
 from serverless_gpu.server.operations.server_report import ServerReports
 from serverless_gpu.server.policies import PolicyAdmission, PolicyService
@@ -90,6 +91,7 @@ from serverless_gpu.server.runs import (
     run_details,
     run_service,
     run_telemetry,
+    tunnels,
 )
 from serverless_gpu.server.runs.comparison import Comparisons
 from serverless_gpu.server.runs.estimates import EstimateService
@@ -97,6 +99,7 @@ from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.server.runs.rerun import RerunService
 from serverless_gpu.server.runs.run_service import RunQueries, StopService
 from serverless_gpu.server.runs.submission import QueueLimits, SubmissionService
+from serverless_gpu.server.runs.tunnels import TunnelService
 from serverless_gpu.server.scheduling.feasibility import Feasibility, FeasibilityCache, UnsatisfiableRuns
 from serverless_gpu.server.scheduling.gang_reservations import EngineReservations
 from serverless_gpu.server.scheduling.planner_state import PlannerSync
@@ -203,6 +206,7 @@ class Services(ServerResources):
     evacuation: Evacuation
     egress_policies: EgressPolicies
     canaries: CanaryService
+    tunnel_relay: TunnelRelay
     agents: AgentService
     pools: PoolService
 
@@ -229,6 +233,7 @@ class Services(ServerResources):
     queue_views: QueueViews
     run_queries: RunQueries
     reruns: RerunService
+    tunnels: TunnelService
     comparisons: Comparisons
 
     # Server and environments, for administrators and pages
@@ -324,6 +329,8 @@ ROUTES: tuple[Routes, ...] = (
     usage_reports.routes,
     log_search.routes,
     run_telemetry.routes,
+    tunnels.routes,
+    tunnel_relay.routes,
 )
 """Routes of the JSON API. Add each new route module to this list."""
 

@@ -11,6 +11,7 @@ a gang on several nodes (`node/supervisor/rendezvous.py`).
     GET  /agents/{node}/orders?instance&process  → stream of `StreamedOrder`, unacknowledged orders first
     POST /agents/{node}/orders/ack          OrdersTaken
     POST /agents/{node}/canary              CanaryResult
+    /agents/{node}/tunnels/{tunnel}/…       as for users (`tunnels.py`)
     POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
     GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
     PUT  /blobs/{digest}, POST /blobs/missing        as for users (`blobs.py`)
@@ -133,7 +134,8 @@ class AgentHello(Request, frozen=True, kw_only=True):
         findings: further remarks about the devices for operators, one sentence each.
         problem: reason why the node cannot run attempts now, or "".
         takes: optional features that the node supports: "renewal" of attempts' tokens, "secrets", "without" (excluded
-            devices), "max_run" in a spec, "crews" (gangs on several nodes), "canary", and "egress" (network policies).
+            devices), "max_run" in a spec, "crews" (gangs on several nodes), "canary", "egress" (network policies), and
+            "tunnels".
         protocol: protocol version from `wire.base`. The server refuses an unsupported version with an error that names
             the version.
         isolation: strongest isolation level that the node offers (`model.isolation`), as the node measured it.
@@ -394,8 +396,22 @@ class RunCanary(Answer, frozen=True, kw_only=True, tag="canary"):
     egress: EgressPolicy | None = None
 
 
+class OpenTunnel(Answer, frozen=True, kw_only=True, tag="tunnel"):
+    """An order to connect to a tunnel (`wire/tunnels.py`).
+
+    The node connects instead of acknowledging the order.
+
+    Attributes:
+        id: identifier of the tunnel. The node continues a tunnel that it already serves.
+    """
+
+    id: str
+    run_id: str
+    fence: int
+
+
 Order = Start | Stop | ReportNow
-StreamedOrder = Order | RunCanary
+StreamedOrder = Order | RunCanary | OpenTunnel
 
 
 class CanaryResult(Request, frozen=True, kw_only=True):

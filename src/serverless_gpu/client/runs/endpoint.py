@@ -9,12 +9,14 @@ Both ways return a connected socket, so that callers do not distinguish local ru
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 
 from serverless_gpu.client.runs.attachment import find_supervisor
 from serverless_gpu.errors import AgentUnavailable, EndpointRefused
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.endpoint import EndpointTarget
-from serverless_gpu.node.attempt.history import read_run
+from serverless_gpu.node.attempt.history import REMOTE_FILE, read_run
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 
@@ -23,13 +25,21 @@ _ANSWER_S = 30.0
 
 
 def open_endpoint(home: Home, run_id: str, target: EndpointTarget) -> socket.socket:
-    """Return a socket that is connected to a target in a running attempt, on this machine or through the server.
+    """Return a socket that is connected to a target in a running attempt.
+
+    The run is on this machine or on the server.
 
     Raises:
         AgentUnavailable: no supervisor of the run answers.
         EndpointRefused: the run refuses the connection, for example because no process listens on a port.
+        ServerlessGpuError: the server refuses the connection, or does not answer.
     """
-    return open_local_endpoint(home, run_id, target)
+    record = read_run(home.runs, run_id)
+    if not record.problem and not (record.directory / REMOTE_FILE).exists():
+        return open_local_endpoint(home, run_id, target)
+    remote = load("serverless_gpu.client.remote.tunnels")
+    sock: socket.socket = remote.open_remote_endpoint(home, run_id, target, os.environ)
+    return _connected(sock, run_id)
 
 
 def open_local_endpoint(home: Home, run_id: str, target: EndpointTarget) -> socket.socket:
@@ -40,7 +50,7 @@ def open_local_endpoint(home: Home, run_id: str, target: EndpointTarget) -> sock
         EndpointRefused: the run refuses the connection, for example because no process listens on a port.
     """
     record = read_run(home.runs, run_id)
-    channel = None if record is None else find_supervisor(home, run_id, record.directory)
+    channel = find_supervisor(home, run_id, record.directory)
     if channel is None:
         raise AgentUnavailable(f"run {run_id} has ended", hint=f"show the run with `sgpu show {run_id}`")
     ours, theirs = socket.socketpair()
@@ -50,16 +60,20 @@ def open_local_endpoint(home: Home, run_id: str, target: EndpointTarget) -> sock
         except OSError as error:
             ours.close()
             raise AgentUnavailable(f"the supervisor of run {run_id} does not answer: {error.strerror}") from None
+    return _connected(ours, run_id)
+
+
+def _connected(sock: socket.socket, run_id: str) -> socket.socket:
     try:
-        await_endpoint(ours, run_id)
+        _await_target(sock, run_id)
     except BaseException:
-        ours.close()
+        sock.close()
         raise
-    return ours
+    return sock
 
 
-def await_endpoint(sock: socket.socket, run_id: str) -> None:
-    """Wait for the first line of a connection, which says whether the target is connected. Raises EndpointRefused."""
+def _await_target(sock: socket.socket, run_id: str) -> None:
+    """Wait for the first line of a connection. Raises EndpointRefused if the target is not connected."""
     sock.settimeout(_ANSWER_S)
     line = bytearray()
     try:

@@ -1,4 +1,4 @@
-"""The end of a connection into a running attempt: a process beside the ranks, with their rights and devices.
+"""The end of a connection into an attempt: a process with the rights and devices of the ranks.
 
     user ◀── tunnel ──▶ uplink ── socket pair ──▶ endpoint ──▶ port     a TCP port on loopback (`sgpu forward`)
                           or a local client                 ├▶ socket   a Unix socket in the attempt's work directory

@@ -39,7 +39,7 @@ _HANGUP_S = 2.0
 
 
 def open_host(argv: Sequence[str], work: str) -> TerminalHost:
-    """Start a program on a pseudo-terminal, and listen for its users in the directory `work`. Raises OSError."""
+    """Start a program on a pseudo-terminal, and listen for users in the directory `work`. Raises OSError."""
     os.makedirs(work, exist_ok=True)
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -46,7 +46,7 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, DeviceSample, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
-TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary", "egress")
+TAKES = ("renewal", "secrets", "without", "max_run", "crews", "canary", "egress", "tunnels")
 """Capabilities that this version has in addition to the first version of the protocol."""
 LEFT = "left"
 """Marker file beside the profile of a machine that has left its server while its runs continue."""

@@ -55,7 +55,7 @@ from serverless_gpu.model.egress import EgressPolicy
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.isolation import NONE
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.node.attempt.server_attempt_record import open_attempts
+from serverless_gpu.node.attempt.server_attempt_record import ServerAttempt, open_attempts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.base.protocol import GangNews
@@ -72,12 +72,14 @@ from serverless_gpu.node.uplink.node_key_file import NodeKeyFile
 from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.node.uplink.start_stop import lock_path
+from serverless_gpu.node.uplink.tunnels import NodeTunnels
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
     CanaryResult,
     Ending,
     HeartbeatAnswer,
+    OpenTunnel,
     OrdersTaken,
     Report,
     ReportAnswer,
@@ -145,6 +147,7 @@ class Uplink:
         if self._presence.level.level == NONE:
             self._egress.problem = "the node isolates no principals"
         self._devices = DeviceWatch(home, self._clock)
+        self._tunnels = NodeTunnels(home, self._server, say)
         self._offered: queue.SimpleQueue[tuple[EgressPolicy, int]] = queue.SimpleQueue()
         self._controllers: dict[str, AttemptController] = {}
         self._lock = threading.Lock()
@@ -196,11 +199,14 @@ class Uplink:
     # --- presence ------------------------------------------------------------------------------------------------
 
     def _be_present(self, connection: Connection) -> None:
+        ended: list[ServerAttempt] = []
         with self._lock:
             for gang in [gang for gang, controller in self._controllers.items() if controller.is_over()]:
-                del self._controllers[gang]
+                ended.append(self._controllers.pop(gang).remote)
                 self._server.credentials.remove(gang)
             seen = tuple(controller.seen() for controller in self._controllers.values())
+        for attempt in ended:
+            self._tunnels.end(attempt.run_id, attempt.fence)
         if not self._joined.is_set():
             hello = self._presence.hello(
                 self._server.profile, seen, keys=self._server.session.keys, egress_problem=self._egress.problem
@@ -306,6 +312,9 @@ class Uplink:
     def _obey(self, order: StreamedOrder) -> None:
         if isinstance(order, RunCanary):
             self._start_canary(order)
+            return
+        if isinstance(order, OpenTunnel):
+            self._tunnels.open(self._node, order)
             return
         gang = f"{order.run_id}:{order.fence}"
         with self._lock:

@@ -62,6 +62,7 @@ from serverless_gpu.server.nodes.device_samples import DeviceSamples
 from serverless_gpu.server.nodes.egress_policies import EgressPolicies
 from serverless_gpu.server.nodes.node_admission import JoinService, NodeAdmission
 from serverless_gpu.server.nodes.node_sessions import NodeSessions
+from serverless_gpu.server.nodes.tunnel_relay import TunnelRelay
 from serverless_gpu.server.records import attempts, audit, crews, nodes, pools, runs, stored_secrets
 from serverless_gpu.server.records import orders as order_rows
 from serverless_gpu.server.records.audit import Action
@@ -131,6 +132,7 @@ class AgentService:
         canaries: CanaryService,
         egress_policies: EgressPolicies,
         device_samples: DeviceSamples,
+        tunnel_relay: TunnelRelay,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -148,6 +150,7 @@ class AgentService:
         self._canaries = canaries
         self._egress_policies = egress_policies
         self._device_samples = device_samples
+        self._tunnel_relay = tunnel_relay
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
         """Admit a joining or reconnecting node."""
@@ -406,6 +409,7 @@ class AgentService:
     ) -> AsyncGenerator[StreamedOrder | None]:
         sent: dict[int, int] = {}
         begun = ""  # Last canary that this stream has sent.
+        opened: frozenset[str] = frozenset()  # Tunnels that this stream has sent.
         hub, clock, key = self._hub, self._clock, node_key(node_id)
         while not hub.closed:
             seen = hub.version(key)
@@ -425,6 +429,11 @@ class AgentService:
             if canary is not None and canary.id != begun:
                 begun = canary.id
                 yield canary
+            tunnels = self._tunnel_relay.wanted(node_id)
+            for tunnel in tunnels:
+                if tunnel.id not in opened:
+                    yield tunnel
+            opened = frozenset(tunnel.id for tunnel in tunnels)
             if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
                 yield None
 

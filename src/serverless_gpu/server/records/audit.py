@@ -44,6 +44,7 @@ class Action(StrEnum):
     NODE_QUARANTINE = "node.quarantine"
     NODE_RELEASE = "node.release"
     NODE_CANARY = "node.canary"
+    TUNNEL_OPEN = "tunnel.open"
     POOL_PUT = "pool.put"
     POOL_DELETE = "pool.delete"
     SHARE_SET = "share.set"
