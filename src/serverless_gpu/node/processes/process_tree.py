@@ -357,29 +357,27 @@ class MemoryWatch:
         self._v1: Path | None = None
         self._v2 = cgroup if cgroup is not None and (cgroup / "memory.max").exists() else None
         self._kernel_kills = _kernel_oom_kills()
-        if self._v2 is None:
-            # Also without a limit: the kernel's counter for the machine includes processes of others.
-            limits = {} if limit_bytes is None else {"memory.limit_in_bytes": str(limit_bytes)}
-            self._v1 = _own_v1("memory", stem_pid, limits)
         if limit_bytes is None:
             return
         if self._v2 is not None:
             (self._v2 / "memory.max").write_text(str(limit_bytes))
             with contextlib.suppress(OSError):
                 (self._v2 / "memory.oom.group").write_text("1")
-        elif self._v1 is None:
+        elif not self._limit_v1(stem_pid, limit_bytes):
             self.note = "memory= is not enforced: no memory controller can be written to on this machine"
 
     def out_of_memory(self) -> bool:
-        """Return True if a kernel counter shows that an attempt's process was killed for lack of memory.
-
-        Without a memory controller, the counter of the machine decides, which includes processes of others.
-        """
+        """Return True if a kernel counter shows that an attempt's process was killed for lack of memory."""
         if self._v2 is not None:
             return _counter(self._v2 / "memory.events", "oom_kill") > 0
         if self._v1 is not None:
             return _counter(self._v1 / "memory.oom_control", "oom_kill") > 0
         return _kernel_oom_kills() > self._kernel_kills
+
+    @property
+    def is_exact(self) -> bool:
+        """Return True if the counter counts only processes of the attempt, not of the whole machine."""
+        return self._v2 is not None or self._v1 is not None
 
     def peak_bytes(self) -> int | None:
         """Return the attempt's peak host memory in bytes, or None if no controller reports the peak."""
@@ -390,9 +388,13 @@ class MemoryWatch:
         return None
 
     def close(self) -> None:
-        """Remove the cgroup v1 of the attempt's memory."""
+        """Remove the cgroup v1 of the memory limit."""
         if self._v1 is not None:
             remove_cgroup(self._v1)
+
+    def _limit_v1(self, stem_pid: int, limit_bytes: int) -> bool:
+        self._v1 = _own_v1("memory", stem_pid, {"memory.limit_in_bytes": str(limit_bytes)})
+        return self._v1 is not None
 
 
 class CpuLimit:
@@ -419,7 +421,7 @@ class CpuLimit:
 
 
 def _own_v1(controller: str, stem_pid: int, files: Mapping[str, str]) -> Path | None:
-    """Create a cgroup v1 for a stem and its descendants, with limits. Return None if impossible."""
+    """Create a cgroup v1 with limits for a stem and its descendants. Return None if impossible."""
     path = _directory("cgroup", controller, f"serverless_gpu-{stem_pid}")
     if path is None:
         return None

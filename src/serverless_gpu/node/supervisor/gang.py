@@ -470,7 +470,9 @@ class LocalGang:
         # The rank's failure is not a start failure, because user code has begun.
         if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
-        if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
+        # Without a counter of its own, the attempt cannot know whether the kernel killed a process of the cluster.
+        is_exact = self.memory is not None and self.memory.is_exact
+        if failure.reason in _OF_A_CLUSTER and is_exact and self.out_of_memory():
             return msgspec.structs.replace(failure, reason=Reason.HOST_OOM, detail=self.memory_text())
         return failure
 

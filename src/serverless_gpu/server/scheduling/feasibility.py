@@ -209,7 +209,8 @@ class UnsatisfiableRuns:
             if is_decided:
                 self._feasible.settle(run_id)
             if found is not None:
-                self._end(run_id, self._sentences.impossible(run) or found.why)
+                # The planner may not know the node yet that has just joined.
+                self._end(run_id, found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
         """Return the time at which the server ends an unsatisfiable run (nanoseconds since 1970), or None."""

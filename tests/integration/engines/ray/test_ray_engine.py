@@ -60,8 +60,9 @@ class TestRayEngine(EngineConformance):
     """The suite."""
 
     @pytest.fixture
-    def engine(self, made: Callable[..., RayEngine]) -> RayEngine:
-        """Return an engine with nothing reserved."""
+    def engine(self, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch) -> RayEngine:
+        """Return an engine with nothing reserved, which waits for the answers of a busy machine."""
+        monkeypatch.setattr(module, "SOON_S", 30.0)
         return made()
 
     @pytest.fixture

@@ -103,23 +103,6 @@ def test_F02_a_limit_is_enforced_or_the_user_is_told() -> None:
     watch.close()
 
 
-def test_F02_the_kill_of_another_process_is_not_the_attempts() -> None:
-    """A run whose process somebody kills while another run is out of memory does not lack memory."""
-    ours = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
-    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); bytearray(2**28)"], stdin=-1)
-    watch, limited = MemoryWatch(None, ours.pid, None), MemoryWatch(None, other.pid, 64 << 20)
-    try:
-        other.communicate()
-        if limited.note:
-            pytest.skip(limited.note)
-        assert limited.out_of_memory()
-        assert not watch.out_of_memory()
-    finally:
-        ours.communicate()
-        watch.close()
-        limited.close()
-
-
 def test_27_a_limit_of_cores_applies_to_a_stem_and_its_ranks(cgroup: Path) -> None:
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as stem:
         limit = CpuLimit(cgroup, stem.pid, 2)

@@ -90,8 +90,9 @@ def test_all_homes_of_an_account_share_one_spawner_whose_uids_are_those_of_the_m
     assert as_account(home, lambda: principal_of("bo", home / "two")) == [
         *(UIDS[1], UIDS[1], gid + 1, UID, gid + 1, UIDS[1], UID),
     ]
-    [line] = processes_of(home / ".local/share/serverless-gpu/principals")
-    assert "namespace_process" in line, "one process, and no worker of an ended client"
+    place = home / ".local/share/serverless-gpu/principals"
+    wait_for(lambda: len(processes_of(place)) == 1, "one process is left, and no worker of an ended client")
+    assert "namespace_process" in processes_of(place)[0]
 
 
 def stacks(node_home: Path) -> list[str]:

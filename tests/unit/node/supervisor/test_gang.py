@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import RankFailed, Reason
+from serverless_gpu.node.processes.process_tree import MemoryWatch
 from tests.support.golden import golden
 from tests.support.node.gang import Line
 
@@ -73,7 +74,13 @@ def test_F45_a_cluster_that_memory_ended_is_told_as_that(
     line: Line, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line.gang, "out_of_memory", lambda: True)
-    [event] = line.hear(event="failed", failure={"kind": kind, "message": "Ray on node n1 is gone"})
+    lost = {"kind": kind, "message": "Ray on node n1 is gone"}
+    line.gang.memory = MemoryWatch(None, 1, None)
+    [event] = line.hear(event="failed", failure=lost)
+    assert isinstance(event, RankFailed)
+    assert event.failure.reason == kind, "another process of the machine may have been killed"
+    monkeypatch.setattr(MemoryWatch, "is_exact", True)
+    [event] = line.hear(event="failed", failure=lost)
     assert isinstance(event, RankFailed)
     assert event.failure.reason is Reason.HOST_OOM
     assert event.failure.detail.startswith("killed by the kernel because host memory ran out")
