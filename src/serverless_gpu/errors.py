@@ -23,6 +23,7 @@
     │   ├── EnvironmentCorrupt       stored bytes do not match their address, twice
     │   └── StoreUnavailable         the store does not answer, or refuses the request
     ├── AgentUnavailable           the node's agent does not answer
+    ├── EndpointRefused            a run refuses a connection to a port, a socket or a new program
     ├── IsolationUnavailable       this node cannot isolate the principal of a run
     ├── ServerProblem              a server refused a request, or failed
     │   ├── ServerNotConfigured      remote=True without a server

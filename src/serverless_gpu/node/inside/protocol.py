@@ -45,7 +45,7 @@ import json
 import time
 from collections.abc import Callable
 
-VERSION = 10
+VERSION = 9
 
 SANDBOX = "sandbox"
 """Isolation level `sandbox`, as in `model/isolation.py`."""
