@@ -93,6 +93,10 @@ def write_money(connection: sa.Connection, count: int, administrator: str, seale
             for number, one in enumerate(budgets)
         ]
         connection.execute(tables.budgets.insert(), rows)
+        # Also on the first day of a month, a budget has reached its limit.
+        used = ledgered.account(connection, owner=PEOPLE[0], team=teams[0])
+        micros = budgets[0]["limit_micros"]
+        ledgered.charge(connection, "run-of-today", used, day=now_ns // DAY, micros=micros)
     secrets = []
     for number in range(count):
         name = f"TOKEN_{number}" if number else "HF_TOKEN"

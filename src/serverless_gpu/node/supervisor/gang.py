@@ -60,7 +60,7 @@ from serverless_gpu.node.spawner.client import find_spawner
 from serverless_gpu.node.supervisor.attempt_files import AttemptFiles, attempt_files
 from serverless_gpu.node.supervisor.outcome_redaction import mask_failure, unmasked_notes
 from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment, place_of
-from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
+from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster, memory_bytes
 from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
@@ -81,6 +81,7 @@ _FAILURE_REASONS = {
     "engine_head_lost": Reason.ENGINE_HEAD_LOST,
     "start_failed": Reason.START_FAILED,
 }
+_LARGE = 20  # A rank with this part of the machine's memory is large.
 _PRIVATE_UMASK = 0o077  # Other principals may not read files that a rank creates.
 _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 
@@ -336,9 +337,16 @@ class LocalGang:
         for log in self.logs.values():
             log.tend()
 
-    def out_of_memory(self) -> bool:
-        """Return True if the kernel killed a process of this attempt because host memory ran out."""
-        return self.memory is not None and self.memory.out_of_memory()
+    def out_of_memory(self, peak_bytes: int = 0) -> bool:
+        """Return True if the kernel killed a process of this attempt because host memory ran out.
+
+        `peak_bytes` is the peak memory of an ended rank. The counter of the machine includes kills in other runs.
+        Without a counter of the attempt, it is therefore evidence only for a large rank, because the kernel kills large
+        processes.
+        """
+        if self.memory is None or not self.memory.out_of_memory():
+            return False
+        return self.memory.is_exact or peak_bytes >= memory_bytes()[0] // _LARGE
 
     def close(self) -> None:
         """Read the last output, add the final notes to the receipt and close all descriptors."""
@@ -443,7 +451,7 @@ class LocalGang:
         rank, status = self._rank(message), inside.integer(message, "status")
         self.account.peaks[rank] = inside.integer(message, "peak")
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        killed_for_memory = number == signal.SIGKILL and self.out_of_memory()
+        killed_for_memory = number == signal.SIGKILL and self.out_of_memory(inside.integer(message, "peak"))
         if killed_for_memory:
             return RankExited(rank=rank, signal=number, out_of_memory=True, detail=self.memory_text())
         detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
@@ -470,9 +478,7 @@ class LocalGang:
         # The rank's failure is not a start failure, because user code has begun.
         if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
-        # Without a counter of its own, the attempt cannot know whether the kernel killed a process of the cluster.
-        is_exact = self.memory is not None and self.memory.is_exact
-        if failure.reason in _OF_A_CLUSTER and is_exact and self.out_of_memory():
+        if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
             return msgspec.structs.replace(failure, reason=Reason.HOST_OOM, detail=self.memory_text())
         return failure
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.lifecycle.attempt import RankFailed, Reason
+from serverless_gpu.model.lifecycle.attempt import RankExited, RankFailed, Reason
 from serverless_gpu.node.processes.process_tree import MemoryWatch
+from serverless_gpu.node.supervisor.ray_cluster import memory_bytes
 from tests.support.golden import golden
 from tests.support.node.gang import Line
 
@@ -73,7 +75,7 @@ def test_F45_a_cluster_that_never_came_up_is_a_failed_start_while_user_code_has_
 def test_F45_a_cluster_that_memory_ended_is_told_as_that(
     line: Line, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line.gang, "out_of_memory", lambda: True)
+    monkeypatch.setattr(MemoryWatch, "out_of_memory", lambda _: True)
     lost = {"kind": kind, "message": "Ray on node n1 is gone"}
     line.gang.memory = MemoryWatch(None, 1, None)
     [event] = line.hear(event="failed", failure=lost)
@@ -87,6 +89,18 @@ def test_F45_a_cluster_that_memory_ended_is_told_as_that(
     [event] = line.hear(event="failed", failure={"kind": "exception", "type": "E", "message": "m"})
     assert isinstance(event, RankFailed)
     assert event.failure.reason is Reason.RANK_RAISED
+
+
+@pytest.mark.parametrize(("share", "reason"), [(100, False), (4, True)])
+def test_F02_a_small_rank_that_somebody_kills_did_not_lack_memory(
+    line: Line, share: int, reason: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel killed a process of another run in the meantime, and only the machine has a counter."""
+    monkeypatch.setattr(MemoryWatch, "out_of_memory", lambda _: True)
+    line.gang.memory = MemoryWatch(None, 1, None)
+    [event] = line.hear(event="exited", status=int(signal.SIGKILL), peak=memory_bytes()[0] // share)
+    assert isinstance(event, RankExited)
+    assert event.out_of_memory is reason
 
 
 def test_there_is_one_process_whatever_the_number_of_devices(line: Line) -> None:
